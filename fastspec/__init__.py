@@ -1,0 +1,40 @@
+"""fastspec: exact speculative decoding of a target model with a draft model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastspec.errors import CheckpointError, OutOfPages, UnsupportedModel, UnsupportedOption
+
+if TYPE_CHECKING:
+    from fastspec.demo import demo_pair
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.output import GenerateOutput, Stats
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "FastSpecGenerator",
+    "GenerateOutput",
+    "OutOfPages",
+    "Stats",
+    "UnsupportedModel",
+    "UnsupportedOption",
+    "demo_pair",
+]
+
+_LAZY = {
+    "FastSpecGenerator": "fastspec.generator",
+    "GenerateOutput": "fastspec.output",
+    "Stats": "fastspec.output",
+    "demo_pair": "fastspec.demo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the heavy parts when they are first asked for: `import fastspec` stays quick."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

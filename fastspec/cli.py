@@ -1,0 +1,193 @@
+"""The command line: `fastspec generate` streams text, `fastspec demo` compares."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+
+import fastspec
+from fastspec.demo import demo_pair
+from fastspec.errors import OutOfPages
+from fastspec.generator import FastSpecGenerator
+from fastspec.output import GenerateOutput, Stats
+from fastspec.text import StreamWriter, escape_control
+
+DEMO_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
+app = typer.Typer(
+    help="Exact speculative decoding for Hugging Face causal language models.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+Drafts = Annotated[int, typer.Option(help="Tokens drafted per step; 0 decodes plainly.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastspec {fastspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding for Hugging Face causal language models."""
+    # a caller of the app may hand in what opens a generator: `app(obj=...)`
+    context.obj = context.obj or FastSpecGenerator
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    num_speculative_tokens: Drafts = 4,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Device = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
+) -> None:
+    """Continues a prompt and prints the new text; a line on stderr says how it went."""
+    if draft is not None and target is None:
+        raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    if target is None:
+        target, draft = map(str, demo_pair())
+    options = {"dtype": dtype, "device": device, "max_length": max_length}
+    with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
+        pieces: list[str] = []
+        output = _generate(
+            generator,
+            prompt,
+            _write if stream else pieces.append,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
+        )
+        _write("".join([*pieces, "\n"]))
+        typer.echo(f"{output.stats}; {output.finish_reasons[0]}; {generator.device}", err=True)
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
+    max_new_tokens: MaxNewTokens = 128,
+    num_speculative_tokens: Drafts = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
+    device: Device = None,
+) -> None:
+    """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text."""
+    target, draft = map(str, demo_pair())
+    options = {"device": device, "progress": False}
+    with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
+        plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
+        speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
+        for _ in range(repeats):  # turn and turn about, so that a machine that slows down slows both
+            plain.run()
+            speculative.run()
+        _write(f"{prompt}{speculative.results[0][0]}\n\n")
+        typer.echo(f"{generator.device}, median of {repeats}:")
+    typer.echo(f"plain        {plain}")
+    typer.echo(f"speculative  {speculative}")
+    ratio = plain.seconds / speculative.seconds
+    typer.echo(f"speed-up     {ratio:.2f}x{'' if ratio > 1 else ': speculative decoding is not faster here'}")
+    if len({*plain.results, *speculative.results}) > 1:
+        typer.echo("texts equal  NO, and they should be: please report this")
+        raise typer.Exit(1)
+    typer.echo("texts equal  yes, token by token")
+
+
+class _Runs:
+    """Runs of one prompt with one number of drafts per step. The first, untimed one pays for allocations."""
+
+    def __init__(self, generator: FastSpecGenerator, prompt: str, max_new_tokens: int, *, drafts: int) -> None:
+        self._generate = partial(
+            _generate,
+            generator,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            num_speculative_tokens=drafts,
+            do_sample=False,
+        )
+        self.results: list[tuple[str, tuple[int, ...]]] = []  # text and its token ids
+        self._stats: list[Stats] = []
+        self._generate(write=lambda _: None, max_new_tokens=min(8, max_new_tokens))
+
+    def run(self) -> None:
+        """Runs once more."""
+        pieces: list[str] = []
+        output = self._generate(write=pieces.append)
+        self.results.append(("".join(pieces), tuple(output.new_tokens[0])))
+        self._stats.append(output.stats)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(stats.seconds for stats in self._stats)
+
+    def __str__(self) -> str:
+        """One line."""
+        return str(replace(self._stats[0], seconds=self.seconds))
+
+
+def _opened(
+    context: typer.Context, target: str, draft: str | None, drafts: int, options: dict[str, Any]
+) -> FastSpecGenerator:
+    open_generator: Callable[..., FastSpecGenerator] = context.obj
+    return open_generator(target, draft, num_speculative_tokens=drafts, max_batch_size=1, **options)
+
+
+def _generate(
+    generator: FastSpecGenerator, prompt: str, write: Callable[[str], object], **options: Any
+) -> GenerateOutput:
+    tokenizer = generator.tokenizer
+    if tokenizer is None:
+        raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+    output = generator.generate(
+        [tokenizer(prompt)["input_ids"]],
+        streamer=StreamWriter(tokenizer, write),
+        return_dict_in_generate=True,
+        **options,
+    )
+    return cast("GenerateOutput", output)
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():
+        text = escape_control(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, MemoryError, OutOfPages, torch.OutOfMemoryError) as error:
+        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app(prog_name="fastspec")

@@ -1,0 +1,17 @@
+"""The library's own error types. Each message says what was got, what was wanted, and the next step."""
+
+
+class UnsupportedModel(ValueError):
+    """A model, or a setting in its config, that the decoder does not implement. Lists what is supported."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, or not what its own config says. Names the file and the field."""
+
+
+class UnsupportedOption(ValueError):
+    """An argument or a generation option that is outside the supported list."""
+
+
+class OutOfPages(RuntimeError):
+    """The K/V cache has too few free pages for the rows that were asked for."""

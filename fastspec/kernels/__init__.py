@@ -1,0 +1,1 @@
+"""Ops of the step. `reference` holds the torch definition of each."""

@@ -1,0 +1,103 @@
+"""Host page table: which row owns which cache pages. Standard library only.
+
+A page holds `page_size` consecutive positions of one row, for every layer of every model that shares the
+table (the draft and the target hold the same positions, so one table serves both).
+
+| pages                 | owner                                                        |
+|-----------------------|--------------------------------------------------------------|
+| 0                     | nobody: the trash page takes writes of padding and idle rows |
+| in `_owned[row]`      | that row, in the order of its positions                      |
+| all others            | free                                                         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from fastspec.errors import OutOfPages
+
+TRASH_PAGE = 0
+
+
+class PageTable:
+    """Hands whole pages to rows and takes them back.
+
+    Args:
+        num_pages: pages in the cache, the trash page included (at least 2).
+        page_size: positions per page.
+        order: the order in which free pages are handed out; any permutation of 1..num_pages-1.
+            Results never depend on it. Default: ascending.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, order: Iterable[int] | None = None) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise ValueError(f"got {num_pages} pages of {page_size} positions; need at least 2 pages of 1")
+        usable = list(range(1, num_pages)) if order is None else list(order)
+        if sorted(usable) != list(range(1, num_pages)):
+            raise ValueError(f"order must be a permutation of 1..{num_pages - 1}, got {usable[:8]}...")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = usable[::-1]  # a stack: pop() takes the first of `usable`
+        self._owned: dict[Hashable, tuple[int, ...]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that hold `num_positions` positions."""
+        return -(-num_positions // self.page_size)
+
+    def fits(self, num_positions: int) -> bool:
+        """Whether `reserve` would succeed now."""
+        return self.pages_for(num_positions) <= len(self._free)
+
+    def reserve(self, row: Hashable, num_positions: int) -> tuple[int, ...]:
+        """Gives `row` pages for `num_positions` positions; all or nothing.
+
+        Returns:
+            The pages, in the order of the positions they hold.
+
+        Raises:
+            ValueError: the row already owns pages, or `num_positions` < 1.
+            OutOfPages: too few pages are free; nothing was taken.
+        """
+        if row in self._owned:
+            raise ValueError(f"row {row!r} already owns {len(self._owned[row])} pages; release it first")
+        if num_positions < 1:
+            raise ValueError(f"got {num_positions} positions to reserve, need at least 1")
+        count = self.pages_for(num_positions)
+        if count > len(self._free):
+            raise OutOfPages(
+                f"row {row!r} needs {count} pages of {self.page_size} positions, {len(self._free)} are free of "
+                f"{self.num_pages - 1}; wait for a row to finish, or raise max_length or max_batch_size"
+            )
+        pages = tuple(self._free.pop() for _ in range(count))
+        self._owned[row] = pages
+        return pages
+
+    def release(self, row: Hashable) -> None:
+        """Takes back every page of `row`.
+
+        Raises:
+            KeyError: the row owns nothing.
+        """
+        if row not in self._owned:
+            raise KeyError(f"row {row!r} owns no pages")
+        self._free.extend(reversed(self._owned.pop(row)))
+
+    def release_all(self) -> None:
+        """Takes back the pages of every row."""
+        for row in list(self._owned):
+            self.release(row)
+
+    def check_integrity(self) -> None:
+        """Recounts every page from scratch.
+
+        Raises:
+            RuntimeError: a page is owned twice, lost, out of range, or the trash page was handed out.
+        """
+        seen = sorted([*self._free, *(page for pages in self._owned.values() for page in pages)])
+        if seen != list(range(1, self.num_pages)):
+            raise RuntimeError(f"page table corrupt: free {self._free}, owned {self._owned}")

@@ -1,0 +1,24 @@
+"""What the step and the proposers need of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fastspec.kernels.reference import Tiling
+from fastspec.kv_cache.cache import PassRows
+
+
+class CausalModel(Protocol):
+    """What the step needs of a model; tests put tables of logits in its place."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    def hidden(self, rows: PassRows) -> Tensor:
+        """Feeds rows, writes their K/V; returns the final hidden states [B, Q, hidden]."""
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """fp32 logits [..., V] of hidden states [..., hidden]."""

@@ -1,0 +1,95 @@
+"""Which token ids two models share: the same id must mean the same text in both, or a draft means nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Final
+
+from fastspec.models.sources import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fastspec.models.sources import Checkpoint
+
+MAX_PADDING: Final = 1024
+"""Largest difference of embedding rows that padding explains, when there are no tokenizers to compare."""
+
+
+def shared_vocab(
+    target: Checkpoint,
+    draft: Checkpoint,
+    *,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> int:
+    """Number of leading token ids that mean the same in both models.
+
+    Embeddings may be padded to different sizes, and either tokenizer may lack ids that the other has; an id
+    that both define must have one text.
+
+    Args:
+        target, draft: resolved checkpoints.
+        target_tokenizer, draft_tokenizer: their tokenizers, if loaded already; else those beside the weights.
+
+    Returns:
+        n such that ids 0..n-1 may be drafted: the smaller embedding's rows, or the highest id that both
+        tokenizers define, plus one, if that is less.
+
+    Raises:
+        ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
+            differ by more than padding. The message names the first id that differs and both texts.
+    """
+    rows = min(target.spec.vocab_size, draft.spec.vocab_size)
+    if _same_source(target, draft):
+        return rows
+    target_tokenizer = target_tokenizer or load_tokenizer(target)
+    draft_tokenizer = draft_tokenizer or load_tokenizer(draft)
+    if target_tokenizer is None or draft_tokenizer is None:
+        return _compare_sizes(target, draft)
+    p_texts, q_texts = _texts(target_tokenizer, rows), _texts(draft_tokenizer, rows)
+    common = sorted(p_texts.keys() & q_texts.keys())
+    if not common:
+        raise ValueError(
+            f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; "
+            f"choose a draft with the target's tokenizer"
+        )
+    for token in common:
+        if p_texts[token] != q_texts[token]:
+            raise ValueError(
+                f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} "
+                f"in the draft "
+                f"{draft.name}; choose a draft with the target's tokenizer"
+            )
+    return min(rows, common[-1] + 1)
+
+
+def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
+    if target.module is not None or draft.module is not None:
+        return target.module is draft.module
+    if target.directory is None or draft.directory is None:
+        return False
+    return target.directory.samefile(draft.directory)
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[int, str]:
+    return {token: text for text, token in tokenizer.get_vocab().items() if token < rows}
+
+
+def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
+    p_size, q_size = target.spec.vocab_size, draft.spec.vocab_size
+    if abs(p_size - q_size) > MAX_PADDING:
+        raise ValueError(
+            f"vocab_size is {p_size} in the target {target.name} but {q_size} in the draft {draft.name}, "
+            f"and there are no "
+            f"two tokenizers to compare; pass directories with tokenizer files, or choose a draft of the "
+            f"same family"
+        )
+    warnings.warn(
+        f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean "
+        f"the same "
+        f"because their vocab_size is {p_size} and {q_size}; pass directories with tokenizer files to have "
+        f"them compared",
+        stacklevel=3,
+    )
+    return min(p_size, q_size)

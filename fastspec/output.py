@@ -1,0 +1,121 @@
+"""What `generate` returns: sequences, finish reasons and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """Counts of one row. Conservation: emitted = steps + accepted - dropped.
+
+    Attributes:
+        steps: target passes.
+        plain_steps: those of them that drafted nothing.
+        drafted: tokens proposed.
+        accepted: drafts accepted, also those that a stop or the cap then cut off.
+        emitted: tokens returned.
+        dropped: accepted or picked tokens cut off by a stop id or the cap.
+        histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
+    """
+
+    steps: int
+    plain_steps: int
+    drafted: int
+    accepted: int
+    emitted: int
+    dropped: int
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts of a whole call, all rows together, and the rows' own.
+
+    Attributes:
+        steps: target passes summed over rows.
+        drafted, accepted, emitted, dropped: as in RowStats, summed.
+        k: drafts per step asked for.
+        seconds: wall time of the call.
+        rows: one RowStats per prompt.
+    """
+
+    steps: int
+    drafted: int
+    accepted: int
+    emitted: int
+    dropped: int
+    k: int
+    seconds: float
+    rows: tuple[RowStats, ...]
+
+    @classmethod
+    def of(cls, rows: tuple[RowStats, ...], k: int, seconds: float) -> Stats:
+        """Sums the rows."""
+
+        def total(name: str) -> int:
+            return sum(getattr(row, name) for row in rows)
+
+        return cls(
+            total("steps"),
+            total("drafted"),
+            total("accepted"),
+            total("emitted"),
+            total("dropped"),
+            k,
+            seconds,
+            rows,
+        )
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...] | None:
+        """Share of drafting steps in which draft 1, 2, .. k was accepted; None where nothing was drafted."""
+        if not self.drafted:
+            return None
+        width = max(len(row.histogram) for row in self.rows)
+        counts = [sum(row.histogram[i] for row in self.rows if i < len(row.histogram)) for i in range(width)]
+        steps = sum(row.steps - row.plain_steps for row in self.rows)
+        return tuple(sum(counts[j:]) / steps for j in range(1, width))
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """emitted / steps; None where no step was made."""
+        return self.emitted / self.steps if self.steps else None
+
+    def __str__(self) -> str:
+        """One line."""
+        rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
+        per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
+        speed = f"{self.emitted / self.seconds:.1f}" if self.seconds > 0 else "-"
+        return (
+            f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "
+            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """Result of `generate(..., return_dict_in_generate=True)`.
+
+    Attributes:
+        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end.
+        new_tokens: the new tokens of each row, stop id included, unpadded.
+        finish_reasons: "stop" or "length" per row.
+        stats: what happened.
+        logprobs: of the new tokens, under the raw target (no temperature, no filters), in fp32; None unless asked for.
+        top_logprobs: at each new token the most probable (id, log-probability) pairs, largest first; as above.
+    """
+
+    sequences: Tensor
+    new_tokens: list[list[int]]
+    finish_reasons: list[str]
+    stats: Stats
+    logprobs: list[list[float]] | None = None
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None

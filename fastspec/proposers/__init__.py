@@ -1,0 +1,1 @@
+"""Proposers: whatever writes the draft tokens of a step."""

@@ -1,0 +1,53 @@
+"""What a proposer must do. A proposer sees views of the state, never the target model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastspec.kernels.reference import Tiling
+from fastspec.state import DecodeState
+from fastspec.verify import Draws
+
+GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"  # sampler kinds of a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is fixed on the host before a step is launched; one captured graph per value later.
+
+    Attributes:
+        num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
+        sampler: GREEDY (every row picks the largest logit), SAMPLED (temperature), FILTERED (and top-k/p, min-p).
+        num_blocks: bound on attended positions in blocks of `kernels.reference.KEY_BLOCK`.
+        tiling: shapes of the matrix products of the target and of the draft.
+        top_logprobs: how many of the most probable ids are recorded at each place beside the emitted token's
+            log-probability; None records nothing.
+    """
+
+    num_drafts: int
+    sampler: str
+    num_blocks: int
+    tiling: Tiling
+    top_logprobs: int | None = None
+
+
+class Proposer(Protocol):
+    """Writes the drafts of a step.
+
+    Attributes:
+        max_length: tokens that the proposer can take in; longer rows go on without drafts.
+    """
+
+    max_length: int
+
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
+        """Fills state.draft_tokens[:, :k] and draft_counts, and draft_probs[:, :k] when the step samples.
+
+        Runs inside the step: no host read, no data-dependent shape. Rows that are not running may be filled
+        with anything. Drafts must be ids the target knows; the law written must be the one drawn from. A row's
+        drafts from draft_counts on are ignored.
+        """
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        """Takes in up to `chunk` committed tokens per row that were not seen yet, advancing draft_lengths."""

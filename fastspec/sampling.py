@@ -1,0 +1,140 @@
+"""The sampler's law and its randomness.
+
+Randomness is counter-based (Philox4x32-10, Salmon et al., SC 2011): every number is a pure function of
+(row seed, absolute position, purpose, token), never of a slot, a batch or a step. So a row's text does not
+depend on its neighbours, and rolling back costs nothing: a number at a position is consumed by the one
+token that finally stands there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DRAFT, ACCEPT, TARGET = 0, 1, 2  # purposes: three independent streams per position
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+# the largest fp32 below one: an exponential of an infinite time would make a possible token impossible
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 on int64 tensors holding unsigned 32-bit words, all broadcastable to one shape."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap modulo 2^64, so the high word is right after masking
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((high >> 32) & _MASK) ^ c1 ^ k0,
+            high & _MASK,
+            ((low >> 32) & _MASK) ^ c3 ^ k1,
+            low & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _unit(high: Tensor, low: Tensor) -> Tensor:
+    """fp32 in (0, 1) from 64 random bits; small values keep full relative precision."""
+    value = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
+    return value.clamp(max=_BELOW_ONE)
+
+
+def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int) -> Tensor:
+    """Exponential(1) times fp32 [B, num_tokens] keyed by (seeds [B], positions [B], purpose, token)."""
+    pairs = torch.arange((num_tokens + 1) // 2, device=seeds.device)
+    words = philox(
+        (pairs, positions[:, None] & _MASK, torch.full_like(pairs, purpose), positions[:, None] >> 32),
+        (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK),
+    )
+    even, odd = _unit(words[0], words[1]), _unit(words[2], words[3])
+    return -torch.log1p(-torch.stack((even, odd), dim=-1).flatten(1)[:, :num_tokens])
+
+
+def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """fp32 in (0, 1), of positions' shape [B, k], keyed by (seeds [B], positions, purpose)."""
+    zero = torch.zeros_like(positions)
+    words = philox(
+        (zero, positions & _MASK, zero + purpose, positions >> 32),
+        (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK),
+    )
+    return _unit(words[0], words[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PhiloxDraws:
+    """Coins and draws of B rows with seeds int64 [B]."""
+
+    seeds: Tensor
+
+    def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
+        """True where a uniform falls below `probability` [B, k]; a probability of one always accepts."""
+        return uniforms(self.seeds, positions, ACCEPT) < probability
+
+    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+        """Draws ids [B] from probs [B, V] by an exponential race: the token with the least time/probability wins.
+
+        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id.
+        """
+        times = exponentials(self.seeds, positions, purpose, probs.shape[1])
+        return (probs / times).argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRows:
+    """Sampling options of B rows, each [B]: temperature fp32 (0 = greedy), top_k int64 (0 = all),
+    top_p fp32 (1 = all), min_p fp32 (0 = all).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def law(logits: Tensor, options: SamplerRows, *, filtered: bool) -> Tensor:
+    """Probabilities [B, R, V] that logits [B, R, V] stand for, in transformers' order and meaning.
+
+    `filtered` says on the host that some row uses top-k, top-p or min-p; otherwise the sort is left out.
+
+    Temperature, then top-k (keeps everything that ties with the k-th), then top-p (the smallest set, by falling
+    probability, that reaches top_p), then min-p (at least min_p times the largest). A greedy row puts all on the
+    lowest id among the largest logits, so greedy and random rows share one path.
+    """
+    greedy_rows = (options.temperature <= 0)[:, None, None]
+    scaled = logits / torch.where(greedy_rows, 1.0, options.temperature[:, None, None])
+    if filtered:
+        scaled = _filter(scaled, options)
+    probs = scaled.softmax(-1)
+    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy_rows, one_hot, probs)
+
+
+def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
+    """Logits [B, R, V] with -inf where top-k, top-p or min-p removes a token."""
+    order = scaled.sort(dim=-1, descending=True, stable=True)
+    kept = _kept_by_rank(order.values, options)
+    scaled = scaled.masked_fill(~torch.zeros_like(kept).scatter(-1, order.indices, kept), -torch.inf)
+    probs = scaled.softmax(-1)
+    floor = options.min_p[:, None, None] * probs.amax(-1, keepdim=True)
+    return scaled.masked_fill(probs < floor, -torch.inf)
+
+
+def _kept_by_rank(descending: Tensor, options: SamplerRows) -> Tensor:
+    """Which of the sorted logits [B, R, V] survive top-k and then top-p: bool [B, R, V]."""
+    vocab = descending.shape[-1]
+    top_k = torch.where(options.top_k > 0, options.top_k, vocab).clamp(1, vocab)[:, None, None]
+    kth = descending.gather(-1, (top_k - 1).expand(*descending.shape[:-1], 1))
+    kept = descending >= kth
+    probs = descending.masked_fill(~kept, -torch.inf).softmax(-1)
+    # the tail from a rank on, summed from the smallest up as transformers does; a rank goes when its tail is light
+    tail = probs.flip(-1).cumsum(-1).flip(-1)
+    heavy = (tail > 1.0 - options.top_p[:, None, None]) | (options.top_p >= 1.0)[:, None, None]
+    first = torch.arange(vocab, device=descending.device) == 0
+    return kept & (heavy | first)

@@ -1,0 +1,129 @@
+"""Small decoders with random weights, built without a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.reference import Tiling
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.pages import PageTable
+from fastspec.loop import Engine
+from fastspec.models.decoder import Decoder
+from fastspec.models.spec import ModelSpec, RopeSpec
+from fastspec.models.weights import DecoderWeights, LayerWeights
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.state import DecodeState
+from fastspec.step import Parts
+
+VOCAB = 101
+STEP_TILING = Tiling(rows=8, queries=8)
+
+
+def tiny_spec(
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    window: int | None = None,
+) -> ModelSpec:
+    inv_freq = tuple(10000.0 ** (-i / dim) for i in range(0, dim, 2))
+    return ModelSpec(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=96,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        rms_eps=1e-5,
+        max_length=4096,
+        rope=RopeSpec("default", inv_freq, 1.0),
+        windows=(window,) * layers,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tied=False,
+        dtype=torch.float32,
+    )
+
+
+def random_weights(spec: ModelSpec, seed: int, device: torch.device, std: float = 0.3) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(device)
+
+    def layer() -> LayerWeights:
+        heads = spec.num_heads * spec.head_dim
+        return LayerWeights(
+            input_norm=1 + normal(spec.hidden_size),
+            post_norm=1 + normal(spec.hidden_size),
+            qkv=normal(heads + 2 * spec.num_kv_heads * spec.head_dim, spec.hidden_size),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o=normal(spec.hidden_size, heads),
+            o_bias=None,
+            gate_up=normal(2 * spec.intermediate_size, spec.hidden_size),
+            gate_up_bias=None,
+            down=normal(spec.hidden_size, spec.intermediate_size),
+            down_bias=None,
+        )
+
+    return DecoderWeights(
+        embed=normal(spec.vocab_size, spec.hidden_size),
+        layers=tuple(layer() for _ in range(spec.num_layers)),
+        norm=1 + normal(spec.hidden_size),
+        head=normal(spec.vocab_size, spec.hidden_size),
+    )
+
+
+def tiny_engine(
+    *,
+    k: int = 4,
+    batch: int = 4,
+    max_length: int = 200,
+    page_size: int = 16,
+    device: str = "cpu",
+    order: list[int] | None = None,
+    window: int | None = None,
+    same: bool = False,
+    tiling: Tiling = STEP_TILING,
+    chunk: int = 32,
+    num_pages: int | None = None,
+    draft_context: int = 4096,
+) -> Engine:
+    """An engine over two random decoders (or one as its own draft)."""
+    on = torch.device(device)
+    pages_per_row = -(-(max_length + k + 1) // page_size)
+    pages = num_pages or 1 + batch * pages_per_row
+
+    def decoder(spec: ModelSpec, seed: int) -> Decoder:
+        cache = PagedKVCache.allocate(
+            spec.num_layers,
+            pages,
+            page_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+            dtype=torch.float32,
+            device=on,
+        )
+        return Decoder(spec, random_weights(spec, seed, on), cache, pages_per_row * page_size)
+
+    target = decoder(tiny_spec(window=window), seed=1)
+    draft = decoder(tiny_spec(window=window), seed=1) if same else decoder(tiny_spec(layers=1, hidden=32), seed=2)
+    state = DecodeState.allocate(
+        batch=batch,
+        max_drafts=k,
+        max_length=max_length,
+        pages_per_row=pages_per_row,
+        vocab_size=VOCAB,
+        device=on,
+    )
+    proposer = DraftModel(draft, page_size, VOCAB, draft_context)
+    return Engine(Parts(target, proposer, page_size), state, PageTable(pages, page_size, order), k, tiling, chunk)

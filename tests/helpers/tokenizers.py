@@ -1,0 +1,29 @@
+"""Two small tokenizers: bytes as GPT-2 and Llama 3 write them, and words with byte fallback as Llama 2 does."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, two merges and an end token: 256 is "he", 257 is "the", 258 is <eos>."""
+    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("h", "e"), ("t", "he")]
+    vocab |= {left + right: len(vocab) + place for place, (left, right) in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words whose spaces are part of them, the first of a text dropped; other characters in bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁word", "s", ".", "é"]
+    backend = Tokenizer(
+        models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")

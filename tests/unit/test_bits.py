@@ -1,0 +1,102 @@
+"""Row invariance to the bit: a row's logits and K/V do not depend on k, on its place, or on its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.kernels.reference import UNTILED, Tiling
+from fastspec.loop import Engine
+from fastspec.proposers.base import GREEDY, StepShape
+from fastspec.state import RUNNING
+from fastspec.step import prefill, score
+from tests.helpers.devices import devices
+from tests.helpers.tiny import VOCAB, tiny_engine
+
+TEXT = torch.randint(VOCAB, (8, 90), generator=torch.Generator().manual_seed(0))
+
+
+def fill(engine: Engine, rows: list[int], length: int) -> None:
+    """Puts TEXT[rows] of `length` tokens into rows 0.. and prefills them."""
+    state = engine.state
+    state.reset()
+    engine.pages.release_all()
+    for place, row in enumerate(rows):
+        pages = engine.pages.reserve(place, 120)
+        state.tokens[place, :90] = TEXT[row]
+        state.block_table[place, : len(pages)] = torch.tensor(pages, device=state.lengths.device)
+        state.lengths[place] = length
+        state.limits[place] = 110
+        state.finish[place] = RUNNING
+        chunk = engine.chunk
+        for start in range(0, length - 1, chunk):
+            shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
+            prefill(engine.parts, state.rows(place, place + 1), shape, start, chunk)
+
+
+def scored(engine: Engine, rows: list[int], length: int, k: int, *, one_by_one: bool, blocks: int = 1) -> Tensor:
+    """Logits [rows, k+1, V] after each of the k+1 tokens from `length - 1` on: in one pass, or in k+1 passes."""
+    fill(engine, rows, length)
+    state = engine.state.rows(0, len(rows))
+    tokens = TEXT[rows].to(state.lengths.device)
+    start = state.lengths[:, None] - 1
+    if not one_by_one:
+        drafts = tokens[:, length : length + k]
+        places = start + torch.arange(k + 1, device=start.device)
+        return score(engine.parts, state, StepShape(k, GREEDY, blocks, engine.decode_tiling), drafts, places)
+    out = []
+    for j in range(k + 1):
+        shape = StepShape(0, GREEDY, blocks, engine.decode_tiling)
+        out.append(score(engine.parts, state, shape, tokens[:, :0], start + j))
+    return torch.cat(out, dim=1)
+
+
+def cached(engine: Engine, place: int, length: int) -> Tensor:
+    """K and V of the first `length` positions of a row."""
+    cache = engine.parts.target.cache  # type: ignore[attr-defined]
+    pages = engine.state.block_table[place]
+    keys, values = (x[:, pages].flatten(1, 2)[:, :length] for x in (cache.keys, cache.values))
+    return torch.stack((keys, values))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("k", [1, 4, 7, 8, 16])
+def test_one_pass_equals_single_rows(k: int, device: str) -> None:
+    engine = tiny_engine(k=16, batch=8, max_length=110, device=device)
+    single = scored(engine, [3], 60, k, one_by_one=True)
+    single_cache = cached(engine, 0, 60 + k)
+    together = scored(engine, [3], 60, k, one_by_one=False)
+    assert torch.equal(together, single)
+    assert torch.equal(cached(engine, 0, 60 + k), single_cache)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_place_and_neighbours_do_not_matter(device: str) -> None:
+    engine = tiny_engine(k=16, batch=8, max_length=110, device=device)
+    alone = scored(engine, [3], 60, 4, one_by_one=False)[0]
+    for rows in ([3, 1], [0, 3], [5, 6, 7, 3], [4, 2, 1, 0, 3, 5, 6, 7], [7, 6, 5, 4, 2, 1, 0, 3]):
+        assert torch.equal(scored(engine, rows, 60, 4, one_by_one=False)[rows.index(3)], alone)
+        assert torch.equal(scored(engine, rows, 60, 4, one_by_one=True)[rows.index(3)], alone)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_visiting_more_key_blocks_is_a_no_op(device: str) -> None:
+    engine = tiny_engine(k=16, batch=8, max_length=1000, device=device)
+    assert torch.equal(
+        scored(engine, [3], 60, 4, one_by_one=False), scored(engine, [3], 60, 4, one_by_one=False, blocks=4)
+    )
+
+
+def test_the_checks_see_a_product_that_depends_on_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted product whose last bit depends on the number of rows, as library heuristics make it."""
+    original = reference.linear
+
+    def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED) -> Tensor:
+        rows = x.shape[:-1].numel()
+        return original(x, weight, bias, tiling) * (1 + 2.0**-22 * rows)
+
+    monkeypatch.setattr(reference, "linear", uneven)
+    engine = tiny_engine(k=16, batch=8, max_length=110)
+    assert not torch.equal(scored(engine, [3], 60, 4, one_by_one=False), scored(engine, [3], 60, 4, one_by_one=True))

@@ -1,0 +1,510 @@
+"""What resolve finds, and what it refuses before a weight is read: damaged, foreign or dangerous checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GenerationConfig
+
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.shards import MAX_JSON_BYTES
+from fastspec.models.sources import load_tokenizer, resolve
+from fastspec.models.weights import load_weights
+from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama2")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama2", max_shard_size="60KB")
+
+
+def edit(path: Path, **fields: Any) -> None:
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, **fields}))
+
+
+def refusal(source: Any, kind: type[Exception] = CheckpointError, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        resolve(source, role="draft", **options)
+    assert str(caught.value).startswith("draft: ")
+    return str(caught.value)
+
+
+def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = resolve(directory, role="target")
+    assert (checkpoint.name, checkpoint.role) == (str(directory), "target")
+    assert checkpoint.module is None
+    monkeypatch.chdir(directory.parent)
+    relative = resolve("model", role="target")
+    assert relative.spec == checkpoint.spec
+    monkeypatch.chdir("/")
+    assert relative.directory is not None
+    assert (relative.directory / SINGLE).is_file(), "a relative path must outlive a change of directory"
+
+
+def test_a_live_model() -> None:
+    model = make_model("qwen3")
+    model.generation_config.temperature = 0.5
+    checkpoint = resolve(model, role="draft")
+    assert (checkpoint.name, checkpoint.directory) == ("Qwen3ForCausalLM", None)
+    assert checkpoint.module is model
+    assert checkpoint.generation_config is not None
+    assert checkpoint.generation_config.temperature == 0.5
+    assert checkpoint.generation_config is not model.generation_config
+    assert load_tokenizer(checkpoint) is None
+
+
+def test_old_configs_are_read(directory: Path) -> None:
+    new = resolve(directory, role="target").spec
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    raw["rope_theta"] = raw.pop("rope_parameters")["rope_theta"]
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw["rope_scaling"] = None
+    del raw["head_dim"]
+    path.write_text(json.dumps(raw))
+    assert resolve(directory, role="target").spec == new
+    raw["rope_theta"] = 77.0
+    path.write_text(json.dumps(raw))
+    assert resolve(directory, role="target").spec.rope != new.rope
+
+
+def test_without_a_declared_dtype_the_stored_one_counts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama2", dtype=torch.bfloat16)
+    edit(tmp_path / "config.json", dtype=None)
+    assert resolve(tmp_path, role="target").spec.dtype is torch.bfloat16
+    model = make_model("llama2", dtype=torch.float16)
+    model.config.dtype = None
+    assert resolve(model, role="target").spec.dtype is torch.float16
+
+
+def test_generation_config_from_its_file_else_from_the_config(directory: Path) -> None:
+    GenerationConfig(eos_token_id=[5, 6], temperature=0.25, do_sample=True).save_pretrained(directory)
+    found = resolve(directory, role="target").generation_config
+    assert found is not None
+    assert (found.eos_token_id, found.temperature, found.do_sample) == ([5, 6], 0.25, True)
+    (directory / "generation_config.json").unlink()
+    edit(directory / "config.json", eos_token_id=17)
+    found = resolve(directory, role="target").generation_config
+    assert found is not None
+    assert found.eos_token_id == 17
+    (directory / "generation_config.json").write_text("{")
+    assert "generation_config.json: not a readable JSON" in refusal(directory)
+
+
+# Raw JSON
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2**40, 64.0, 64.5, "64", True, [64], {}], ids=repr)
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads", "head_dim"])
+def test_sizes_that_are_no_sizes_name_file_and_field(directory: Path, field: str, value: Any) -> None:
+    edit(directory / "config.json", **{field: value})
+    message = refusal(directory)
+    assert f"{directory / 'config.json'}: {field}={value!r}, wanted a whole number from 1 to" in message
+
+
+def test_null_sizes(directory: Path) -> None:
+    edit(directory / "config.json", num_key_value_heads=None, head_dim=None, sliding_window=None)
+    assert resolve(directory, role="target").spec.num_kv_heads == 4
+    edit(directory / "config.json", hidden_size=None)
+    assert "hidden_size=None, wanted a whole number" in refusal(directory)
+
+
+BAD_JSON = {
+    "empty": b"",
+    "cut": b'{"model_type": "llama"',
+    "array": b"[1, 2]",
+    "utf16": '{"model_type": "llama"}'.encode("utf-16"),
+    "nan": b'{"model_type": "llama", "rms_norm_eps": NaN}',
+    "twice": b'{"model_type": "llama", "vocab_size": 97, "vocab_size": 98}',
+    "deep": b"[" * 200_000,
+    "huge": b" " * (MAX_JSON_BYTES + 1),
+    "long_int": b'{"vocab_size": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", BAD_JSON.values(), ids=BAD_JSON.keys())
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+def test_bad_json_names_the_file(sharded: Path, file: str, content: bytes) -> None:
+    (sharded / file).write_bytes(content)
+    assert str(sharded / file) in refusal(sharded)
+
+
+def test_the_repeated_name_is_told(directory: Path) -> None:
+    (directory / "config.json").write_bytes(BAD_JSON["twice"])
+    assert "'vocab_size' occurs twice" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks for code from the checkpoint"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config says 'awq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config says 'fp8'"),
+        ({"model_type": "phi3"}, "model_type='phi3'"),
+        ({"model_type": "recurrent_gemma"}, "model_type='recurrent_gemma'"),
+        ({"model_type": None}, "model_type=None"),
+        ({"model_type": ["llama"]}, "model_type=['llama']"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures=['LlamaForTokenClassification']"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types='linear_attention'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_configs_are_refused_by_name(directory: Path, fields: dict[str, Any], message: str) -> None:
+    edit(directory / "config.json", **fields)
+    assert message in refusal(directory, UnsupportedModel)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"rms_norm_eps": "tiny"}, {"tie_word_embeddings": "no"}, {"rope_scaling": "llama3"}, {"num_attention_heads": 7}],
+    ids=repr,
+)
+def test_configs_that_transformers_rejects_name_the_file(directory: Path, fields: dict[str, Any]) -> None:
+    edit(directory / "config.json", **fields)
+    with pytest.raises((CheckpointError, UnsupportedModel), match=r"config\.json|rope_parameters"):
+        resolve(directory, role="target")
+
+
+def test_a_second_config_is_never_followed(directory: Path) -> None:
+    other = json.loads((directory / "config.json").read_text())
+    (directory / "config.5.0.0.json").write_text(json.dumps({**other, "rms_norm_eps": 0.5}))
+    edit(directory / "config.json", configuration_files=["config.5.0.0.json"])
+    assert resolve(directory, role="target").spec.rms_eps == 1e-5
+
+
+# Weight files
+
+
+class Exploding:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("/tmp/fastspec-pickle-was-run",))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_never_loaded(directory: Path, name: str) -> None:
+    (directory / SINGLE).unlink()
+    (directory / name).write_bytes(pickle.dumps(Exploding()))
+    assert "pickled weights, which are never loaded" in refusal(directory)
+    assert not Path("/tmp/fastspec-pickle-was-run").exists()
+
+
+def test_a_pickle_beside_safetensors_is_not_touched(directory: Path) -> None:
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Exploding()))
+    load_weights(resolve(directory, role="target"), dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    assert not Path("/tmp/fastspec-pickle-was-run").exists()
+
+
+def test_other_directories_without_weights(tmp_path: Path) -> None:
+    sharded = make_checkpoint(tmp_path / "sharded", "llama2", max_shard_size="60KB")
+    (sharded / INDEX).unlink()
+    assert f"safetensors files but no {INDEX}" in refusal(sharded)
+    for file in sharded.glob("*.safetensors"):
+        file.unlink()
+    assert "no safetensors weights" in refusal(sharded)
+    (sharded / "adapter_model.safetensors").write_bytes(b"")
+    assert "holds an adapter only" in refusal(sharded)
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refusal(tmp_path / "empty")
+
+
+def test_a_fifo_or_directory_is_no_weight_file(directory: Path) -> None:
+    (directory / SINGLE).unlink()
+    os.mkfifo(directory / SINGLE)
+    assert f"wanted {SINGLE}" in refusal(directory)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 500, -1], ids=lambda n: f"keep{n}")
+def test_a_truncated_file_is_refused(directory: Path, keep: int) -> None:
+    whole = (directory / SINGLE).read_bytes()
+    (directory / SINGLE).write_bytes(whole[:keep])
+    assert f"{directory / SINGLE}: not a whole safetensors file" in refusal(directory)
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 8, (10**6).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"abcd"])
+def test_a_corrupt_header_is_refused(directory: Path, header: bytes) -> None:
+    whole = (directory / SINGLE).read_bytes()
+    (directory / SINGLE).write_bytes(header + whole[len(header) :])
+    assert "not a whole safetensors file" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "..\\model.safetensors",
+        "C:model.safetensors",
+        "a\0.safetensors",
+        ".safetensors",
+        "..",
+        "",
+        "pytorch_model.bin",
+        7,
+        None,
+        ["model.safetensors"],
+    ],
+    ids=repr,
+)
+def test_weight_map_names_are_plain(sharded: Path, name: Any) -> None:
+    outside = sharded.parent / "model.safetensors"
+    shutil.copy(next(sharded.glob("*.safetensors")), outside)
+    (sharded / "sub").mkdir()
+    shutil.copy(outside, sharded / "sub" / "model.safetensors")
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    message = refusal(sharded)
+    assert f"weight_map['model.norm.weight'] is {name!r}, wanted the plain name" in message
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"], ids=repr)
+def test_an_index_without_a_map(sharded: Path, weight_map: Any) -> None:
+    edit(sharded / INDEX, weight_map=weight_map)
+    assert "wanted a non-empty object" in refusal(sharded)
+
+
+def test_index_and_files_must_agree(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))[:2]
+
+    def with_map(change: Any) -> str:
+        weight_map = dict(index["weight_map"])
+        change(weight_map)
+        (sharded / INDEX).write_text(json.dumps({**index, "weight_map": weight_map}))
+        return refusal(sharded)
+
+    name = next(name for name, file in index["weight_map"].items() if file == first)
+    assert f"puts '{name}' in {second}, but it is in {first}" in with_map(lambda m: m.update({name: second}))
+    assert "puts 'ghost' in " in with_map(lambda m: m.update({"ghost": first}))
+    assert "no file holds it" in with_map(lambda m: m.update({"ghost": first}))
+    assert f"holds '{name}', which weight_map" in with_map(lambda m: m.pop(name))
+    for gone in ("gone.safetensors", "x" * 5000 + ".safetensors"):
+        assert f"names '{gone}', which is not a file" in with_map(lambda m, gone=gone: m.update(x=gone))
+    (sharded / INDEX).write_text(json.dumps(index))
+    resolve(sharded, role="target")  # control: the index itself was good
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))[:2]
+    both = load_file(sharded / second)
+    name = next(name for name, file in index["weight_map"].items() if file == first)
+    both[name] = load_file(sharded / first)[name] + 1.0
+    save_file(both, sharded / second)
+    assert f"tensor '{name}' is in both {first} and {second}" in refusal(sharded)
+
+
+# Live modules
+
+
+def test_other_modules_are_refused_by_class_name() -> None:
+    class PeftModelForCausalLM(nn.Module):
+        pass
+
+    assert "class PeftModelForCausalLM is not supported; merge adapters" in refusal(
+        PeftModelForCausalLM(), UnsupportedModel
+    )
+    assert "class DataParallel is not supported" in refusal(nn.DataParallel(make_model("llama2")), UnsupportedModel)
+    assert "class LlamaModel is not supported" in refusal(make_model("llama2").model, UnsupportedModel)
+
+
+def test_a_subclass_may_compute_anything_and_is_refused() -> None:
+    model = make_model("llama2")
+    model.__class__ = type("ScaledLlama", (type(model),), {})
+    assert "class ScaledLlama is not supported" in refusal(model, UnsupportedModel)
+
+
+def test_quantised_or_adapted_layers_are_refused_by_class_name() -> None:
+    class Linear4bit(nn.Linear):
+        pass
+
+    model = make_model("llama2")
+    model.model.layers[1].mlp.up_proj = Linear4bit(48, 80, bias=False)
+    message = refusal(model, UnsupportedModel)
+    assert "'model.layers.1.mlp.up_proj'" in message
+    assert "Linear4bit" in message
+
+
+def test_a_quantised_live_config_is_refused() -> None:
+    model = make_model("llama2")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    assert "quantization_config" in refusal(model, UnsupportedModel)
+
+
+def test_a_module_over_several_devices_is_refused() -> None:
+    model = make_model("llama2")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": "cpu"}
+    assert "spread over ['0', '1', 'cpu']" in refusal(model, UnsupportedModel)
+    model.hf_device_map = {"": "cpu"}
+    resolve(model, role="target")
+    model.model.layers[1].to("meta")
+    assert "spread over ['cpu', 'meta']" in refusal(model, UnsupportedModel)
+    assert "on the meta device" in refusal(make_model("llama2").to("meta"), UnsupportedModel)
+
+
+def test_a_live_model_that_left_its_config_is_refused() -> None:
+    model = make_model("llama2")
+    model.model.layers.append(model.model.layers[0])
+    assert "unexpected" in refusal(model)
+    model = make_model("llama2")
+    model.lm_head = nn.Linear(48, 98, bias=False)
+    assert "lm_head.weight in LlamaForCausalLM has shape [98, 48], wanted [97, 48]" in refusal(model)
+    assert "stored as torch.float64" in refusal(make_model("llama2").double(), UnsupportedModel)
+
+
+# Hub ids
+
+
+def hub_cache(root: Path, repo: str, source: Path, commit: str = "a" * 40) -> Path:
+    """Lays a checkpoint out as the Hub client caches it: blobs, and a snapshot of symlinks to them."""
+    folder = root / f"models--{repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    snapshot.mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    for index, file in enumerate(sorted(source.iterdir())):
+        shutil.copy(file, folder / "blobs" / str(index))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(index))
+    return snapshot
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_cached_hub_id_loads_offline_through_symlinks(sharded: Path, offline: Path) -> None:
+    snapshot = hub_cache(offline, "owner/tiny", sharded)
+    for revision in (None, "main", "a" * 40):
+        checkpoint = resolve("owner/tiny", role="target", revision=revision)
+        assert checkpoint.name == "owner/tiny"
+        assert checkpoint.directory == snapshot
+    assert checkpoint.spec == resolve(sharded, role="target").spec
+    load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+
+
+def test_offline_without_the_files_says_what_to_do(sharded: Path, offline: Path) -> None:
+    message = refusal("owner/absent")
+    assert "no local directory 'owner/absent'" in message
+    assert "HF_HUB_OFFLINE" in message
+    hub_cache(offline, "owner/tiny", sharded)
+    assert "at revision 'v2' could not be had" in refusal("owner/tiny", revision="v2")
+
+
+def test_a_download_is_checked_before_its_weights_and_pinned_to_one_commit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def fake(repo: str, **options: Any) -> str:
+        calls.append({"repo": repo, **options})
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    resolve("owner/tiny", role="target", revision="v1")
+    assert [call["revision"] for call in calls] == ["v1", directory.name]
+
+    def fetched(call: dict[str, Any], file: str) -> bool:
+        allowed = any(fnmatch(file, pattern) for pattern in call["allow_patterns"])
+        return allowed and not any(fnmatch(file, pattern) for pattern in call["ignore_patterns"])
+
+    assert fetched(calls[0], "config.json")
+    assert not fetched(calls[0], SINGLE)
+    wanted = ["config.json", SINGLE, INDEX, "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+    assert all(fetched(calls[1], file) for file in wanted)
+    never = ["pytorch_model.bin", "model.pth", "modeling_x.py", "original/model.safetensors", "onnx/config.json"]
+    assert not any(fetched(calls[1], file) for file in [*never, "consolidated.safetensors", "model.gguf", "x.pkl"])
+
+    calls.clear()
+    edit(directory / "config.json", model_type="phi3")
+    assert "model_type='phi3'" in refusal("owner/tiny", UnsupportedModel)
+    assert len(calls) == 1, "the weights of an unsupported model must not be downloaded"
+
+
+@pytest.mark.parametrize(
+    "error", [huggingface_hub.errors.HfHubHTTPError.__mro__[1], OSError, ValueError], ids=lambda kind: kind.__name__
+)
+def test_every_kind_of_network_failure_is_a_checkpoint_error(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise error("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "could not be had from the Hub: no route" in refusal("owner/tiny")
+
+
+@pytest.mark.parametrize("source", ["./missing", "/missing/model", "a/b/c", "~/missing", "", "..", "x" * 300, "a b"])
+def test_what_cannot_be_a_hub_id_never_reaches_the_network(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    message = refusal(source)
+    assert "Hub id" in message or "config.json" in message
+
+
+def test_a_path_object_or_a_file_is_not_a_hub_id(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    assert "not a directory" in refusal(Path("owner/tiny"))
+    assert "not a directory" in refusal(str(directory / SINGLE))
+
+
+def test_a_revision_goes_with_a_hub_id_only(directory: Path) -> None:
+    for source in (directory, make_model("llama2")):
+        with pytest.raises(UnsupportedOption, match="revision='v1' was given with"):
+            resolve(source, role="target", revision="v1")
+
+
+@pytest.mark.parametrize("source", [None, 7, b"model", ["model"]], ids=repr)
+def test_other_types_are_a_type_error(source: Any) -> None:
+    with pytest.raises(TypeError, match="wanted a directory, a Hub id or a loaded transformers model"):
+        resolve(source, role="target")
+
+
+# Tokenizers
+
+
+def test_the_tokenizer_beside_the_weights(directory: Path) -> None:
+    checkpoint = resolve(directory, role="target")
+    assert load_tokenizer(checkpoint) is None
+    write_tokenizer(directory, ["a", "b", "c"])
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer is not None
+    assert tokenizer("c b").input_ids == [2, 1]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_or_foreign_tokenizers_are_refused(directory: Path, file: str) -> None:
+    write_tokenizer(directory, ["a", "b", "c"])
+    checkpoint = resolve(directory, role="draft")
+    edit(directory / file, auto_map={"AutoTokenizer": ["tokenization_x.X", None]})
+    with pytest.raises(UnsupportedModel, match="auto_map asks for code"):
+        load_tokenizer(checkpoint)
+    (directory / file).write_text((directory / file).read_text()[:-20])
+    with pytest.raises(CheckpointError, match=file):
+        load_tokenizer(checkpoint)

@@ -1,0 +1,73 @@
+"""Writes a model as a folder that transformers loads unchanged, and checks that it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from .model import RMS_EPS, ROPE_THETA, Llama, frozen_copy
+from .tokens import END_OF_TEXT, END_OF_TEXT_ID
+
+ENDS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+PROBE = 'def main(args):\n    """Run it."""\n    return [x ** 2 for x in args]  # caf\u00e9 \u2603\n'
+
+
+def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes configuration, bfloat16 weights and tokenizer into a folder."""
+    built = LlamaForCausalLM(_config(model)).to(torch.bfloat16)
+    built.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()}, strict=False)
+    built.tie_weights()
+    built.generation_config = GenerationConfig(**ENDS, do_sample=False)
+    built.save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=model.context,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(folder)
+
+
+def greatest_difference(model: Llama, folder: Path, rows: Tensor) -> float:
+    """Loads a saved folder and returns the greatest difference of its float32 logits from the model's own."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(rows.device).eval()
+    with torch.no_grad():
+        return float((loaded(rows).logits - frozen_copy(model, torch.float32)(rows)).abs().max())
+
+
+def tokenizer_agrees(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Loads a saved tokenizer; tells whether it encodes like the original and decodes to the same text."""
+    loaded = AutoTokenizer.from_pretrained(folder)
+    ids = loaded(PROBE)["input_ids"]
+    return bool(ids == tokenizer.encode(PROBE).ids and loaded.decode(ids) == PROBE)
+
+
+def _config(model: Llama) -> LlamaConfig:
+    shape = model.shape
+    return LlamaConfig(
+        vocab_size=model.model.embed_tokens.num_embeddings,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=model.context,
+        rms_norm_eps=RMS_EPS,
+        rope_theta=ROPE_THETA,
+        tie_word_embeddings=True,
+        **ENDS,
+    )
