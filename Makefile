@@ -35,7 +35,7 @@ help:
 	@echo 'make lint    the first three of them'
 	@echo 'make unit    the tests alone; TESTS="tests/unit -k stream" picks some'
 	@echo 'make format  rewrites the sources in the house format'
-	@echo 'make clean   removes $(VENV) and every cache'
+	@echo 'make clean   removes .venv and every cache'
 
 demo: $(VENV)/.run-$(KEY)
 	$(PY) -m fastspec.cli demo
@@ -44,7 +44,7 @@ test: lint unit
 
 lint: $(VENV)/.dev-$(KEY)
 	@if [ -n '$(OFFLINE)' ] && ! $(call have,$(LINTERS)); then \
-	  echo "NOT CHECKED: --no-index forbids fetching these, and they are not here: $$($(call missing,$(LINTERS)))"; \
+	  echo "NOT CHECKED: style, types and import contracts. --no-index forbids fetching $$($(call missing,$(LINTERS))), not found here."; \
 	else set -ex; \
 	  $(PY) -m ruff check .; \
 	  $(PY) -m ruff format --check .; \
@@ -60,7 +60,7 @@ format: $(VENV)/.dev-$(KEY)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

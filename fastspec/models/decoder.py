@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels import ops_for
 from fastspec.kernels import reference as ops
 from fastspec.kv_cache.cache import PagedKVCache, PassRows
 from fastspec.models.spec import ModelSpec
@@ -25,6 +26,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
+        self.ops = ops_for(weights.embed.device)
         device = weights.embed.device
         inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
         angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inv_freq
@@ -64,7 +66,7 @@ class Decoder:
             key = ops.rms_norm(key, layer.k_norm, spec.rms_eps)
         # written before it is read: a row sees the same blocks of keys whether they are new or old
         self.cache.write(index, ops.rope(key, *rotation), value, rows.slots)
-        attended = ops.paged_attention(
+        attended = self.ops.paged_attention(
             ops.rope(query, *rotation),
             self.cache.keys[index],
             self.cache.values[index],

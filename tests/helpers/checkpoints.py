@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from fastspec.errors import CheckpointError
+from fastspec.models.sources import resolve
 
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -115,3 +120,17 @@ def write_tokenizer(path: Path, texts: Sequence[str], added: Sequence[str] = ())
     tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
     tokenizer.save_pretrained(path)
     return path
+
+
+def edit(path: Path, **fields: Any) -> None:
+    """Sets fields of a JSON file."""
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, **fields}))
+
+
+def refusal(source: Any, kind: type[Exception] = CheckpointError, **options: Any) -> str:
+    """The message with which resolve refuses a source."""
+    with pytest.raises(kind) as caught:
+        resolve(source, role="draft", **options)
+    assert str(caught.value).startswith("draft: ")
+    return str(caught.value)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fastspec import options
 from fastspec.cli import app
+from fastspec.errors import UnsupportedOption
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -87,6 +89,40 @@ def test_the_readme_names_the_test_command_that_runs_before_a_change_lands() -> 
     for command in ("make demo", "make test"):
         assert re.search(rf"^{command}$", readme, re.MULTILINE)
     assert re.search(r"^make test ", script, re.MULTILINE)
+
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and line.count("|") == 4
+]
+REFUSED: dict[str, object] = {  # a value that would change what is returned
+    "min_length": 9,
+    "min_new_tokens": 9,
+    "max_time": 1.0,
+    "stop_strings": ["x"],
+    "typical_p": 0.5,
+    "num_return_sequences": 2,
+    "output_scores": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+
+
+def names_in(column: int) -> set[str]:
+    return {name for row in ROWS for name in re.findall(r"`(\w+)`", row[column])}
+
+
+def test_the_readme_lists_the_options_that_are_supported() -> None:
+    assert names_in(1) == {*options.SUPPORTED, *options.OWN}
+
+
+def test_the_readme_lists_options_that_are_refused() -> None:
+    assert names_in(2) == set(REFUSED)
+    sizes = {"num_rows": 1, "prompt_length": 1, "vocab_size": 9, "context": 99}
+    for name, value in REFUSED.items():
+        with pytest.raises(UnsupportedOption, match=name):
+            options.resolve(None, None, {name: value}, **sizes)
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,15 +12,13 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import GenerationConfig
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.shards import MAX_JSON_BYTES
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.weights import load_weights
-from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
+from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal, write_tokenizer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,18 +32,6 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", "llama2", max_shard_size="60KB")
-
-
-def edit(path: Path, **fields: Any) -> None:
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps({**raw, **fields}))
-
-
-def refusal(source: Any, kind: type[Exception] = CheckpointError, **options: Any) -> str:
-    with pytest.raises(kind) as caught:
-        resolve(source, role="draft", **options)
-    assert str(caught.value).startswith("draft: ")
-    return str(caught.value)
 
 
 def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,187 +177,6 @@ def test_a_second_config_is_never_followed(directory: Path) -> None:
     (directory / "config.5.0.0.json").write_text(json.dumps({**other, "rms_norm_eps": 0.5}))
     edit(directory / "config.json", configuration_files=["config.5.0.0.json"])
     assert resolve(directory, role="target").spec.rms_eps == 1e-5
-
-
-# Weight files
-
-
-class Exploding:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, ("/tmp/fastspec-pickle-was-run",))
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickles_are_never_loaded(directory: Path, name: str) -> None:
-    (directory / SINGLE).unlink()
-    (directory / name).write_bytes(pickle.dumps(Exploding()))
-    assert "pickled weights, which are never loaded" in refusal(directory)
-    assert not Path("/tmp/fastspec-pickle-was-run").exists()
-
-
-def test_a_pickle_beside_safetensors_is_not_touched(directory: Path) -> None:
-    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Exploding()))
-    load_weights(resolve(directory, role="target"), dtype=torch.float32, device=torch.device("cpu"), progress=False)
-    assert not Path("/tmp/fastspec-pickle-was-run").exists()
-
-
-def test_other_directories_without_weights(tmp_path: Path) -> None:
-    sharded = make_checkpoint(tmp_path / "sharded", "llama2", max_shard_size="60KB")
-    (sharded / INDEX).unlink()
-    assert f"safetensors files but no {INDEX}" in refusal(sharded)
-    for file in sharded.glob("*.safetensors"):
-        file.unlink()
-    assert "no safetensors weights" in refusal(sharded)
-    (sharded / "adapter_model.safetensors").write_bytes(b"")
-    assert "holds an adapter only" in refusal(sharded)
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in refusal(tmp_path / "empty")
-
-
-def test_a_fifo_or_directory_is_no_weight_file(directory: Path) -> None:
-    (directory / SINGLE).unlink()
-    os.mkfifo(directory / SINGLE)
-    assert f"wanted {SINGLE}" in refusal(directory)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 8, 500, -1], ids=lambda n: f"keep{n}")
-def test_a_truncated_file_is_refused(directory: Path, keep: int) -> None:
-    whole = (directory / SINGLE).read_bytes()
-    (directory / SINGLE).write_bytes(whole[:keep])
-    assert f"{directory / SINGLE}: not a whole safetensors file" in refusal(directory)
-
-
-@pytest.mark.parametrize("header", [b"\xff" * 8, (10**6).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"abcd"])
-def test_a_corrupt_header_is_refused(directory: Path, header: bytes) -> None:
-    whole = (directory / SINGLE).read_bytes()
-    (directory / SINGLE).write_bytes(header + whole[len(header) :])
-    assert "not a whole safetensors file" in refusal(directory)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../model.safetensors",
-        "/etc/model.safetensors",
-        "sub/model.safetensors",
-        "..\\model.safetensors",
-        "C:model.safetensors",
-        "a\0.safetensors",
-        ".safetensors",
-        "..",
-        "",
-        "pytorch_model.bin",
-        7,
-        None,
-        ["model.safetensors"],
-    ],
-    ids=repr,
-)
-def test_weight_map_names_are_plain(sharded: Path, name: Any) -> None:
-    outside = sharded.parent / "model.safetensors"
-    shutil.copy(next(sharded.glob("*.safetensors")), outside)
-    (sharded / "sub").mkdir()
-    shutil.copy(outside, sharded / "sub" / "model.safetensors")
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = name
-    (sharded / INDEX).write_text(json.dumps(index))
-    message = refusal(sharded)
-    assert f"weight_map['model.norm.weight'] is {name!r}, wanted the plain name" in message
-
-
-@pytest.mark.parametrize("weight_map", [None, {}, [], "x"], ids=repr)
-def test_an_index_without_a_map(sharded: Path, weight_map: Any) -> None:
-    edit(sharded / INDEX, weight_map=weight_map)
-    assert "wanted a non-empty object" in refusal(sharded)
-
-
-def test_index_and_files_must_agree(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    first, second = sorted(set(index["weight_map"].values()))[:2]
-
-    def with_map(change: Any) -> str:
-        weight_map = dict(index["weight_map"])
-        change(weight_map)
-        (sharded / INDEX).write_text(json.dumps({**index, "weight_map": weight_map}))
-        return refusal(sharded)
-
-    name = next(name for name, file in index["weight_map"].items() if file == first)
-    assert f"puts '{name}' in {second}, but it is in {first}" in with_map(lambda m: m.update({name: second}))
-    assert "puts 'ghost' in " in with_map(lambda m: m.update({"ghost": first}))
-    assert "no file holds it" in with_map(lambda m: m.update({"ghost": first}))
-    assert f"holds '{name}', which weight_map" in with_map(lambda m: m.pop(name))
-    for gone in ("gone.safetensors", "x" * 5000 + ".safetensors"):
-        assert f"names '{gone}', which is not a file" in with_map(lambda m, gone=gone: m.update(x=gone))
-    (sharded / INDEX).write_text(json.dumps(index))
-    resolve(sharded, role="target")  # control: the index itself was good
-
-
-def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    first, second = sorted(set(index["weight_map"].values()))[:2]
-    both = load_file(sharded / second)
-    name = next(name for name, file in index["weight_map"].items() if file == first)
-    both[name] = load_file(sharded / first)[name] + 1.0
-    save_file(both, sharded / second)
-    assert f"tensor '{name}' is in both {first} and {second}" in refusal(sharded)
-
-
-# Live modules
-
-
-def test_other_modules_are_refused_by_class_name() -> None:
-    class PeftModelForCausalLM(nn.Module):
-        pass
-
-    assert "class PeftModelForCausalLM is not supported; merge adapters" in refusal(
-        PeftModelForCausalLM(), UnsupportedModel
-    )
-    assert "class DataParallel is not supported" in refusal(nn.DataParallel(make_model("llama2")), UnsupportedModel)
-    assert "class LlamaModel is not supported" in refusal(make_model("llama2").model, UnsupportedModel)
-
-
-def test_a_subclass_may_compute_anything_and_is_refused() -> None:
-    model = make_model("llama2")
-    model.__class__ = type("ScaledLlama", (type(model),), {})
-    assert "class ScaledLlama is not supported" in refusal(model, UnsupportedModel)
-
-
-def test_quantised_or_adapted_layers_are_refused_by_class_name() -> None:
-    class Linear4bit(nn.Linear):
-        pass
-
-    model = make_model("llama2")
-    model.model.layers[1].mlp.up_proj = Linear4bit(48, 80, bias=False)
-    message = refusal(model, UnsupportedModel)
-    assert "'model.layers.1.mlp.up_proj'" in message
-    assert "Linear4bit" in message
-
-
-def test_a_quantised_live_config_is_refused() -> None:
-    model = make_model("llama2")
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    assert "quantization_config" in refusal(model, UnsupportedModel)
-
-
-def test_a_module_over_several_devices_is_refused() -> None:
-    model = make_model("llama2")
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "lm_head": "cpu"}
-    assert "spread over ['0', '1', 'cpu']" in refusal(model, UnsupportedModel)
-    model.hf_device_map = {"": "cpu"}
-    resolve(model, role="target")
-    model.model.layers[1].to("meta")
-    assert "spread over ['cpu', 'meta']" in refusal(model, UnsupportedModel)
-    assert "on the meta device" in refusal(make_model("llama2").to("meta"), UnsupportedModel)
-
-
-def test_a_live_model_that_left_its_config_is_refused() -> None:
-    model = make_model("llama2")
-    model.model.layers.append(model.model.layers[0])
-    assert "unexpected" in refusal(model)
-    model = make_model("llama2")
-    model.lm_head = nn.Linear(48, 98, bias=False)
-    assert "lm_head.weight in LlamaForCausalLM has shape [98, 48], wanted [97, 48]" in refusal(model)
-    assert "stored as torch.float64" in refusal(make_model("llama2").double(), UnsupportedModel)
 
 
 # Hub ids

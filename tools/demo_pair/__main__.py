@@ -1,7 +1,4 @@
-"""Command line: trains the pair, writes it, measures it and prints the report.
-
-    python -m tools.demo_pair --out DIR [--corpus FOLDER_OR_ARCHIVE] [--smoke]
-"""
+"""Command line: trains the pair, writes it, measures it and prints the report."""
 
 from __future__ import annotations
 
@@ -19,16 +16,19 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus import Corpus, Document, read_corpus
-from .evaluate import measure_pair, pick_prompts, real_text_repeats, speculate
+from .distil import distil, write_own_text
+from .evaluate import measure_pair, pick_prompts, real_text_repeats
 from .export import greatest_difference, save, tokenizer_agrees
 from .model import Llama, frozen_copy, write
 from .recipe import Recipe, smoke_recipe
 from .tokens import Packer, cut_rows, encode, train_tokenizer
-from .train import History, distil, learn, text_loss, unloop, write_own_text
+from .train import History, learn, text_loss
+from .unloop import unloop
 
 LOGGER = logging.getLogger("tools.demo_pair")
 SAMPLES = 6
-LONG_PROMPT = 256
+SHOWN_PROMPT = 32
+MOST_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Data:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs everything; returns the exit status."""
     options = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms  %(message)s", stream=sys.stdout)
     start = time.perf_counter()
@@ -64,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     LOGGER.info("corpus: %s", data.sizes)
     target, draft, phases = train_pair(data, recipe, device, options.out)
     report = make_report(target, draft, data, recipe, options.out)
-    report |= {"phases": phases, "recipe": asdict(recipe), "wall_seconds": round(time.perf_counter() - start, 1)}
+    report |= {"phases": phases, "recipe": asdict(recipe)}
+    report["wall_seconds"] = round(time.perf_counter() - start, 1)
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
     return 0
@@ -103,7 +105,7 @@ def train_pair(
     """Trains target and draft and writes each as soon as it is done."""
     target = Llama(recipe.target, recipe.vocab_size, recipe.context, recipe.dropout).to(device)
     learning = learn(target, recipe, data.packer, data.validation)
-    unlooping, shares = unloop(target, recipe, data.packer, data.stream, data.validation)
+    unlooping, blend = unloop(target, recipe, data.packer, data.stream, data.validation)
     save(target, data.tokenizer, out / "target")
     start = time.perf_counter()
     own = write_own_text(target, recipe, data.stream)
@@ -114,51 +116,59 @@ def train_pair(
     row_tokens = recipe.context / len(data.stream)
     phases = {
         "learn": _phase(learning, recipe.learn.batch * row_tokens),
-        "unloop": _phase(unlooping, recipe.unloop.batch * row_tokens) | {"greedy_repeats": shares},
+        "unloop": _phase(unlooping, recipe.unloop.batch * row_tokens) | {"blend": asdict(blend)},
         "distil": _phase(distilling, recipe.distil.batch * row_tokens) | {"own_tokens": own.numel()},
     }
     return target, draft, phases
 
 
 def make_report(target: Llama, draft: Llama, data: Data, recipe: Recipe, out: Path) -> dict[str, object]:
-    """Measures the pair as saved, on held-out text only."""
+    """Measures the pair as saved, on held-out text only.
+
+    Raises:
+        RuntimeError: transformers, given the saved folders, computes or encodes otherwise.
+    """
     device = data.stream.device
     models = {"target": target, "draft": draft}
-    exact = [frozen_copy(model, torch.float32) for model in models.values()]
-    prompts = pick_prompts(data.held_documents, recipe.prompts, recipe.prompt_length).to(device)
+    saved = {name: frozen_copy(model, torch.float32) for name, model in models.items()}
     report: dict[str, object] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "corpus": data.sizes,
         "parameters": {name: model.size() for name, model in models.items()},
-        "held_out_loss": {
-            name: round(text_loss(model, data.held_out), 4) for name, model in zip(models, exact, strict=True)
-        },
-        "greatest_logit_difference_from_transformers": {
-            name: greatest_difference(model, out / name, data.held_out[:1, : min(512, recipe.context)]) for name, model in models.items()
-        },
-        "tokenizer_agrees": {name: tokenizer_agrees(data.tokenizer, out / name) for name in models},
+        "held_out_loss": {name: round(text_loss(model, data.held_out), 4) for name, model in saved.items()},
         "held_out_text_repeated_8gram_share": real_text_repeats(data.held_documents, recipe),
-        "rollouts": measure_pair(exact[0], exact[1], prompts, recipe),
+        "greatest_logit_difference_from_transformers": _check_saved(models, data, out),
     }
-    if recipe.context > LONG_PROMPT + recipe.new_tokens:
-        prompts = pick_prompts(data.held_documents, recipe.prompts, LONG_PROMPT).to(device)
-        report[f"rollouts_after_{LONG_PROMPT}_tokens"] = {
-            f"temperature {temperature}, k 4": speculate(
-                exact[0], exact[1], prompts, recipe.new_tokens, 4, temperature
-            ).figures()
-            for temperature in (0.0, 0.8)
-        }
-    _log_samples(exact[0], data, prompts[:SAMPLES], recipe)
+    for length in (recipe.prompt_length, 2 * recipe.prompt_length):
+        prompts = pick_prompts(data.held_documents, recipe.prompts, length).to(device)
+        rollouts = measure_pair(saved["target"], saved["draft"], prompts, recipe)
+        report[f"rollouts_after_{length}_tokens"] = rollouts
+        _log_samples(saved["target"], data, prompts[:SAMPLES], recipe)
     return report
+
+
+def _check_saved(models: dict[str, Llama], data: Data, out: Path) -> dict[str, float]:
+    differences = {}
+    for name, model in models.items():
+        rows = data.held_out[:1, : model.context]
+        differences[name] = greatest_difference(model, out / name, rows)
+        if differences[name] > MOST_DIFFERENCE or not tokenizer_agrees(data.tokenizer, out / name):
+            raise RuntimeError(
+                f"transformers reads {out / name} otherwise: its logits differ by {differences[name]:.2g} "
+                f"(at most {MOST_DIFFERENCE} is allowed) or its tokenizer disagrees; compare export.py with the "
+                "installed transformers."
+            )
+    return differences
 
 
 def _log_samples(target: Llama, data: Data, prompts: Tensor, recipe: Recipe) -> None:
     for temperature in (0.0, 0.8):
-        written = write(target, prompts, recipe.new_tokens, torch.full((len(prompts),), temperature).to(prompts.device))
-        for row in written:
-            ends = data.tokenizer.decode(row[-recipe.new_tokens - 32 : -recipe.new_tokens].tolist())
-            LOGGER.info("temperature %s: %s >>>%s", temperature, ends, data.tokenizer.decode(row[-recipe.new_tokens :].tolist()))
+        temperatures = torch.full((len(prompts),), temperature, device=prompts.device)
+        for prompt, row in zip(prompts, write(target, prompts, recipe.new_tokens, temperatures), strict=True):
+            shown = data.tokenizer.decode(prompt[-SHOWN_PROMPT:].tolist())
+            written = data.tokenizer.decode(row[len(prompt) :].tolist())
+            LOGGER.info("temperature %s: %s >>>%s", temperature, shown, written)
 
 
 def _phase(history: History, epochs_per_step: float) -> dict[str, object]:
@@ -171,13 +181,13 @@ def _sizes(part: str, documents: list[Document], tokens: int) -> dict[str, int]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.demo_pair", description="Trains the pair that fastspec ships.")
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_pair", description=__doc__)
     library = Path(sysconfig.get_path("stdlib"))
-    parser.add_argument("--corpus", type=Path, default=library, help="folder or tar archive of Python files (%(default)s)")
+    parser.add_argument("--corpus", type=Path, default=library, help="Python files: folder or tar (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and report.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="tiny settings: proves the pipeline in seconds on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="tiny settings, seconds on a CPU: proves the pipeline")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""The training text: Python's standard library, cleaned, split into training, validation and held-out files."""
+"""The training text: Python's standard library, cleaned, in training, validation and held-out files."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Document:
 
     @property
     def is_test(self) -> bool:
+        """Whether the file lies in a folder of tests."""
         return not TEST_FOLDERS.isdisjoint(PurePosixPath(self.name).parts[:-1])
 
 

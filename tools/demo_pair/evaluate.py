@@ -1,4 +1,4 @@
-"""Real speculative rollouts on held-out prompts: tokens per step, acceptance, and how much the text repeats itself."""
+"""Real speculative rollouts on held-out prompts: tokens per step, acceptance, and repeats in the text."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Rollout:
     drafted: int
 
     def figures(self) -> Figures:
+        """Returns the figures of the report, means over all steps of all rows."""
         steps = len(self.accepted)
         return {
             "tokens_per_step": round(sum(self.accepted) / steps + 1, 3),
@@ -101,10 +102,10 @@ def _law(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _logits_at(model: Llama, ids: Tensor, first: Tensor, count: int) -> Tensor:
-    """Returns logits [rows, count, vocab] from position first[row] on; what lies beyond is hidden by causality."""
+    """Returns logits [rows, count, vocab] from position first[row] on; causality hides the rest."""
     end = int(first.max()) + count
     at = _span(first, count)[..., None]
-    logits = model(ids[:, :end])
+    logits: Tensor = model(ids[:, :end])
     return logits.gather(1, at.expand(-1, -1, logits.shape[-1]))
 
 

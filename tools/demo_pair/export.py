@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -13,37 +14,40 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from .model import RMS_EPS, ROPE_THETA, Llama, frozen_copy
 from .tokens import END_OF_TEXT, END_OF_TEXT_ID
 
-ENDS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
 PROBE = 'def main(args):\n    """Run it."""\n    return [x ** 2 for x in args]  # caf\u00e9 \u2603\n'
 
 
 def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes configuration, bfloat16 weights and tokenizer into a folder."""
-    built = LlamaForCausalLM(_config(model)).to(torch.bfloat16)
+    built = LlamaForCausalLM(_config(model))
+    built.bfloat16()
     built.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()}, strict=False)
     built.tie_weights()
-    built.generation_config = GenerationConfig(**ENDS, do_sample=False)
-    built.save_pretrained(folder)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=model.context,
-        clean_up_tokenization_spaces=False,
+    built.generation_config = GenerationConfig(
+        bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID, pad_token_id=END_OF_TEXT_ID, do_sample=False
     )
-    wrapped.save_pretrained(folder)
+    built.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the name that transformers 4 and 5 both know
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": model.context,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def greatest_difference(model: Llama, folder: Path, rows: Tensor) -> float:
     """Loads a saved folder and returns the greatest difference of its float32 logits from the model's own."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(rows.device).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded.to(rows.device)
     with torch.no_grad():
         return float((loaded(rows).logits - frozen_copy(model, torch.float32)(rows)).abs().max())
 
@@ -67,7 +71,9 @@ def _config(model: Llama) -> LlamaConfig:
         head_dim=shape.head_dim,
         max_position_embeddings=model.context,
         rms_norm_eps=RMS_EPS,
-        rope_theta=ROPE_THETA,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
-        **ENDS,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=END_OF_TEXT_ID,
     )

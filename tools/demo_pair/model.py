@@ -27,6 +27,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
+        """Dimensions of a head."""
         return self.hidden // self.heads
 
 
@@ -46,6 +47,7 @@ class KvCache:
         self.length = 0
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores a layer's new keys and values [rows, kv_heads, tokens, head_dim]; returns all stored so far."""
         end = self.length + keys.shape[2]
         self.keys[layer, :, :, self.length : end] = keys
         self.values[layer, :, :, self.length : end] = values
@@ -65,6 +67,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KvCache | None) -> Tensor:
+        """Mixes x [rows, tokens, hidden] over the positions up to its own."""
         query = rotate(self._heads(self.q_proj(x)), rope)
         key, value = rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
         if cache is not None:
@@ -73,10 +76,12 @@ class Attention(nn.Module):
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         # More than one token enters only at position 0, where the square causal mask is the right one.
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return added
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        rows, tokens, _ = x.shape
+        return x.view(rows, tokens, -1, self.shape.head_dim).transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -89,7 +94,9 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Maps x [..., hidden] to the same shape."""
+        mapped: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return mapped
 
 
 class Layer(nn.Module):
@@ -103,6 +110,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=RMS_EPS)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KvCache | None) -> Tensor:
+        """Maps x [rows, tokens, hidden] to the same shape."""
         mixed = self.self_attn(self.input_layernorm(x), rope, cache)
         x = x + F.dropout(mixed, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
@@ -128,6 +136,9 @@ class Llama(nn.Module):
         dropout: Share dropped after the embedding and after each block, in training.
     """
 
+    cosine: Tensor
+    sine: Tensor
+
     def __init__(self, shape: Shape, vocab_size: int, context: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.context, self.dropout = shape, context, dropout
@@ -138,7 +149,7 @@ class Llama(nn.Module):
         self._initialise()
 
     def forward(self, ids: Tensor, cache: KvCache | None = None) -> Tensor:
-        """Returns the logits [rows, tokens, vocab] of ids [rows, tokens], which follow what the cache holds."""
+        """Returns logits [rows, tokens, vocab] of ids [rows, tokens] that follow what the cache holds."""
         start = cache.length if cache is not None else 0
         end = start + ids.shape[1]
         rope = (self.cosine[start:end], self.sine[start:end])
@@ -154,10 +165,11 @@ class Llama(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _initialise(self) -> None:
+        block_std = INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                adds_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, 0.0, INIT_STD / (math.sqrt(2 * self.shape.layers) if adds_to_stream else 1.0))
+                ends_block = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, 0.0, block_std if ends_block else INIT_STD)
 
 
 def rope_table(head_dim: int, context: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .model import Shape
 
@@ -32,6 +32,13 @@ class Phase:
     patience: int = 3
 
 
+TARGET = Shape(layers=8, hidden=256, heads=4, kv_heads=2, mlp=768)
+DRAFT = Shape(layers=2, hidden=128, heads=2, kv_heads=1, mlp=384)
+LEARN = Phase(steps=6500, batch=32, lr=2e-3, weight_decay=1.5)
+UNLOOP = Phase(steps=200, batch=16, lr=3e-4, weight_decay=0.1, warmup=10, ema=0.9, evaluations=5)
+DISTIL = Phase(steps=6500, batch=16, lr=5e-3, weight_decay=0.02, evaluations=8)
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What is trained, and how.
@@ -39,45 +46,41 @@ class Recipe:
     Attributes:
         vocab_size: Tokens of the byte-level BPE, the end of text among them.
         context: Positions of both models and length of a training row.
-        dropout: Of the target while it learns from real text; the draft has none.
+        dropout: Of the target while it trains; the draft has none.
         test_share: Share of the test files that one pass over the corpus reads.
         target, draft: The sizes of the two.
         learn, unloop, distil: The three phases, in order.
         unloop_weight: Weight of the loss on repeats beside the loss on real text.
         unloop_rows, unloop_refresh: Rows written at a time to look for repeats; steps that use them up.
-        unloop_goal: Share of greedy text in repeated 8-grams at which unlooping stops.
-        own_rows, own_batch, own_length: Rows written by the target for the draft, rows in a step, tokens in a row.
-        own_chunk: Rows written at a time.
+        greedy_repeats: Share of greedy text in repeated 8-grams that unlooping aims at.
+        own_rows, own_length: Rows that the target writes for the draft, and tokens in one, its prompt included.
+        own_chunk, own_batch: Rows written at a time; rows in a step.
         own_prompts: Lengths of the real text that such a row begins with.
         own_temperatures: Temperatures that such rows are drawn at.
         overlap_weight: Weight of the overlap of the two laws beside their divergence, in the draft's loss.
-        overlap_temperatures: Temperatures at which that overlap is taken; a low one stands for greedy decoding.
+        overlap_temperatures: Temperatures it is taken at; a low one stands for greedy decoding.
         prompts, prompt_length, new_tokens: The rollouts that measure acceptance.
         compiled: Whether training steps go through torch.compile.
-        max_files: Files kept per part of the corpus; None keeps all.
+        max_files: Files kept in each part of the corpus; None keeps all.
     """
 
     vocab_size: int = 4096
     context: int = 1024
-    dropout: float = 0.15
-    test_share: float = 0.5
-    target: Shape = Shape(layers=8, hidden=256, heads=4, kv_heads=2, mlp=768)
-    draft: Shape = Shape(layers=2, hidden=128, heads=2, kv_heads=1, mlp=384)
-    learn: Phase = field(default_factory=lambda: Phase(steps=6500, batch=32, lr=2e-3, weight_decay=0.3))
-    unloop: Phase = field(
-        default_factory=lambda: Phase(steps=240, batch=16, lr=3e-4, weight_decay=0.1, warmup=10, evaluations=6, ema=0.9)
-    )
-    distil: Phase = field(
-        default_factory=lambda: Phase(steps=6500, batch=24, lr=3e-3, weight_decay=0.02, evaluations=8)
-    )
+    dropout: float = 0.1
+    test_share: float = 0.75
+    target: Shape = TARGET
+    draft: Shape = DRAFT
+    learn: Phase = LEARN
+    unloop: Phase = UNLOOP
+    distil: Phase = DISTIL
     unloop_weight: float = 0.5
     unloop_rows: int = 1024
     unloop_refresh: int = 8
-    unloop_goal: float = 0.4
+    greedy_repeats: float = 0.72
     own_rows: int = 32768
-    own_batch: int = 96
     own_length: int = 384
     own_chunk: int = 4096
+    own_batch: int = 112
     own_prompts: tuple[int, ...] = (16, 64, 128, 256)
     own_temperatures: tuple[float, ...] = (0.0, 0.0, 0.6, 0.8, 1.0)
     overlap_weight: float = 0.5

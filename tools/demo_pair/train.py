@@ -1,4 +1,4 @@
-"""The three phases: the target learns real text, unlearns its loops, and the draft learns the target's law."""
+"""The optimisation loop that every phase shares, and the first phase: the target learns real text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .model import Llama, frozen_copy, write
+from .model import Llama
 from .recipe import Phase, Recipe
-from .repeats import closes_repeat, repeated_share
-from .tokens import Packer, random_windows
+from .tokens import Packer
 
 Batch = tuple[Tensor, ...]
 LossOf = Callable[..., Tensor]
@@ -47,14 +46,16 @@ class Averaged:
     def __init__(self, model: Llama, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.decay = decay
-        self._pairs = (list(self.model.parameters()), list(model.parameters()))
+        self._means: list[Tensor] = list(self.model.parameters())
+        self._live: list[Tensor] = list(model.parameters())
         self._updates = 0
 
     @torch.no_grad()
     def update(self) -> None:
+        """Moves the mean towards the weights of now."""
         self._updates += 1
         decay = min(self.decay, self._updates / (self._updates + 10))  # young means forget the random start
-        torch._foreach_lerp_(self._pairs[0], [live.detach() for live in self._pairs[1]], 1 - decay)
+        torch._foreach_lerp_(self._means, self._live, 1 - decay)
 
 
 def optimise(
@@ -72,11 +73,12 @@ def optimise(
     Args:
         model: The model that `loss_of` computes with.
         phase: Steps, rates and patience.
-        batches: Arguments for `loss_of`, one tuple a step; the phase ends early where they end.
+        batches: Arguments for `loss_of`, one tuple a step.
         loss_of: The loss of a batch.
         validate: The loss of a model on validation text.
         compiled: Whether `loss_of` is compiled.
-        keep_best: Whether the weights of the best reading are kept, and readings can end the phase; else the last.
+        keep_best: Whether the weights of the best reading are kept and readings can end the phase;
+            otherwise the last weights are.
 
     Returns:
         What was done.
@@ -101,7 +103,7 @@ def optimise(
             best, best_state, history.best_step = reading, copy.deepcopy(averaged.model.state_dict()), step
         elif step - history.best_step >= phase.patience * every:
             break
-    model.load_state_dict(best_state if keep_best else averaged.model.state_dict())
+    model.load_state_dict(best_state)
     model.eval()
     history.seconds = round(time.perf_counter() - start, 1)
     return history
@@ -114,119 +116,12 @@ def learn(model: Llama, recipe: Recipe, packer: Packer, validation: Tensor) -> H
         return next_token_loss(model, rows)
 
     batches = ((rows,) for rows in packer.batches(recipe.learn.batch, recipe.context + 1))
-    return optimise(model, recipe.learn, batches, loss_of, _text_loss(validation), compiled=recipe.compiled)
-
-
-def unloop(model: Llama, recipe: Recipe, packer: Packer, stream: Tensor, validation: Tensor) -> tuple[History, list[float]]:
-    """Teaches the target not to run in circles, beside real text so that it forgets nothing else.
-
-    The model continues training text greedily; where a token completes an 8-gram that stood in that continuation
-    before, its probability is pushed down (unlikelihood training). Repeats that real text is full of are pushed
-    back up by the loss on real text.
-
-    Returns:
-        What was done, and the shares of repeats in the greedy text, one for each time it was written.
-    """
-    shares: list[float] = []
-
-    def loss_of(rows: Tensor, own: Tensor, repeats: Tensor) -> Tensor:
-        with _autocast(own):
-            logits = model(own[:, :-1])
-        chance = F.log_softmax(logits.float(), -1).gather(2, own[:, 1:, None])[..., 0].exp()
-        unlikelihood = -torch.log1p(-chance.clamp_max(1 - 1e-6)) * repeats[:, 1:]
-        return next_token_loss(model, rows) + recipe.unloop_weight * unlikelihood.sum() / repeats.numel()
-
-    batches = _looping_text(model, recipe, packer, stream, shares)
-    validate = _text_loss(validation)
-    history = optimise(model, recipe.unloop, batches, loss_of, validate, compiled=recipe.compiled, keep_best=False)
-    return history, [round(share, 3) for share in shares]
-
-
-def _looping_text(
-    model: Llama, recipe: Recipe, packer: Packer, stream: Tensor, shares: list[float]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    real = packer.batches(recipe.unloop.batch, recipe.context + 1)
-    minibatch = recipe.unloop_rows // recipe.unloop_refresh
-    greedy = torch.zeros(recipe.unloop_rows, device=stream.device)
-    for prompt_length in itertools.cycle(recipe.own_prompts):
-        prompts = random_windows(stream, recipe.unloop_rows, prompt_length)
-        writer = frozen_copy(model, _fast_dtype(stream))
-        rows = write(writer, prompts, recipe.own_length - prompt_length, greedy)
-        repeats = F.pad(closes_repeat(rows[:, prompt_length:]), (prompt_length, 0))
-        shares.append(repeated_share(rows[:, prompt_length : prompt_length + recipe.new_tokens]).mean().item())
-        LOGGER.info("greedy text after %d tokens: %.3f in repeats", prompt_length, shares[-1])
-        if len(shares) > 2 and sum(shares[-2:]) / 2 <= recipe.unloop_goal:
-            return
-        for part, marks in zip(rows.split(minibatch), repeats.float().split(minibatch), strict=True):
-            yield next(real), part, marks
-
-
-def write_own_text(target: Llama, recipe: Recipe, stream: Tensor) -> Tensor:
-    """Lets the target continue training text, greedily and sampled, for the draft to learn from.
-
-    Returns:
-        int32 [own_rows, own_length], in random order.
-    """
-    writer = frozen_copy(target, _fast_dtype(stream))
-    temperatures = torch.tensor(recipe.own_temperatures, device=stream.device)
-    written = []
-    for prompt_length in itertools.islice(itertools.cycle(recipe.own_prompts), -(-recipe.own_rows // recipe.own_chunk)):
-        prompts = random_windows(stream, recipe.own_chunk, prompt_length)
-        mixed = temperatures[torch.randint(len(temperatures), (recipe.own_chunk,), device=stream.device)]
-        written.append(write(writer, prompts, recipe.own_length - prompt_length, mixed).int())
-    rows = torch.cat(written)
-    return rows[torch.randperm(len(rows), device=rows.device)]
-
-
-def distil(draft: Llama, target: Llama, recipe: Recipe, packer: Packer, own: Tensor, validation: Tensor) -> History:
-    """Teaches the draft the target's law, on real text and on what the target wrote.
-
-    Returns:
-        What was done; the readings are of the draft's loss, not of its text loss.
-    """
-    teacher = frozen_copy(target, _fast_dtype(own))
-
-    def loss_of(*texts: Tensor) -> Tensor:
-        students, teachers = [], []
-        for rows in texts:
-            with torch.no_grad():
-                teachers.append(teacher(rows[:, :-1]).flatten(0, 1))
-            with _autocast(rows):
-                students.append(draft(rows[:, :-1]).flatten(0, 1))
-        return divergence(torch.cat(students), torch.cat(teachers), recipe)
-
-    def validate(model: Llama) -> float:
-        losses = []
-        with torch.no_grad():
-            for rows in validation.split(32):
-                with _autocast(rows):
-                    law = model(rows[:, :-1])
-                losses.append(divergence(law.flatten(0, 1), teacher(rows[:, :-1]).flatten(0, 1), recipe).item())
-        return sum(losses) / len(losses)
-
-    real = packer.batches(recipe.distil.batch, recipe.context + 1)
-    batches = ((rows, random_rows(own, recipe.own_batch)) for rows in real)
-    return optimise(draft, recipe.distil, batches, loss_of, validate, compiled=recipe.compiled)
-
-
-def divergence(student: Tensor, teacher: Tensor, recipe: Recipe) -> Tensor:
-    """Returns how far the student's law is from the teacher's, both given as logits [tokens, vocab].
-
-    The Kullback-Leibler divergence gives a signal everywhere; the overlap sum(min(p, q)) is the very chance that a
-    drafted token is accepted, and minus its logarithm is what the text so far would cost in rejections.
-    """
-    student, teacher = student.float(), teacher.float()
-    log_q, log_p = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
-    loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    for temperature in recipe.overlap_temperatures:
-        p, q = F.softmax(teacher / temperature, -1), F.softmax(student / temperature, -1)
-        loss = loss - recipe.overlap_weight * torch.minimum(p, q).sum(-1).clamp_min(1e-6).log().mean()
-    return loss
+    return optimise(model, recipe.learn, batches, loss_of, on_text(validation), compiled=recipe.compiled)
 
 
 def next_token_loss(model: Llama, rows: Tensor) -> Tensor:
     """Returns the mean cross-entropy of rows [n, length + 1], each token given those before it."""
-    with _autocast(rows):
+    with autocast(rows):
         logits = model(rows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
@@ -238,19 +133,28 @@ def text_loss(model: Llama, rows: Tensor) -> float:
     return sum(loss * count for loss, count in parts) / len(rows)
 
 
-def random_rows(rows: Tensor, count: int) -> Tensor:
-    """Picks rows at random, with replacement: int64 [count, length]."""
-    return rows[torch.randint(len(rows), (count,), device=rows.device)].long()
-
-
-def _text_loss(rows: Tensor) -> Callable[[Llama], float]:
+def on_text(rows: Tensor) -> Callable[[Llama], float]:
+    """Returns the reading of `optimise` that is the mean cross-entropy over rows."""
     return lambda model: text_loss(model, rows)
+
+
+def autocast(tensor: Tensor) -> torch.autocast:
+    """Returns the context to train in: bfloat16 products on a GPU, plain float32 elsewhere."""
+    return torch.autocast(tensor.device.type, dtype=torch.bfloat16, enabled=tensor.is_cuda)
+
+
+def fast_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype that frozen models compute in where the tensor lies."""
+    return torch.bfloat16 if tensor.is_cuda else torch.float32
 
 
 def _optimizer(model: Llama, phase: Phase) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": phase.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": phase.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=phase.lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
@@ -259,15 +163,7 @@ def _take_step(model: Llama, optimizer: torch.optim.Optimizer, loss: Tensor, pha
     rate = phase.lr * min(1.0, step / phase.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _autocast(tensor: Tensor) -> torch.autocast:
-    return torch.autocast(tensor.device.type, dtype=torch.bfloat16, enabled=tensor.is_cuda)
-
-
-def _fast_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.bfloat16 if tensor.is_cuda else torch.float32

@@ -1,0 +1,38 @@
+"""Every kernel at every launch entry compiles to machine code for the GPUs named here, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton ships for Linux only")
+ARCHITECTURES = [80, 86, 89, 90, 100]
+# what one block may use of shared memory, in bytes (CUDA programming guide, compute capabilities table)
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile(arch: int) -> None:
+    """In a process of its own: the tests' process may have bound triton to the interpreter."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.compile_kernels", str(arch)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(reports) >= 20
+    for report in reports:
+        assert report["spills"] == 0, report
+        assert report["shared"] <= SHARED_LIMIT[arch], report
+        if report["kernel"] == "_split_kernel" and report["element"] == 2:
+            assert report["mma"], report  # the tensor cores are used
+            assert report["vector"], report  # K and V are loaded 16 bytes at a time
