@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import inputs, options
 from fastspec.errors import UnsupportedOption
-from fastspec.kernels.reference import UNTILED, Tiling
+from fastspec.explain import explain
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.loop import DecodeLoop, Engine, Request
-from fastspec.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
+from fastspec.memory import MemoryPlan, weight_bytes
 from fastspec.models.decoder import Decoder
 from fastspec.models.sources import Checkpoint, load_tokenizer, resolve
-from fastspec.models.spec import ModelSpec
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights import load_weights
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.settings import announce, settings_of
 from fastspec.state import DecodeState
 from fastspec.step import Parts
 
-MAX_DRAFTS = 16
-# Rows of every product of a step: 8 cover k + 1 = 5..8 of one row at the price of five on a CPU; on a GPU a pass
-# waits for the weights, so padding to 64 costs little and lets a batch of 8 x 8 rows read them once.
-_DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
-_CHUNK = {"cpu": 64, "cuda": 256}  # prompt tokens per prefill pass
+_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 Source = str | os.PathLike[str] | PreTrainedModel
 
@@ -87,32 +82,65 @@ class FastSpecGenerator:
         exact: bool = True,
         progress: bool = True,
     ) -> None:
-        _check_range("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
-        _check_range("max_batch_size", max_batch_size, 1, 1024)
-        _check_range("page_size", page_size, 1, 4096)
         self._lock = threading.Lock()
         self._target = resolve(target, role="target", revision=target_revision)
         self._draft = None if draft is None else resolve(draft, role="draft", revision=draft_revision)
-        self.device = _device(device, self._target)
-        self.num_speculative_tokens = num_speculative_tokens if self._draft else 0
-        common = shared_vocab(self._target, self._draft) if self._draft else 0
-        layout = Layout(
-            batch=max_batch_size,
-            max_drafts=self.num_speculative_tokens,
+        self._settings = settings_of(
+            self._target,
+            self._draft,
+            num_speculative_tokens=num_speculative_tokens,
+            max_batch_size=max_batch_size,
+            max_length=max_length,
             page_size=page_size,
-            target=self._target.spec,
-            target_dtype=_dtype(dtype, self._target.spec, self.device),
-            draft=self._draft.spec if self._draft else None,
-            draft_dtype=_dtype(dtype, (self._draft or self._target).spec, self.device),
+            dtype=dtype,
+            device=device,
+            exact=exact,
         )
-        self.max_length = _max_length(max_length, layout, self.device, progress)
-        self.memory_plan: MemoryPlan = layout.plan(self.max_length)
-        tiling = _DECODE_TILING[self.device.type] if exact else UNTILED
+        if progress:
+            announce(self._settings)
+        self.device = self._settings.device
+        self.max_length = self._settings.max_length
+        self.memory_plan: MemoryPlan = self._settings.memory
+        self.num_speculative_tokens = self._settings.layout.max_drafts
+        self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._engine: Engine | None = self._build(layout, common, tiling, release_source, progress)
+        self._engine: Engine | None = self._build(release_source, progress)
 
-    def _build(self, layout: Layout, common: int, tiling: Tiling, release_source: bool, progress: bool) -> Engine:
+    @classmethod
+    def plan(
+        cls,
+        target: Source,
+        draft: Source | None = None,
+        *,
+        num_speculative_tokens: int = 4,
+        max_batch_size: int = 8,
+        max_length: int | None = None,
+        page_size: int = 64,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        target_revision: str | None = None,
+        draft_revision: str | None = None,
+    ) -> MemoryPlan:
+        """The memory that a generator made with the same arguments will need; loads and allocates nothing.
+
+        Raises:
+            MemoryError: it does not fit; the message names what does.
+        """
+        return settings_of(
+            resolve(target, role="target", revision=target_revision),
+            None if draft is None else resolve(draft, role="draft", revision=draft_revision),
+            num_speculative_tokens=num_speculative_tokens,
+            max_batch_size=max_batch_size,
+            max_length=max_length,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            exact=True,
+        ).memory
+
+    def _build(self, release_source: bool, progress: bool) -> Engine:
         """Loads weights and allocates every buffer."""
+        layout = self._settings.layout
 
         def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
             spec = checkpoint.spec
@@ -134,7 +162,7 @@ class FastSpecGenerator:
         proposer = None
         if self._draft:
             draft = decoder(self._draft, layout.draft_dtype)
-            proposer = DraftModel(draft, layout.page_size, common, self._draft.spec.max_length)
+            proposer = DraftModel(draft, layout.page_size, self._shared_vocab, self._draft.spec.max_length)
         state = DecodeState.allocate(
             batch=layout.batch,
             max_drafts=layout.max_drafts,
@@ -148,8 +176,8 @@ class FastSpecGenerator:
             state=state,
             pages=PageTable(layout.num_pages(self.max_length), layout.page_size),
             max_drafts=layout.max_drafts,
-            decode_tiling=tiling,
-            chunk=_CHUNK[self.device.type],
+            decode_tiling=self._settings.decode_tiling,
+            chunk=self._settings.chunk,
         )
 
     @property
@@ -204,6 +232,7 @@ class FastSpecGenerator:
             streamer.end()
         k = self._drafts(chosen)
         stats = Stats.of(tuple(request.stats() for request in requests), k, time.perf_counter() - start)
+        self._warn_below_break_even(stats)
         return _output(requests, chosen, stats, input_ids)
 
     def stream(
@@ -277,6 +306,23 @@ class FastSpecGenerator:
         finally:
             self._lock.release()
 
+    def _warn_below_break_even(self, stats: Stats) -> None:
+        """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
+        if not stats.drafted or stats.steps < _STEPS_TO_JUDGE:
+            return
+        layout = self._settings.layout
+        assert layout.draft is not None, "drafted tokens come from a draft"
+        draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
+        needed = 1 + stats.drafted / stats.steps * draft_pass
+        if (gained := stats.emitted / stats.steps) < needed:
+            warnings.warn(
+                f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of "
+                f"{stats.acceptance_rate:.1%}, but the {stats.k} draft passes of a step alone cost as much as "
+                f"{needed - 1:.2f} tokens of plain decoding; use a smaller or better draft, or fewer "
+                "num_speculative_tokens (0 decodes plainly)",
+                stacklevel=3,
+            )
+
     def _choose_k(self, chosen: Options) -> Callable[[int], int]:
         """Drafts for each step, from the number of steps made before it."""
         k = self._drafts(chosen)
@@ -286,6 +332,10 @@ class FastSpecGenerator:
         if self._engine is None:
             raise RuntimeError("this generator is closed; make a new one")
         return self._engine
+
+    def explain(self) -> str:
+        """What runs how, in a few lines for people."""
+        return explain(self._settings, self._open_engine(), self._target, self._draft, self._shared_vocab)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.
@@ -307,58 +357,6 @@ class FastSpecGenerator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_range(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
-
-
-def _device(device: torch.device | str | None, target: Checkpoint) -> torch.device:
-    if device is None and target.module is not None:
-        chosen = next(target.module.parameters()).device
-    else:
-        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type not in _DECODE_TILING:
-        raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _dtype(dtype: torch.dtype | str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return spec.dtype if device.type == "cuda" else torch.float32
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if named not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-    return cast("torch.dtype", named)
-
-
-def _max_length(asked: int | None, layout: Layout, device: torch.device, progress: bool) -> int:
-    # by default both models can take in a whole row; when asked for more, rows go on without drafts
-    context = layout.target.max_length
-    preferred = min(context, layout.draft.max_length) if layout.draft else context
-    free = int(free_bytes(device) * FREE_SHARE)
-    if asked is not None:
-        _check_range("max_length", asked, 2, context)
-        if layout.plan(asked).total > free:
-            fits = layout.largest_length(context, free)
-            raise MemoryError(
-                f"max_length={asked} with max_batch_size={layout.batch} needs {layout.plan(asked)}, but "
-                f"{free / 2**30:.3f} GiB may be taken on {device}; the largest max_length that fits is {fits}"
-            )
-        return asked
-    fits = layout.largest_length(preferred, free)
-    if fits < 2:
-        raise MemoryError(
-            f"the models need {layout.plan(2)}, but {free / 2**30:.3f} GiB may be taken on {device}; "
-            "lower max_batch_size, or use smaller models"
-        )
-    if progress:
-        why = "the models' context" if fits == preferred else "what fits in 90% of the free memory"
-        tqdm.write(f"fastspec: max_length = {fits} ({why}); {layout.plan(fits)}", file=sys.stderr)
-    return fits
 
 
 def _padded_length(input_ids: Any, prompts: list[list[int]]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import psutil
 import torch
@@ -12,31 +12,47 @@ from fastspec.models.spec import ModelSpec
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
 _GIB = 2**30
+_LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
 FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use. Weights count as loaded (fused copies), tied embeddings once."""
+    """Bytes by use. Weights count as loaded (fused copies), tied embeddings once.
+
+    Attributes:
+        target_weights, draft_weights: weights.
+        target_cache, draft_cache: K/V pages.
+        buffers: the decode state and the rotary tables.
+        workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
+        graphs: captured graphs; none are captured yet.
+        free: free on the device when the plan was made.
+    """
 
     target_weights: int
     draft_weights: int
     target_cache: int
     draft_cache: int
-    rotary_tables: int
-    state: int
+    buffers: int
+    workspace: int
+    graphs: int
+    free: int
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """All uses together."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "free")
+
+    @property
+    def headroom(self) -> int:
+        """What stays free."""
+        return self.free - self.total
 
     def __str__(self) -> str:
         """One line, in GiB."""
-        parts = ", ".join(
-            f"{field.name.replace('_', ' ')} {getattr(self, field.name) / _GIB:.3f}" for field in fields(self)
-        )
-        return f"{self.total / _GIB:.3f} GiB: {parts}"
+        uses = [field.name for field in fields(self) if field.name != "free"]
+        parts = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) / _GIB:.3f}" for name in uses)
+        return f"{self.total / _GIB:.3f} GiB ({parts}), headroom {self.headroom / _GIB:.3f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,7 @@ class Layout:
         page_size: positions per page.
         target, draft: specs; draft is None for plain decoding.
         target_dtype, draft_dtype: of weights and caches.
+        chunk: prompt tokens per prefill pass.
     """
 
     batch: int
@@ -58,6 +75,11 @@ class Layout:
     target_dtype: torch.dtype
     draft: ModelSpec | None
     draft_dtype: torch.dtype
+    chunk: int
+
+    def with_batch(self, batch: int) -> Layout:
+        """The same with another number of rows."""
+        return replace(self, batch=batch)
 
     def pages_per_row(self, max_length: int) -> int:
         """Pages of a row of `max_length` tokens and the k+1 positions that a last step may touch beyond."""
@@ -67,37 +89,51 @@ class Layout:
         """Pages of the whole cache, the trash page included."""
         return 1 + self.batch * self.pages_per_row(max_length)
 
-    def plan(self, max_length: int) -> MemoryPlan:
-        """Bytes needed for rows of up to `max_length` tokens."""
+    def plan(self, max_length: int, free: int) -> MemoryPlan:
+        """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
         positions = self.num_pages(max_length) * self.page_size
-        top = min(MAX_TOP_LOGPROBS, self.target.vocab_size)
-        per_row = (
-            (max_length + 1)  # tokens
-            + 3  # lengths, limits, draft_lengths
-            + 4  # finish, top_k, seeds, emitted
-            + 2  # accepted, draft_counts
-            + MAX_STOP_IDS
-            + self.pages_per_row(max_length)
-            + 2 * self.max_drafts
-            + 1  # block
-            + (self.max_drafts + 1) * top  # top_ids
-        ) * 8 + (3 + (self.max_drafts + 1) * (1 + top)) * 4
         return MemoryPlan(
             target_weights=weight_bytes(self.target, self.target_dtype),
             draft_weights=weight_bytes(self.draft, self.draft_dtype) if self.draft else 0,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
-            rotary_tables=sum(
-                self.pages_per_row(max_length) * self.page_size * spec.head_dim * 4
-                for spec in (self.target, self.draft)
-                if spec
-            ),
-            state=self.batch * (per_row + self.max_drafts * self.target.vocab_size * 4),
+            buffers=self.batch * self._state_bytes(max_length) + self._rotary_bytes(max_length),
+            workspace=self._workspace_bytes(max_length),
+            graphs=0,
+            free=free,
         )
+
+    def _state_bytes(self, max_length: int) -> int:
+        """Bytes of DecodeState per row."""
+        k, top = self.max_drafts, min(MAX_TOP_LOGPROBS, self.target.vocab_size)
+        # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, draft_counts, emitted, accepted
+        ints = 9 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
+        floats = 3 + (k + 1) * (1 + top) + k * self.target.vocab_size
+        return 8 * ints + 4 * floats
+
+    def _rotary_bytes(self, max_length: int) -> int:
+        positions = self.pages_per_row(max_length) * self.page_size
+        return sum(positions * spec.head_dim * 4 for spec in (self.target, self.draft) if spec)
+
+    def _workspace_bytes(self, max_length: int) -> int:
+        """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""
+        spec, size = self.target, self.target_dtype.itemsize
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+        rows = self.batch * (self.max_drafts + 1)
+        # logits, their padded and scaled copies, sort with its int64 ids, softmaxes and masks: about 14 words
+        step = rows * (wide * size + 14 * 4 * spec.vocab_size)
+        # a chunk attends to everything so far, in fp32 partial sums of every head
+        chunk = self.chunk * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        return max(step, chunk) + _LIBRARY_WORKSPACE
 
     def largest_length(self, upper: int, free: int) -> int:
         """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""
-        return _largest(upper, lambda length: self.plan(length).total <= free)
+        return _largest(upper, lambda length: self.plan(length, free).total <= free)
+
+    def largest_batch(self, max_length: int, free: int) -> int:
+        """The largest number of rows up to this one whose plan fits in `free` bytes; 0 when not even one does."""
+        return _largest(self.batch, lambda rows: self.with_batch(rows).plan(max_length, free).total <= free)
 
 
 def _largest(upper: int, fits: Callable[[int], bool]) -> int:

@@ -32,6 +32,6 @@ def ops_for(device: torch.device) -> Ops:
     """Triton's ops on CUDA where Triton is installed, torch's elsewhere."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_OPS
-    from fastspec.kernels import attention
+    from fastspec.kernels.paged_attention import paged_attention
 
-    return Ops("triton", attention.paged_attention)
+    return Ops("triton", paged_attention)

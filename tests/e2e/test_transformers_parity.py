@@ -48,7 +48,10 @@ class Oracle:
         return float((top[:, 0] - top[:, 1]).min())
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning")  # the fixtures have none
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the fixtures have none
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),  # nor do they pay
+]
 
 
 def ragged_prompts(seed: int, vocab: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastspec.kernels import attention
+from fastspec.kernels import paged_attention as attention
 
 ELEMENT = {2: "*bf16", 4: "*fp32"}
 

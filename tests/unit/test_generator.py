@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
-from fastspec.memory import Layout
+from fastspec.output import RowStats, Stats
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.devices import devices
 
-pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning")  # the fixtures have none
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the fixtures have none
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),  # nor do they pay
+]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
@@ -283,6 +288,8 @@ def test_a_live_module_is_copied_not_changed(device: str) -> None:
         ({"dtype": "int8"}, "dtype must be"),
         ({"dtype": torch.float64}, "dtype must be"),
         ({"device": "meta"}, "device meta is not supported"),
+        ({"device": "foo"}, "not one torch knows"),
+        ({"device": "cuda:99"}, "cuda:99 is not there"),
     ],
     ids=str,
 )
@@ -291,23 +298,33 @@ def test_sizes_are_checked(directory: Path, options: dict[str, Any], message: st
         FastSpecGenerator(directory, progress=False, **{"device": "cpu", **options})
 
 
-def test_too_little_memory_names_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastspec import generator
+MIB = 2**20
 
-    monkeypatch.setattr(generator, "free_bytes", lambda device: 3_000_000)
-    with pytest.raises(MemoryError, match=r"the largest max_length that fits is \d+") as caught:
-        FastSpecGenerator(directory, max_length=400, max_batch_size=8, device="cpu", progress=False)
-    fits = int(str(caught.value).rsplit(" ", 1)[1])
-    assert 2 <= fits < 400
-    with FastSpecGenerator(directory, max_length=fits, max_batch_size=8, device="cpu", progress=False) as gen:
-        assert gen.memory_plan.total <= 0.9 * 3_000_000
-    with pytest.raises(MemoryError, match="the largest"):
-        FastSpecGenerator(directory, max_length=fits + 1, max_batch_size=8, device="cpu", progress=False)
-    with FastSpecGenerator(directory, max_batch_size=8, device="cpu", progress=False) as gen:
+
+def test_too_little_memory_names_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastspec import settings
+
+    # the libraries' 32 MiB, and a little more for the rows
+    monkeypatch.setattr(settings, "free_bytes", lambda device: 38 * MIB)
+    options: dict[str, Any] = {"max_batch_size": 8, "device": "cpu", "progress": False}
+    with pytest.raises(MemoryError, match=r"With max_batch_size=8 the largest max_length that fits is \d+;") as caught:
+        FastSpecGenerator(directory, max_length=480, **options)
+    fits = int(str(caught.value).split("that fits is ")[1].split(";")[0])
+    assert 2 <= fits < 480
+    with FastSpecGenerator(directory, max_length=fits, **options) as gen:
+        assert gen.memory_plan.total <= 0.9 * 38 * MIB
+        assert gen.memory_plan.headroom == gen.memory_plan.free - gen.memory_plan.total > 0
+    with pytest.raises(MemoryError, match="the largest max_batch_size is 7"):
+        FastSpecGenerator(directory, max_length=fits + 1, **options)
+    with FastSpecGenerator(directory, **options) as gen:
         assert gen.max_length == fits
-    monkeypatch.setattr(generator, "free_bytes", lambda device: 1000)
-    with pytest.raises(MemoryError, match="smaller models"):
-        FastSpecGenerator(directory, device="cpu", progress=False)
+    with pytest.raises(
+        MemoryError, match=r"no max_length fits|that fits is \d+; with max_length=480 the largest max_batch_size is \d"
+    ):
+        FastSpecGenerator(directory, max_length=480, **{**options, "max_batch_size": 512})
+    monkeypatch.setattr(settings, "free_bytes", lambda device: MIB)
+    with pytest.raises(MemoryError, match="not even one row fits"):
+        FastSpecGenerator(directory, **options)
 
 
 def test_the_chosen_length_is_printed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,10 +344,56 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
     ):
         assert model.weights.nbytes() == weights  # type: ignore[attr-defined]
         assert model.cache.keys.nbytes + model.cache.values.nbytes == cache  # type: ignore[attr-defined]
-    assert sum(m._cos.nbytes + m._sin.nbytes for m in (target, draft)) == plan.rotary_tables  # type: ignore[attr-defined]
-    assert engine.state.nbytes == plan.state
-    assert isinstance(str(plan), str)
-    assert Layout.plan  # the plan needs no engine: it is made before anything is allocated
+    tables = sum(m._cos.nbytes + m._sin.nbytes for m in (target, draft))  # type: ignore[attr-defined]
+    assert tables + engine.state.nbytes == plan.buffers
+    assert "headroom" in str(plan)
+
+
+def test_planning_loads_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastspec import generator
+
+    monkeypatch.setattr(generator, "load_weights", lambda *args, **options: pytest.fail("weights were loaded"))
+    plan = FastSpecGenerator.plan(directory, directory, max_length=100, max_batch_size=3, device="cpu")
+    assert plan.draft_weights == plan.target_weights > 0
+    monkeypatch.undo()
+    with FastSpecGenerator(directory, directory, max_length=100, max_batch_size=3, device="cpu", progress=False) as gen:
+        assert dataclasses.replace(gen.memory_plan, free=0) == dataclasses.replace(plan, free=0)
+
+
+def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> None:
+    text = gen.explain()
+    for fact in (str(gen.device), "llama", "up to 4 tokens a step", "exact=True", "none captured", "200 tokens each"):
+        assert fact in text
+    assert ("Triton kernel" in text) == (gen.device.type == "cuda")
+    with FastSpecGenerator(directory, exact=False, max_length=64, device="cpu", progress=False) as plain:
+        assert "none: plain decoding" in plain.explain()
+        assert "exact=False" in plain.explain()
+
+
+def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
+    """A random draft as large as its target: hardly a token accepted at twice the cost and more."""
+    draft = make_checkpoint(tmp_path, "llama2", seed=5)
+    with FastSpecGenerator(directory, draft, max_length=200, device="cpu", progress=False) as gen:
+        with pytest.warns(UserWarning, match="drafting does not pay here: 1.* tokens per step"):
+            full(gen, max_new_tokens=60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            full(gen, max_new_tokens=60, num_speculative_tokens=0)
+            full(gen, max_new_tokens=5)
+
+
+def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:
+    with FastSpecGenerator(directory, max_length=400, device="cpu", progress=False) as gen:
+        cheap = Stats.of((RowStats(100, 0, 400, 300, 400, 0, (25, 0, 0, 0, 75)),), 4, 1.0)
+        gen._settings = dataclasses.replace(
+            gen._settings,
+            layout=dataclasses.replace(
+                gen._settings.layout, draft=dataclasses.replace(gen._target.spec, num_layers=1, vocab_size=10)
+            ),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gen._warn_below_break_even(cheap)
 
 
 def test_logprobs_equal_a_teacher_forced_pass(gen: FastSpecGenerator, directory: Path) -> None:

@@ -1,0 +1,63 @@
+"""What a generator runs, and how, in words."""
+
+from __future__ import annotations
+
+from fastspec.loop import Engine
+from fastspec.memory import weight_bytes
+from fastspec.models.decoder import Decoder
+from fastspec.models.sources import Checkpoint
+from fastspec.settings import Settings
+
+
+def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
+    """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
+    layout = settings.layout
+    lines = [
+        f"device     {settings.device}",
+        f"target     {_model(target, str(layout.target_dtype))}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"drafting   {_drafting(settings, target, draft, shared_vocab)}",
+        f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
+        f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
+        f"prompts    one at a time, in chunks of {settings.chunk} tokens",
+        f"attention  {_attention(engine)}",
+        f"products   {_products(settings)}",
+        "graphs     none captured: every step runs eagerly",
+        f"memory     {settings.memory}",
+    ]
+    return "\n".join(lines)
+
+
+def _model(checkpoint: Checkpoint, dtype: str) -> str:
+    spec = checkpoint.spec
+    millions = weight_bytes(spec, spec.dtype) / spec.dtype.itemsize / 1e6
+    windows = sum(window is not None for window in spec.windows)
+    sliding = f", {windows} of them with a sliding window" if windows else ""
+    return (
+        f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
+        f"{dtype.removeprefix('torch.')}, context {spec.max_length}"
+    )
+
+
+def _drafting(settings: Settings, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
+    if draft is None or not settings.layout.max_drafts:
+        return "off"
+    text = f"up to {settings.layout.max_drafts} tokens a step, lossless (greedy match or rejection sampling)"
+    if shared_vocab < target.spec.vocab_size:
+        text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
+    if draft.spec.max_length < settings.max_length:
+        text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
+    return text
+
+
+def _attention(engine: Engine) -> str:
+    target = engine.parts.target
+    assert isinstance(target, Decoder), "a generator's target is a Decoder"
+    return {"triton": "Triton kernel over pages", "torch": "torch, over gathered pages"}[target.ops.name]
+
+
+def _products(settings: Settings) -> str:
+    rows = settings.decode_tiling.rows
+    if rows is None:
+        return "exact=False: any shape; a row's bits may depend on k and on its neighbours"
+    return f"exact=True: always {rows} rows at a time, so a row's bits depend on that row alone"
