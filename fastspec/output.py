@@ -36,6 +36,7 @@ class Stats:
 
     Attributes:
         steps: target passes summed over rows.
+        plain_steps: those of them that drafted nothing: k = 0, or a row beyond the draft's context.
         drafted, accepted, emitted, dropped: as in RowStats, summed.
         k: drafts per step asked for.
         seconds: wall time of the call.
@@ -43,6 +44,7 @@ class Stats:
     """
 
     steps: int
+    plain_steps: int
     drafted: int
     accepted: int
     emitted: int
@@ -58,16 +60,8 @@ class Stats:
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
 
-        return cls(
-            total("steps"),
-            total("drafted"),
-            total("accepted"),
-            total("emitted"),
-            total("dropped"),
-            k,
-            seconds,
-            rows,
-        )
+        names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
+        return cls(**{name: total(name) for name in names}, k=k, seconds=seconds, rows=rows)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -81,7 +75,7 @@ class Stats:
             return None
         width = max(len(row.histogram) for row in self.rows)
         counts = [sum(row.histogram[i] for row in self.rows if i < len(row.histogram)) for i in range(width)]
-        steps = sum(row.steps - row.plain_steps for row in self.rows)
+        steps = self.steps - self.plain_steps
         return tuple(sum(counts[j:]) / steps for j in range(1, width))
 
     @property
@@ -93,10 +87,13 @@ class Stats:
         """One line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
+        alone = (
+            f", {self.plain_steps} of {self.steps} steps without drafts" if self.plain_steps and self.drafted else ""
+        )
         speed = f"{self.emitted / self.seconds:.1f}" if self.seconds > 0 else "-"
         return (
             f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "
-            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}"
+            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}{alone}"
         )
 
 

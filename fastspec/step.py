@@ -53,7 +53,7 @@ def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws
 
 def score(parts: Parts, state: DecodeState, shape: StepShape, drafts: Tensor, positions: Tensor) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    last = state.tokens.gather(1, positions[:, :1])
+    last = state.tokens.gather(1, positions[:, :1].clamp(0, state.tokens.shape[1] - 1))
     rows = PassRows(
         tokens=torch.cat((last, drafts), dim=1),
         positions=positions,
@@ -85,7 +85,7 @@ def commit(state: DecodeState, shape: StepShape, accepted: Tensor, block: Tensor
     finish = torch.where((finish == RUNNING) & (count == room), AT_LIMIT, finish)
 
     junk = state.tokens.shape[1] - 1
-    at = state.lengths[:, None] + places
+    at = (state.lengths[:, None] + places).clamp(max=junk)
     state.tokens.scatter_(1, torch.where(places < count[:, None], at, junk), block)
     if k:
         # the draft fed positions up to lengths + drafts - 2; its next pass starts two before the new length

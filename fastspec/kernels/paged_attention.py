@@ -52,7 +52,7 @@ LAUNCH = {
     (2, 256): Launch(32, 32, 4, 2),
     (4, 16): Launch(32, 16, 4, 1),
     (4, 32): Launch(32, 16, 4, 1),
-    (4, 64): Launch(32, 16, 4, 1),
+    (4, 64): Launch(32, 16, 8, 1),
     (4, 128): Launch(32, 16, 8, 1),
     (4, 256): Launch(32, 16, 8, 1),
 }
@@ -70,6 +70,8 @@ def _split_kernel(
     total_ptr,  # fp32, as top: sum of weights
     num_queries,  # runtime: differs between drafting, scoring and prompt chunks
     table_stride,
+    table_width,
+    num_pages,
     split_keys,
     scale,
     WINDOW: tl.constexpr,  # 0: none
@@ -111,7 +113,10 @@ def _split_kernel(
     for first in range(start, stop, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
         written = at <= newest
-        page = tl.load(table_ptr + batch * table_stride + at // PAGE_SIZE, mask=written, other=0)
+        # in range for every table and position there is; clamped all the same, for both are data
+        entry = tl.minimum(at // PAGE_SIZE, table_width - 1)
+        page = tl.load(table_ptr + batch * table_stride + entry, mask=written, other=0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM  # int64 from page
         k = tl.load(key_ptr + slot[None, :] + dim[:, None], mask=written[None, :] & in_dim[:, None], other=0.0)
         v = tl.load(value_ptr + slot[:, None] + dim[None, :], mask=written[:, None] & in_dim[None, :], other=0.0)
@@ -224,6 +229,8 @@ def paged_attention(
         totals,
         num_queries,
         block_table.stride(0),
+        block_table.shape[1],
+        keys.shape[0],
         split_keys,
         dim**-0.5,
         WINDOW=window or 0,

@@ -156,7 +156,7 @@ def _gather_block(
     would not keep them out.
     """
     page_size = keys.shape[1]
-    pages = block_table[:, (at // page_size).clamp(max=block_table.shape[1] - 1)]
+    pages = block_table[:, (at // page_size).clamp(max=block_table.shape[1] - 1)].clamp(0, keys.shape[0] - 1)
     slots = pages * page_size + at % page_size
     written = (at <= newest[:, None])[:, :, None, None]
     flat = keys.shape[2:]

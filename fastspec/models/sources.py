@@ -37,6 +37,8 @@ WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 IGNORED_FILES: Final = ("*/*", "consolidated*")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
+# Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
+UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,9 +219,10 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     kind = CONFIG_MAPPING[raw["model_type"]]
+    read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in UNREAD_FIELDS}
     try:
-        config: PretrainedConfig = kind.from_dict(copy.deepcopy(dict(raw)))
-    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        config: PretrainedConfig = kind.from_dict(read)
+    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
     return config
 

@@ -17,6 +17,7 @@ import torch
 from fastspec.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig
 
 ARCHITECTURES: Final[Mapping[str, str]] = {
@@ -30,6 +31,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
 ROPE_KINDS: Final = ("default", "llama3")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM: Final = 256
+MAX_NUMBER: Final = 2.0**62  # of a setting that is no size; torch takes whole numbers of 64 bits only
 
 SIZE_LIMITS: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
@@ -167,8 +169,8 @@ def _family(config: PretrainedConfig) -> str:
     if family not in ARCHITECTURES:
         _refuse("model_type", family, "one of " + ", ".join(ARCHITECTURES))
     named = _get(config, "architectures")
-    if named and list(named) != [ARCHITECTURES[family]]:
-        _refuse("architectures", list(named), f"[{ARCHITECTURES[family]!r}] for model_type {family!r}")
+    if named and named != [ARCHITECTURES[family]]:
+        _refuse("architectures", named, f"[{ARCHITECTURES[family]!r}] for model_type {family!r}")
     return family
 
 
@@ -198,8 +200,8 @@ def _flag(config: PretrainedConfig, field: str) -> bool:
 
 
 def _positive(value: object, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        _refuse(field, value, "a positive finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+        _refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
     return float(value)
 
 
@@ -266,7 +268,13 @@ def _rope(config: PretrainedConfig, head_dim: int) -> RopeSpec:
     if kind == "llama3":
         return _llama3_rope(config, parameters, head_dim)
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return RopeSpec("default", tuple((1.0 / theta**steps).tolist()), 1.0)
+    return RopeSpec("default", _finite(1.0 / theta**steps, parameters), 1.0)
+
+
+def _finite(inv_freq: Tensor, parameters: Mapping[str, Any]) -> tuple[float, ...]:
+    if not bool(inv_freq.isfinite().all()):
+        _refuse("rope_parameters", dict(parameters), "settings whose frequencies are finite in float32")
+    return tuple(inv_freq.tolist())
 
 
 def _llama3_rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
@@ -279,4 +287,4 @@ def _llama3_rope(config: PretrainedConfig, parameters: Mapping[str, Any], head_d
     inv_freq, scaling = ROPE_INIT_FUNCTIONS["llama3"](copy.deepcopy(config), torch.device("cpu"))
     if inv_freq.numel() * 2 != head_dim or scaling != 1.0:
         _refuse("rope_parameters", dict(parameters), f"{head_dim // 2} frequencies and a scaling of 1.0")
-    return RopeSpec("llama3", tuple(inv_freq.tolist()), 1.0)
+    return RopeSpec("llama3", _finite(inv_freq, parameters), 1.0)

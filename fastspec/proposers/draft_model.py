@@ -37,7 +37,7 @@ class DraftModel:
         """Drafts k tokens per running row; see `Proposer.propose`."""
         offsets = torch.arange(-2, 0, device=state.lengths.device)
         positions = state.lengths[:, None] + offsets  # [B, 2]: the last two tokens
-        tokens = state.tokens.gather(1, positions.clamp_min(0))
+        tokens = state.tokens.gather(1, positions.clamp(0, state.tokens.shape[1] - 1))
         # draft j is read off position lengths + j - 2, the last of which must lie in the draft's context
         counts = (self.max_length + 1 - state.lengths).clamp(0, shape.num_drafts)
         state.draft_counts.copy_(counts)

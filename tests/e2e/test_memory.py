@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,13 +47,13 @@ def pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
 
 
 @pytest.fixture
-def baseline() -> Iterator[int]:
+def baseline() -> int:
     """Allocated bytes before a test, the libraries' work areas included."""
     torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) @ torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    yield torch.cuda.memory_allocated()
+    return torch.cuda.memory_allocated()
 
 
 def made(pair: tuple[Any, Any], **options: Any) -> FastSpecGenerator:

@@ -34,7 +34,7 @@ def attention_entries() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], d
                 **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), ELEMENT[size]),
                 **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
                 **dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32"),
-                **dict.fromkeys(("num_queries", "table_stride", "split_keys"), "i32"),
+                **dict.fromkeys(("num_queries", "table_stride", "table_width", "num_pages", "split_keys"), "i32"),
                 "scale": "fp32",
             }
             options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}

@@ -11,7 +11,7 @@ from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import attention
+from fastspec.kernels import paged_attention as attention
 
 NAN = float("nan")
 

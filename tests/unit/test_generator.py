@@ -136,6 +136,26 @@ def test_up_to_the_last_position(gen: FastSpecGenerator, delta: int) -> None:
         assert drafted.new_tokens == full(gen, prompt, max_new_tokens=new, num_speculative_tokens=0).new_tokens
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("delta", range(-6, 3))
+def test_a_draft_with_a_shorter_context(delta: int, directory: Path, tmp_path: Path, device: str) -> None:
+    """Around the draft's last position and beyond: the row goes on without drafts, and the statistics say so."""
+    draft = make_checkpoint(tmp_path, "llama2", seed=1, max_position_embeddings=64)
+    with FastSpecGenerator(directory, draft, device=device, dtype="float32", progress=False) as short:
+        assert short.max_length == 64  # by default both models can take in a whole row
+    options: dict[str, Any] = {"max_length": 120, "dtype": "float32", "device": device, "progress": False}
+    with FastSpecGenerator(directory, draft, **options) as gen:
+        prompt = [[(7 * i) % 90 for i in range(50)]]
+        new = 64 + delta - 50
+        drafted = full(gen, prompt, max_new_tokens=new)
+        assert drafted.new_tokens == full(gen, prompt, max_new_tokens=new, num_speculative_tokens=0).new_tokens
+        longer = full(gen, prompt, max_new_tokens=70)
+        assert longer.new_tokens == full(gen, prompt, max_new_tokens=70, num_speculative_tokens=0).new_tokens
+        assert longer.stats.plain_steps >= 120 - 65
+        assert "steps without drafts" in str(longer.stats)
+        assert longer.stats.steps > longer.stats.plain_steps
+
+
 def test_sampling_repeats_with_its_seed(gen: FastSpecGenerator) -> None:
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0}
     first = full(gen, seed=1, **options).new_tokens
