@@ -1,4 +1,4 @@
-"""The command line: `fastspec generate` streams text, `fastspec demo` compares."""
+"""The command line: `fastspec generate` streams text, `demo` compares, `doctor` examines the machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 
 import fastspec
 from fastspec.demo import demo_pair
+from fastspec.doctor import diagnose
 from fastspec.errors import OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
@@ -116,6 +117,17 @@ def demo(
         typer.echo("texts equal  NO, and they should be: please report this")
         raise typer.Exit(1)
     typer.echo("texts equal  yes, token by token")
+
+
+@app.command()
+def doctor(
+    device: Annotated[str | None, typer.Option(help="Check this one only. Default: every one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
+    report = diagnose(device)
+    _write(f"{report.to_json() if as_json else report}\n")
+    raise typer.Exit(0 if report.ok else 1)
 
 
 class _Runs:

@@ -153,7 +153,7 @@ def _without_home(text: str) -> str:
 
 def _version_lines(probes: Probes, on_gpu: bool) -> Iterator[Line]:
     yield Line("ok", "fastspec", fastspec.__version__)
-    yield _version_line("Python", probes.python, PYTHON_FLOOR, f" on {probes.system}", "install a newer Python")
+    yield _version_line("Python", probes.python, PYTHON_FLOOR, f" on {probes.machine}", "install a newer Python")
     for package, floor in FLOORS.items():
         version = _attempt(partial(probes.version, package), package, "warn", f"pip install -U {package}")
         if isinstance(version, Line):

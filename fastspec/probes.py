@@ -222,6 +222,7 @@ class Probes:
     """How the doctor learns each fact."""
 
     system: str = sys.platform
+    machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"
     python: str = platform.python_version()
     version: Callable[[str], str | None] = installed_version
     torch_build: Callable[[], str] = torch_build

@@ -119,11 +119,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
             _refuse_remote_code(directory / file, read_json(directory / file))
     from transformers import AutoTokenizer
 
+    # Given, or transformers would read the file again, without our checks.
+    config = _build_config(directory, check_config_file(directory))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
+            str(directory), config=config, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
         raise CheckpointError(
             f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
         ) from error

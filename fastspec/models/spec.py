@@ -7,7 +7,6 @@ looks at a config again: a setting that is not a field of the spec does not chan
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -169,6 +168,7 @@ def _family(config: PretrainedConfig) -> str:
     if family not in ARCHITECTURES:
         _refuse("model_type", family, "one of " + ", ".join(ARCHITECTURES))
     named = _get(config, "architectures")
+    named = list(named) if isinstance(named, tuple) else named
     if named and named != [ARCHITECTURES[family]]:
         _refuse("architectures", named, f"[{ARCHITECTURES[family]!r}] for model_type {family!r}")
     return family
