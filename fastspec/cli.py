@@ -21,7 +21,7 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
 from fastspec.text import StreamWriter, escape_control
 
-DEMO_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+DEMO_PROMPT = "def main(argv=None):"
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal language models.",
@@ -98,25 +98,39 @@ def demo(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
     device: Device = None,
 ) -> None:
-    """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text."""
+    """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
+
+    Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
+    what makes bits independent of the number of rows.
+    """
     target, draft = map(str, demo_pair())
-    options = {"device": device, "progress": False}
-    with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
+    options: dict[str, Any] = {"device": device, "progress": False}
+    with (
+        _errors_in_one_line(),
+        _opened(context, target, draft, num_speculative_tokens, options) as generator,
+        _opened(context, target, None, 0, {**options, "exact": False}) as loose,
+    ):
         plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
+        plain_loose = _Runs(loose, prompt, max_new_tokens, drafts=0)
         speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
-        for _ in range(repeats):  # turn and turn about, so that a machine that slows down slows both
+        for _ in range(repeats):  # turn and turn about, so that a machine that slows down slows all
             plain.run()
+            plain_loose.run()
             speculative.run()
         _write(f"{prompt}{speculative.results[0][0]}\n\n")
         typer.echo(f"{generator.device}, median of {repeats}:")
-    typer.echo(f"plain        {plain}")
-    typer.echo(f"speculative  {speculative}")
-    ratio = plain.seconds / speculative.seconds
-    typer.echo(f"speed-up     {ratio:.2f}x{'' if ratio > 1 else ': speculative decoding is not faster here'}")
+    typer.echo(f"plain               {plain}")
+    typer.echo(f"plain, exact=False  {plain_loose}")
+    typer.echo(f"speculative         {speculative}")
+    ratio = min(plain.seconds, plain_loose.seconds) / speculative.seconds
+    typer.echo(
+        f"speed-up            {ratio:.2f}x over the faster plain way"
+        f"{'' if ratio > 1 else ': speculative decoding is not faster here'}"
+    )
     if len({*plain.results, *speculative.results}) > 1:
-        typer.echo("texts equal  NO, and they should be: please report this")
+        typer.echo("texts equal         NO, and they should be: please report this")
         raise typer.Exit(1)
-    typer.echo("texts equal  yes, token by token")
+    typer.echo("texts equal         yes, token by token (plain and speculative)")
 
 
 @app.command()

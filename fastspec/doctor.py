@@ -146,6 +146,10 @@ def _attempt(probe: Callable[[], T], name: str, status: Status, fix: str) -> T |
         return Line(status, name, _without_home(text), fix)
 
 
+def _has_triton(probes: Probes) -> bool:
+    return isinstance(_attempt(partial(probes.version, "triton"), "triton", "warn", ""), str)
+
+
 def _without_home(text: str) -> str:
     home = os.path.expanduser("~")
     return text.replace(home, "~") if len(home) > 1 else text
@@ -219,7 +223,7 @@ def _support(gpu: Gpu, build: str) -> tuple[Status, str, str | None]:
 
 
 def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
-    if _attempt(lambda: probes.version("triton"), "triton", "warn", "") is None:
+    if not _has_triton(probes):
         yield Line("note", "attention", "torch on every device, as triton is not installed")
         return
     if not gpus:
@@ -280,16 +284,16 @@ def _check_lines(name: str, gpu: Gpu | None, probes: Probes) -> Iterator[Line]:
         return
     kind = f"{NEW_TOKENS} greedy tokens in {str(dtype).removeprefix('torch.')} with the {result.pair}"
     if result.equal:
-        yield Line("ok", name, f"{kind}: speculative and plain text are equal")
+        yield Line("ok", f"{name} greedy", f"{kind}: speculative and plain text are equal")
     else:
-        yield Line("fail", name, f"{kind}: speculative and plain text DIFFER", REPORT_IT)
+        yield Line("fail", f"{name} greedy", f"{kind}: speculative and plain text DIFFER", REPORT_IT)
     yield Line("note", f"{name} plain", str(result.plain))
     yield Line("note", f"{name} speculative", str(result.speculative))
     if result.repeated:
         yield Line("ok", f"{name} sampling", "one seed gives one text, twice")
     else:
         yield Line("fail", f"{name} sampling", "one seed gave two texts", REPORT_IT)
-    if on_gpu and probes.version("triton") is not None:
+    if on_gpu and _has_triton(probes):
         yield from (_kernel_line(name, kernel_dtype, probes) for kernel_dtype in (dtype, torch.float32))
 
 
@@ -323,7 +327,7 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], 
     if not gpus:
         system = "" if probes.system.startswith("linux") else "; its Triton kernels also need Linux"
         yield will_not("use a GPU here", f"an NVIDIA GPU of compute capability 8.0 or newer, with a CUDA torch{system}")
-    elif probes.version("triton") is None:
+    elif not _has_triton(probes):
         yield will_not("use its Triton kernel: attention takes the slower torch path", "pip install triton, on Linux")
     if probes.system == "darwin":
         yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")

@@ -178,15 +178,14 @@ def self_check(device: torch.device, dtype: torch.dtype) -> Check:
         prompt = tokenizer(PROMPT)["input_ids"] if tokenizer else [1, 2, 3, 4]
 
         def run(new_tokens: int = NEW_TOKENS, **options: Any) -> Any:
-            return generator.generate(
-                [prompt], max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True, **options
-            )
+            options.update(max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
+            return generator.generate([prompt], seed=1, **options)  # without one, torch's own generator is drawn from
 
         for drafts in (0, 4):
             run(8, do_sample=False, num_speculative_tokens=drafts)  # untimed: compiles and allocates
         plain = run(do_sample=False, num_speculative_tokens=0)
         speculative = run(do_sample=False)
-        draws = [run(do_sample=True, temperature=1.0, seed=1).new_tokens for _ in range(2)]
+        draws = [run(do_sample=True, temperature=1.0).new_tokens for _ in range(2)]
     name = "shipped pair" if shipped else "random pair (the shipped one is missing)"
     equal = plain.new_tokens == speculative.new_tokens
     return Check(name, equal, draws[0] == draws[1], plain.stats, speculative.stats)

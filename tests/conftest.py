@@ -1,4 +1,4 @@
-"""Fixtures for every test, and the rule that tests marked `gpu` run only where there is one."""
+"""Fixtures for every test, and which marked tests run: `gpu` where there is one, `slow` when asked for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("slow") and not config.getoption("nightly"):
+            item.add_marker(pytest.mark.skip(reason="long; runs with --nightly"))
 
 
 @pytest.fixture(params=devices())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +173,28 @@ def test_demo_compares_plain_and_speculative() -> None:
     result = invoke(stub, "demo", "--prompt", "see: ", "--repeats", "2")
     assert result.exit_code == 0
     assert result.stdout.startswith("see: the 👩 end\n")
-    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines()[2:])
+    lines = dict(line.split("  ", maxsplit=1) for line in result.stdout.splitlines()[3:])
     assert "tokens in 0.50 s" in lines["plain"]
     assert "k = 0" in lines["plain"]
+    assert "k = 0" in lines["plain, exact=False"]
     assert "tokens in 0.25 s" in lines["speculative"]
-    assert lines["speed-up"] == "2.00x"
-    assert lines["texts"] == "equal  yes, token by token"
+    assert lines["speed-up"].strip() == "2.00x over the faster plain way"
+    assert lines["texts equal"].strip() == "yes, token by token (plain and speculative)"
     asked = [(call["num_speculative_tokens"], call["max_new_tokens"]) for call in stub.calls]
-    assert asked == [(0, 8), (4, 8), (0, 128), (4, 128), (0, 128), (4, 128)]
+    assert asked == [(0, 8), (0, 8), (4, 8), *[(0, 128), (0, 128), (4, 128)] * 2]
+    assert [options.get("exact", True) for _, options in stub.opened] == [True, False]
+    assert stub.closed == 2
+
+
+def test_demo_judges_by_the_faster_plain_way() -> None:
+    class FasterLoose(Stub):
+        def generate(self, input_ids: list[list[int]], streamer: Any, **options: Any) -> GenerateOutput:
+            output = super().generate(input_ids, streamer, **options)
+            loose = len(self.calls) % 3 == 2  # plain, plain with exact=False, speculative
+            return replace(output, stats=replace(output.stats, seconds=0.3)) if loose else output
+
+    result = invoke(FasterLoose(), "demo")
+    assert "1.20x over the faster plain way" in result.stdout
 
 
 def test_demo_says_when_texts_differ() -> None:
@@ -189,12 +204,12 @@ def test_demo_says_when_texts_differ() -> None:
 
     result = invoke(Differs(), "demo")
     assert result.exit_code == 1
-    assert "texts equal  NO" in result.stdout
+    assert "texts equal         NO" in result.stdout
 
 
 def test_demo_says_when_it_is_not_faster() -> None:
     result = invoke(Stub(), "demo", "--num-speculative-tokens", "0")
-    assert "1.00x: speculative decoding is not faster here" in result.stdout
+    assert "1.00x over the faster plain way: speculative decoding is not faster here" in result.stdout
 
 
 def test_version() -> None:

@@ -81,9 +81,9 @@ def test_this_machine_decodes_on_its_cpu() -> None:
     report = diagnose("cpu")
     assert report.ok, str(report)
     assert line(report, "fastspec").text == fastspec.__version__
-    assert torch.__version__ in line(report, "torch").text
+    assert torch.__version__.split("+")[0] in line(report, "torch").text
     assert line(report, "CPU").status == "ok"
-    assert "48 greedy tokens in float32" in line(report, "cpu").text
+    assert "48 greedy tokens in float32" in line(report, "cpu greedy").text
     assert "48 tokens in" in line(report, "cpu plain").text
     assert re.search(r"acceptance \d", line(report, "cpu speculative").text)
     assert line(report, "works").text.endswith("on cpu")
@@ -154,7 +154,7 @@ def test_a_hopper_gpu_is_described_and_checked() -> None:
     assert report.ok
     assert asked == [("cuda:0", torch.bfloat16), ("cpu", torch.float32)]
     for part in ("H100", "capability 9.0", "70.0 of 80.0 GiB", "driver 580.1", "227 KiB", "supported and tested"):
-        assert part in line(report, "cuda:0").text or part in lines(report, "cuda:0")[0].text
+        assert part in line(report, "cuda:0").text
     assert "all 2 launch settings should fit" in line(report, "cuda:0 kernels").text
     assert len([name for name in ("bfloat16", "float32") if lines(report, f"cuda:0 attention kernel, {name}")]) == 2
     assert [found.text.rsplit(" ", 1)[1] for found in lines(report, "works")] == ["cuda:0", "cpu"]
@@ -287,7 +287,7 @@ def test_the_kernel_check_in_the_interpreter() -> None:
 def test_this_machines_gpu() -> None:
     report = diagnose()
     assert report.ok, str(report)
-    assert torch.cuda.get_device_name(0) in lines(report, "cuda:0")[0].text
+    assert torch.cuda.get_device_name(0) in line(report, "cuda:0").text
     if find_spec("triton") is not None:
         kernels = [x for section in report.sections for x in section.lines if "attention kernel" in x.name]
         assert kernels
