@@ -94,7 +94,6 @@ def diagnose(device: torch.device | str | None = None, *, probes: Probes = THIS_
         device: check this one only; default: every CUDA device, and the CPU.
         probes: where facts come from.
     """
-    start = time.perf_counter()
     fix = "update the driver, or use device='cpu'"
     found = _attempt(probes.gpus, "CUDA", "warn" if str(device) == "cpu" else "fail", fix)
     gpus = () if isinstance(found, Line) else found
@@ -104,11 +103,13 @@ def diagnose(device: torch.device | str | None = None, *, probes: Probes = THIS_
         _section("devices", lambda: _device_lines(probes, found)),
         _section("triton", lambda: _triton_lines(probes, gpus)),
     ]
+    start = time.perf_counter()
     checks = {
         name: _section(name, partial(_check_lines, name, by_name.get(_first(name)), probes), "fail").lines
         for name in ([*by_name, "cpu"] if device is None else [str(device)])
     }
-    took = Line("note", "time", f"{time.perf_counter() - start:.1f} s")
+    compiling = "; the first time, kernels are compiled" if gpus else ""
+    took = Line("note", "time", f"{time.perf_counter() - start:.1f} s{compiling}")
     return Report(
         (
             *facts,

@@ -171,7 +171,7 @@ def test_cache_beyond_two_to_the_31_elements() -> None:
     values = torch.full_like(keys, NAN)
     table = torch.tensor([[pages - 1, pages - 2], [1, 2]], device="cuda")  # beyond, and a control row below
     generator = torch.Generator().manual_seed(0)
-    content = torch.randn(2, 2, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16).cuda()
+    content = torch.randn(2, page_size, kv_heads, dim, generator=generator).to(torch.bfloat16).cuda()
     for row in range(2):
         keys[table[row]] = content
         values[table[row]] = content
