@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -146,7 +147,7 @@ class DecodeLoop:
         """Yields, after every step, the new tokens of each request that stepped, by its index."""
         while self._waiting or self._rows:
             # left before yielding: a context held open across a yield would leak into the caller
-            with torch.inference_mode():
+            with torch.inference_mode(), _current(self._engine.state.lengths.device):
                 emitted = self._advance()
             yield emitted
 
@@ -249,6 +250,11 @@ class DecodeLoop:
         ids = row.top_ids[0, :count, : self._top_logprobs].tolist()
         values = row.top_logprobs[0, :count, : self._top_logprobs].tolist()
         request.top_logprobs += [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one: kernels are launched there, whatever the caller's current device is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _blocks(positions: int) -> int:

@@ -36,17 +36,15 @@ def check_module(module: nn.Module) -> None:
     supported = [getattr(transformers, name) for name in ARCHITECTURES.values()]
     if kind not in supported:
         raise UnsupportedModel(
-            f"a module of class {kind.__name__} is not supported; merge adapters (merge_and_unload()), "
-            f"unwrap compiled "
-            f"or parallel wrappers, and pass the plain transformers model; {supported_models()}"
+            f"a module of class {kind.__name__} is not supported; merge adapters (merge_and_unload()), unwrap "
+            f"compiled or parallel wrappers, and pass the plain transformers model; {supported_models()}"
         )
     for name, part in module.named_modules():
         plain = type(part) in PLAIN_LAYERS or type(part) is SiLUActivation or type(part).__module__ == kind.__module__
         if not plain:
             raise UnsupportedModel(
-                f"{kind.__name__}: submodule {name!r} is a {type(part).__module__}.{type(part).__name__}; "
-                f"merge adapters "
-                f"and load the model unquantised; {supported_models()}"
+                f"{kind.__name__}: submodule {name!r} is a {type(part).__module__}.{type(part).__name__}; merge "
+                f"adapters and load the model unquantised; {supported_models()}"
             )
     _check_devices(module, kind.__name__)
 
@@ -56,15 +54,13 @@ def _check_devices(module: nn.Module, name: str) -> None:
     held = {str(parameter.device) for parameter in module.parameters()}
     if len(placed) > 1 or len(held) > 1 or "disk" in placed:
         raise UnsupportedModel(
-            f"{name} is spread over {sorted(placed | held)}; wanted one device: load it without device_map, "
-            f"or pass "
-            f"its directory"
+            f"{name} is spread over {sorted(placed | held)}; wanted one device: load it without device_map, or pass "
+            "its directory"
         )
     if "meta" in held:
         raise UnsupportedModel(
-            f"{name} has parameters on the meta device: it is offloaded, or its weights were released by an "
-            f"earlier "
-            f"release_source=True; load it again, or pass its directory"
+            f"{name} has parameters on the meta device: it is offloaded, or its weights were released by an earlier "
+            "release_source=True; load it again, or pass its directory"
         )
 
 

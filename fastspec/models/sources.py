@@ -249,7 +249,7 @@ def _download(source: str | os.PathLike[str], revision: str | None) -> Path:
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
-            f"save_pretrained writes it, or a Hub id like owner/name"
+            "save_pretrained writes it, or a Hub id like owner/name"
         )
     directory = _snapshot(source, revision, CONFIG_FILES)
     check_config_file(directory)
@@ -272,8 +272,7 @@ def _snapshot(repo: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except (OSError, ValueError, http_error) as error:
         wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
         raise CheckpointError(
-            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; "
-            f"check the name, the network or HF_HUB_OFFLINE, and access to the repository, "
-            f"or pass a local directory"
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
+            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
         ) from error
     return Path(found)

@@ -103,9 +103,8 @@ def supported_models() -> str:
     """One line that lists every supported family and setting, for error messages."""
     families = ", ".join(f"{name} ({ARCHITECTURES[name]})" for name in ARCHITECTURES)
     return (
-        f"supported: {families}; rope types {', '.join(ROPE_KINDS)}; full or sliding-window attention; "
-        f"hidden_act silu; "
-        f"even head_dim up to {MAX_HEAD_DIM}; unquantised bfloat16, float16 or float32 weights"
+        f"supported: {families}; rope types {', '.join(ROPE_KINDS)}; full or sliding-window attention; hidden_act "
+        f"silu; even head_dim up to {MAX_HEAD_DIM}; unquantised bfloat16, float16 or float32 weights"
     )
 
 

@@ -51,15 +51,14 @@ def shared_vocab(
     common = sorted(p_texts.keys() & q_texts.keys())
     if not common:
         raise ValueError(
-            f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; "
-            f"choose a draft with the target's tokenizer"
+            f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; choose a draft with "
+            "the target's tokenizer"
         )
     for token in common:
         if p_texts[token] != q_texts[token]:
             raise ValueError(
-                f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} "
-                f"in the draft "
-                f"{draft.name}; choose a draft with the target's tokenizer"
+                f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} in the "
+                f"draft {draft.name}; choose a draft with the target's tokenizer"
             )
     return min(rows, common[-1] + 1)
 
@@ -80,16 +79,14 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
     p_size, q_size = target.spec.vocab_size, draft.spec.vocab_size
     if abs(p_size - q_size) > MAX_PADDING:
         raise ValueError(
-            f"vocab_size is {p_size} in the target {target.name} but {q_size} in the draft {draft.name}, "
-            f"and there are no "
-            f"two tokenizers to compare; pass directories with tokenizer files, or choose a draft of the "
-            f"same family"
+            f"vocab_size is {p_size} in the target {target.name} but {q_size} in the draft {draft.name}, and there "
+            "are no two tokenizers to compare; pass directories with tokenizer files, or choose a draft of the same "
+            "family"
         )
     warnings.warn(
-        f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean "
-        f"the same "
-        f"because their vocab_size is {p_size} and {q_size}; pass directories with tokenizer files to have "
-        f"them compared",
+        f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean the same "
+        f"because their vocab_size is {p_size} and {q_size}; pass directories with tokenizer files to have them "
+        "compared",
         stacklevel=3,
     )
     return min(p_size, q_size)

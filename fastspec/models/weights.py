@@ -151,25 +151,22 @@ def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -
     extra = [tensor for tensor in infos if tensor not in wanted and not fnmatchcase(tensor, HARMLESS)]
     if extra:
         raise CheckpointError(
-            f"{name}: {_some(extra)} unexpected; the config of this {spec.family} model with "
-            f"{spec.num_layers} layers "
-            f"has no place for them"
+            f"{name}: {_some(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
+            "layers has no place for them"
         )
     for tensor, shape in wanted.items():
         info = infos[tensor]
         if info.shape != shape:
             raise CheckpointError(
-                f"{name}: {tensor} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from "
-                f"the config "
-                f"(vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size}, "
+                f"{name}: {tensor} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from the "
+                f"config (vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size}, "
                 f"intermediate_size={spec.intermediate_size}, num_attention_heads={spec.num_heads}, "
                 f"num_key_value_heads={spec.num_kv_heads}, head_dim={spec.head_dim})"
             )
         if isinstance(info.dtype, str):
             raise UnsupportedModel(
-                f"{name}: {tensor} in {info.where} is stored as {info.dtype}, wanted BF16, F16 or F32: load "
-                f"an "
-                f"unquantised checkpoint"
+                f"{name}: {tensor} in {info.where} is stored as {info.dtype}, wanted BF16, F16 or F32: load an "
+                "unquantised checkpoint"
             )
 
 
@@ -208,8 +205,8 @@ class _Loader:
     def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
         if self._dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
             raise CheckpointError(
-                f"{name} in {part.where} has values beyond float16 (65504); load it with "
-                f"dtype=torch.bfloat16 or float32"
+                f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
+                "float32"
             )
 
     def tied_head(self) -> None:
@@ -219,8 +216,8 @@ class _Loader:
         head, embed = self._source.read(HEAD), self._source.read(EMBED)
         if head.dtype != embed.dtype or not torch.equal(head, embed):
             raise CheckpointError(
-                f"{HEAD} in {self._infos[HEAD].where} differs from {EMBED}, but the config ties them; "
-                f"set tie_word_embeddings to false in the config"
+                f"{HEAD} in {self._infos[HEAD].where} differs from {EMBED}, but the config ties them; set "
+                "tie_word_embeddings to false in the config"
             )
         if self._release:
             self._source.release([HEAD])

@@ -96,7 +96,14 @@ def all_outcomes(vocab: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def table_state(
-    contexts: Tensor, *, k: int, vocab: int, limit: int, stop_ids: list[int], temperature: float = 1.0
+    contexts: Tensor,
+    *,
+    k: int,
+    vocab: int,
+    limit: int,
+    stop_ids: list[int],
+    temperature: float = 1.0,
+    device: str = "cpu",
 ) -> DecodeState:
     """Running rows that hold `contexts` int64 [B, T]."""
     batch, length = contexts.shape
@@ -106,7 +113,7 @@ def table_state(
         max_length=limit + k + 2,
         pages_per_row=limit + k + 2,
         vocab_size=vocab,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         prob_dtype=torch.float64,
     )
     state.tokens[:, :length] = contexts

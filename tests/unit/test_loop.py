@@ -219,6 +219,23 @@ def test_windows_are_respected_across_blocks(device: str) -> None:
     assert texts(run(wide, rows, 100)) != texts(run(engine, rows, 100))
 
 
+def test_statistics_cost_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read per step carries tokens and counts together; item() and the like never occur."""
+    reads: list[str] = []
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: object, _name: str = name, _original: object = original) -> object:
+            reads.append(_name)
+            return _original(self, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    requests = run(tiny_engine(batch=2), prompts(5, seed=13), 30)
+    monkeypatch.undo()
+    assert set(reads) == {"tolist"}
+    assert len(reads) < sum(request.steps for request in requests)  # one for all rows of a step
+
+
 def test_abandoned_loop_leaves_nothing_behind() -> None:
     rows = prompts(5, seed=10)
     engine = tiny_engine(batch=2)
