@@ -329,11 +329,13 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], 
         system = "" if probes.system.startswith("linux") else "; its Triton kernels also need Linux"
         yield will_not("use a GPU here", f"an NVIDIA GPU of compute capability 8.0 or newer, with a CUDA torch{system}")
     elif not _has_triton(probes):
-        yield will_not("use its Triton kernel: attention takes the slower torch path", "pip install triton, on Linux")
+        yield will_not(
+            "use its Triton kernel, or capture steps as CUDA graphs: the slower torch path is taken",
+            "pip install triton, on Linux",
+        )
     if probes.system == "darwin":
         yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")
     yield will_not("run Triton kernels on the CPU", "none needed: torch does their work there")
-    yield will_not("capture CUDA graphs yet: every step is launched by the host", "none yet; large models wait least")
     yield will_not("spread one generator over several devices", "one process per GPU, each with its own prompts")
     yield will_not("load quantised checkpoints", "load the original float16, bfloat16 or float32 weights")
 

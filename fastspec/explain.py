@@ -22,7 +22,7 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"prompts    one at a time, in chunks of {settings.chunk} tokens",
         f"attention  {_attention(engine)}",
         f"products   {_products(settings)}",
-        "graphs     none captured: every step runs eagerly",
+        f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]
     return "\n".join(lines)

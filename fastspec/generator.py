@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from fastspec import inputs, options
 from fastspec.errors import UnsupportedOption
 from fastspec.explain import explain
+from fastspec.graphs.runner import EagerRunner, GraphRunner
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.loop import DecodeLoop, Engine, Request
@@ -57,6 +58,8 @@ class FastSpecGenerator:
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
+        graphs: on CUDA, capture each kind of step as one CUDA graph when it first runs, and replay it. False launches
+            every operation from the host. Default: True on CUDA with Triton.
         progress: show progress bars and the chosen max_length on stderr.
 
     Raises:
@@ -80,6 +83,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         release_source: bool = False,
         exact: bool = True,
+        graphs: bool | None = None,
         progress: bool = True,
     ) -> None:
         self._lock = threading.Lock()
@@ -95,6 +99,7 @@ class FastSpecGenerator:
             dtype=dtype,
             device=device,
             exact=exact,
+            graphs=graphs,
         )
         if progress:
             announce(self._settings)
@@ -136,6 +141,7 @@ class FastSpecGenerator:
             dtype=dtype,
             device=device,
             exact=True,
+            graphs=None,
         ).memory
 
     def _build(self, release_source: bool, progress: bool) -> Engine:
@@ -178,6 +184,7 @@ class FastSpecGenerator:
             max_drafts=layout.max_drafts,
             decode_tiling=self._settings.decode_tiling,
             chunk=self._settings.chunk,
+            runner=GraphRunner(self.device) if self._settings.graphs else EagerRunner(),
         )
 
     @property

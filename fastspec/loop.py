@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastspec.graphs.runner import Runner
 from fastspec.kernels.reference import KEY_BLOCK, Tiling
 from fastspec.kv_cache.pages import PageTable
 from fastspec.options import RowOptions
@@ -98,6 +99,7 @@ class Engine:
         max_drafts: k at most.
         decode_tiling: shapes of a step's matrix products.
         chunk: prompt tokens per prefill pass.
+        runner: launches steps, or captures and replays them.
     """
 
     parts: Parts
@@ -106,6 +108,7 @@ class Engine:
     max_drafts: int
     decode_tiling: Tiling
     chunk: int
+    runner: Runner
 
 
 class DecodeLoop:
@@ -157,9 +160,19 @@ class DecodeLoop:
         if k:
             self._catch_up()
         view = self._engine.state.rows(0, self._bucket())
-        step(self._engine.parts, view, self._shape(k), PhiloxDraws(view.seeds))
+        shape = self._shape(k)
+        self._engine.runner.run(
+            self._key(view.batch, shape),
+            lambda: step(self._engine.parts, view, shape, PhiloxDraws(view.seeds)),
+            view.all_idle,
+        )
         self._steps += 1
         return self._collect(view, k)
+
+    def _key(self, rows: int, shape: StepShape) -> str:
+        """All that differs between steps of one engine whose launch does not depend on lengths."""
+        recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
+        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}"
 
     def _bucket(self) -> int:
         """Rows the next step runs over: a power of two that covers the highest one in use."""
@@ -167,7 +180,10 @@ class DecodeLoop:
         return min(1 << (needed - 1).bit_length(), self._engine.state.batch)
 
     def _shape(self, k: int) -> StepShape:
-        longest = max(self._requests[index].length for index in self._rows.values())
+        if self._engine.runner.static:
+            longest = self._engine.state.tokens.shape[1]  # whatever the rows' lengths, the launch is the same
+        else:
+            longest = max(self._requests[index].length for index in self._rows.values())
         return StepShape(k, self._sampler, _blocks(longest + k), self._engine.decode_tiling, self._top_logprobs)
 
     def _admit(self) -> None:

@@ -25,7 +25,7 @@ class MemoryPlan:
         target_cache, draft_cache: K/V pages.
         buffers: the decode state and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
-        graphs: captured graphs; none are captured yet.
+        graphs: captured graphs themselves; the tensors inside them count as workspace.
         free: free on the device when the plan was made.
     """
 

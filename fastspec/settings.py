@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
+from fastspec.kernels import ops_for
 from fastspec.kernels.reference import UNTILED, Tiling
 from fastspec.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.models.sources import Checkpoint
@@ -32,6 +33,7 @@ class Settings:
         length_reason: why max_length is what it is, for people.
         decode_tiling: shapes of a step's matrix products.
         chunk: prompt tokens per prefill pass.
+        graphs: capture steps as CUDA graphs.
         memory: the plan.
     """
 
@@ -41,6 +43,7 @@ class Settings:
     length_reason: str
     decode_tiling: Tiling
     chunk: int
+    graphs: bool
     memory: MemoryPlan
 
 
@@ -55,6 +58,7 @@ def settings_of(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     exact: bool,
+    graphs: bool | None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
@@ -79,7 +83,7 @@ def settings_of(
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
-    return Settings(on, layout, length, reason, tiling, _CHUNK[on.type], memory)
+    return Settings(on, layout, length, reason, tiling, _CHUNK[on.type], _graphs(graphs, on), memory)
 
 
 def announce(settings: Settings) -> None:
@@ -111,6 +115,16 @@ def _device(device: torch.device | str | None, target: Checkpoint) -> torch.devi
             raise ValueError(f"device {chosen} is not there: torch sees {count} CUDA devices; use another, or 'cpu'")
         chosen = torch.device("cuda", index)
     return chosen
+
+
+def _graphs(asked: bool | None, device: torch.device) -> bool:
+    if asked and device.type != "cuda":
+        raise ValueError(f"graphs=True needs a CUDA device, got {device}; leave graphs unset, or pass device='cuda'")
+    # without Triton attention gathers pages, as many as the rows are long: nothing to record once for all lengths
+    possible = device.type == "cuda" and ops_for(device).name == "triton"
+    if asked and not possible:
+        raise ValueError("graphs=True needs Triton; install it (pip install triton), or leave graphs unset")
+    return possible if asked is None else asked
 
 
 def _dtype(dtype: torch.dtype | str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:

@@ -6,6 +6,8 @@ slots are never zeroed or copied, they lie above the length and are masked.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -136,6 +138,16 @@ class DecodeState:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+    @contextmanager
+    def all_idle(self) -> Iterator[None]:
+        """For a while no row runs: a step then changes nothing that counts."""
+        finish = self.finish.clone()
+        self.finish.fill_(IDLE)
+        try:
+            yield
+        finally:
+            self.finish.copy_(finish)
 
     def reset(self) -> None:
         """Makes every row idle; what it held before no longer matters."""

@@ -102,6 +102,8 @@ def _split_kernel(
 
     newest = tl.max(position, axis=0)
     start = split * split_keys
+    if start > newest:
+        return  # a launch covers the longest rows there can be; what it leaves out is never combined
     stop = tl.minimum(start + split_keys, newest + 1)
     if WINDOW > 0:
         oldest = tl.min(tl.where(valid, position, newest), axis=0) - WINDOW + 1
@@ -145,9 +147,11 @@ def _combine_kernel(
     sum_ptr,
     top_ptr,
     total_ptr,
+    position_ptr,
     out_ptr,  # [B, Q, H, D]
     num_queries,
     num_splits,
+    split_keys,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -165,7 +169,8 @@ def _combine_kernel(
     top = -float("inf")
     total = 0.0
     out = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(0, num_splits):
+    last = tl.load(position_ptr + batch_query) // split_keys
+    for split in range(0, tl.minimum(num_splits, (last + 1).to(tl.int32))):
         part = (tile * num_splits + split) * ROWS + row
         part_top = tl.load(top_ptr + part)
         new_top = tl.maximum(top, part_top)
@@ -241,6 +246,6 @@ def paged_attention(
         **shape,
     )
     _combine_kernel[(batch * num_queries, num_heads)](
-        sums, tops, totals, out, num_queries, splits, **shape, num_warps=1
+        sums, tops, totals, positions, out, num_queries, splits, split_keys, **shape, num_warps=1
     )
     return out

@@ -71,12 +71,19 @@ def test_the_plan_is_within_five_percent(pair: tuple[Any, Any], baseline: int) -
         assert abs(gen.memory_plan.total - measured) <= 0.05 * measured, (gen.memory_plan, measured / MIB)
 
 
-def test_closing_gives_everything_back(pair: tuple[Any, Any], baseline: int) -> None:
+def test_closing_gives_everything_back(pair: tuple[Any, Any]) -> None:
+    # one generator before the baseline: cuBLAS keeps its work area for the capture stream until the process ends
+    with made(pair) as gen:
+        gen.generate(rows(2, 50), max_new_tokens=8)
+    del gen
+    gc.collect()
+    baseline = torch.cuda.memory_allocated()
     for _ in range(3):
         gen = made(pair)
         gen.generate(rows(2, 50), max_new_tokens=8)
         assert torch.cuda.memory_allocated() - baseline > 500 * MIB
         gen.close()
+        del gen
         gc.collect()
         # the allocator's rounding of what torch itself keeps: far below any tensor of ours
         assert abs(torch.cuda.memory_allocated() - baseline) <= 16 * MIB

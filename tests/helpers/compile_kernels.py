@@ -41,8 +41,9 @@ def attention_entries() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], d
             yield attention._split_kernel, signature, constants, options, size
         signature = {
             **dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32"),
+            "position_ptr": "*i64",
             "out_ptr": ELEMENT[size],
-            **dict.fromkeys(("num_queries", "num_splits"), "i32"),
+            **dict.fromkeys(("num_queries", "num_splits", "split_keys"), "i32"),
         }
         yield attention._combine_kernel, signature, shape, {"num_warps": 1}, size
 

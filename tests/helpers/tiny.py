@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.graphs.runner import EagerRunner, GraphRunner
 from fastspec.kernels.reference import Tiling
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
@@ -97,6 +98,7 @@ def tiny_engine(
     chunk: int = 32,
     num_pages: int | None = None,
     draft_context: int = 4096,
+    graphs: bool = False,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
     on = torch.device(device)
@@ -126,4 +128,7 @@ def tiny_engine(
         device=on,
     )
     proposer = DraftModel(draft, page_size, VOCAB, draft_context)
-    return Engine(Parts(target, proposer, page_size), state, PageTable(pages, page_size, order), k, tiling, chunk)
+    runner = GraphRunner(on) if graphs else EagerRunner()
+    return Engine(
+        Parts(target, proposer, page_size), state, PageTable(pages, page_size, order), k, tiling, chunk, runner
+    )

@@ -382,7 +382,7 @@ def test_planning_loads_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> None:
     text = gen.explain()
-    for fact in (str(gen.device), "llama", "up to 4 tokens a step", "exact=True", "none captured", "200 tokens each"):
+    for fact in (str(gen.device), "llama", "up to 4 tokens a step", "exact=True", "captured", "200 tokens each"):
         assert fact in text
     assert ("Triton kernel" in text) == (gen.device.type == "cuda")
     with FastSpecGenerator(directory, exact=False, max_length=64, device="cpu", progress=False) as plain:
