@@ -81,11 +81,10 @@ class _StreamPool:
         self._device = device
         self._free: list[torch.cuda.Stream] = []
 
-    def take(self, owner: object) -> torch.cuda.Stream:
-        """A stream for as long as `owner` lives."""
+    def take(self, owner: object) -> tuple[torch.cuda.Stream, Callable[[], object]]:
+        """A stream for as long as `owner` lives, and what to call if it must not be used again."""
         stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)
-        weakref.finalize(owner, self._free.append, stream)
-        return stream
+        return stream, weakref.finalize(owner, self._free.append, stream).detach
 
 
 @cache
@@ -108,12 +107,22 @@ class GraphRunner:
         self._device = device
         self._graphs: dict[Hashable, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _streams(device).take(self)
+        self._stream, self._discard_stream = _streams(device).take(self)
 
     def run(self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
         """Replays the graph of `key`, after capturing it when it is new."""
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key, body, idle)
+            try:
+                self._graphs[key] = self._capture(body, idle)
+            except RuntimeError as error:
+                # a stream whose capture failed may stay in that state, and the pool with it
+                self._discard_stream()
+                self._stream, self._discard_stream = _streams(self._device).take(self)
+                self._pool = torch.cuda.graph_pool_handle()
+                raise RuntimeError(
+                    f"the step ({key}) could not be captured as a CUDA graph: {error}; if it must run all the same, "
+                    "graphs=False launches every operation from the host"
+                ) from error
         self._graphs[key].graph.replay()
 
     def describe(self) -> str:
@@ -126,9 +135,7 @@ class GraphRunner:
         ]
         return f"{len(lines)} captured, one per kind of step\n           " + "\n           ".join(lines)
 
-    def _capture(
-        self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]
-    ) -> Captured:
+    def _capture(self, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> Captured:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
         current = torch.cuda.current_stream(self._device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
+from fastspec import FastSpecGenerator, GenerateOutput, demo_pair, step
 from fastspec.graphs.runner import EagerRunner
 from fastspec.loop import DecodeLoop, Engine, Request
 from fastspec.options import RowOptions
@@ -116,6 +116,25 @@ def test_nothing_is_captured_twice() -> None:
         for length in range(1, 500, 10):
             gen.generate([ids[:length]], max_new_tokens=1 + length % 7)
         assert (len(runner._graphs), torch.cuda.memory_allocated()) == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read inside the step: named with its key and the way out, and the generator goes on without it."""
+    with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
+        original = step.record_logprobs
+
+        def reads(state: DecodeState, top: int, logits: torch.Tensor, block: torch.Tensor) -> None:
+            original(state, top, logits, block)
+            logits.sum().item()
+
+        monkeypatch.setattr(step, "record_logprobs", reads)
+        with pytest.raises(RuntimeError, match=r"step \(1 rows, k = 4, greedy, 2 top logprobs\) could not be captured"):
+            gen.generate([[5, 6]], max_new_tokens=5, logprobs=2)
+        monkeypatch.undo()
+        fresh = gen.generate([[5, 6]], max_new_tokens=30)
+        with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as other:
+            assert torch.equal(fresh, other.generate([[5, 6]], max_new_tokens=30))  # type: ignore[arg-type]
 
 
 def test_graphs_need_cuda(tmp_path: Path) -> None:
