@@ -227,6 +227,10 @@ class FastSpecGenerator:
             RuntimeError: the generator is closed, or in use by another call.
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise UnsupportedOption(
+                f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}"
+            )
         if streamer is not None and len(requests) != 1:
             raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
         if streamer is not None:

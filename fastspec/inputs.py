@@ -53,6 +53,8 @@ def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
         raise ValueError(f"{name} must hold integers, got dtype {tensor.dtype}")
     if tensor.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [B, T] or [T], got {list(tensor.shape)}")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(f"{name} must be a plain tensor with values, got layout {tensor.layout} on {tensor.device}")
     rows: list[list[int]] = (tensor[None] if tensor.dim() == 1 else tensor).tolist()
     return rows
 
@@ -70,6 +72,8 @@ def _list_row(row: Any, index: int) -> list[int]:
 
 def _mask_rows(attention_mask: Any, rows: list[list[int]]) -> list[list[int]]:
     mask = attention_mask if isinstance(attention_mask, Tensor) else _mask_tensor(attention_mask)
+    if mask.layout is not torch.strided or mask.is_meta:
+        raise ValueError(f"attention_mask must be a plain tensor with values, got {mask.layout} on {mask.device}")
     if mask.dim() == 1:
         mask = mask[None]
     widths = {len(row) for row in rows}
@@ -89,7 +93,7 @@ def _mask_rows(attention_mask: Any, rows: list[list[int]]) -> list[list[int]]:
 def _mask_tensor(attention_mask: Any) -> Tensor:
     try:
         return torch.tensor(attention_mask)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"attention_mask must be a tensor or nested lists like input_ids: {error}") from error
 
 

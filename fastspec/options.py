@@ -32,6 +32,7 @@ SUPPORTED = (
     "return_dict_in_generate",
 )
 OWN = ("seed", "num_speculative_tokens", "logprobs")  # ours, besides the fields of GenerationConfig
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed")  # one value, or one per prompt
 
 # fields without any effect on what plain decoding returns
@@ -167,7 +168,7 @@ def resolve(
     per_row = {name: keywords.pop(name) for name in PER_ROW[:-1] if _is_list(keywords.get(name))}
     merged = _merge(checkpoint, given, keywords)
     _refuse_unsupported(merged)
-    do_sample = bool(merged.do_sample)
+    do_sample = _flag("do_sample", merged.do_sample)
     asked = {**keywords, **per_row}
     if not do_sample and asked.get("temperature") is not None:
         warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=4)
@@ -177,7 +178,7 @@ def resolve(
         stop_ids=(stop_ids := _stop_ids(merged.eos_token_id, vocab_size)),
         pad_token_id=_pad_id(merged.pad_token_id, stop_ids, vocab_size),
         rows=_rows(values, own["seed"], num_rows, do_sample),
-        return_dict=bool(merged.return_dict_in_generate),
+        return_dict=_flag("return_dict_in_generate", merged.return_dict_in_generate),
         num_speculative_tokens=None
         if (k := own["num_speculative_tokens"]) is None
         else _whole("num_speculative_tokens", k, low=0),
@@ -193,7 +194,14 @@ def _top_logprobs(value: Any, vocab_size: int) -> int | None:
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | torch.Tensor) and not isinstance(value, str)
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _scalar(value: Any) -> Any:
+    """The number in a tensor of one; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _merge(
@@ -221,7 +229,8 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
         if name not in vars(GenerationConfig()) and name not in neutral:
             continue  # a custom entry of a checkpoint's file, which transformers ignores too
         off = _OFF.get(name, (None, False, neutral.get(name)))
-        if not any(value is accepted or value == accepted for accepted in off):
+        given = _scalar(value)
+        if isinstance(given, torch.Tensor) or not any(given is accepted or given == accepted for accepted in off):
             advice = _ADVICE.get(name, f"leave {name} unset")
             raise UnsupportedOption(
                 f"option {name}={value!r} is not supported; {advice}. Supported: {', '.join((*SUPPORTED, *OWN))}"
@@ -261,9 +270,9 @@ def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _pad_id(value: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
-    if value is None:
-        return stop_ids[0] if stop_ids else 0
-    if value == -1:  # some checkpoints write -1 for "none"; it is never looked up
+    value = _scalar(value)
+    # some checkpoints write -1 for "none"
+    if value is None or (isinstance(value, int) and value == -1):
         return stop_ids[0] if stop_ids else 0
     return _whole("pad_token_id", value, low=0, high=vocab_size - 1)
 
@@ -273,14 +282,24 @@ def _rows(values: Mapping[str, Any], seed: Any, num_rows: int, do_sample: bool) 
     seeds = _seeds(seed, num_rows)
     return tuple(
         RowOptions(
-            temperature=_real("temperature", columns["temperature"][i], 1.0, low=0.0) if do_sample else 0.0,
-            top_k=_whole("top_k", columns["top_k"][i] or 0, low=0),
+            temperature=_temperature(columns["temperature"][i]) if do_sample else 0.0,
+            top_k=_whole("top_k", 0 if (top_k := columns["top_k"][i]) is None else top_k, low=0, high=2**31 - 1),
             top_p=_real("top_p", columns["top_p"][i], 1.0, low=0.0, high=1.0),
             min_p=_real("min_p", columns["min_p"][i], 0.0, low=0.0, high=1.0),
             seed=seeds[i],
         )
         for i in range(num_rows)
     )
+
+
+def _temperature(value: Any) -> float:
+    """0 is greedy; between it and the least temperature, logits divided by it would leave fp32."""
+    number = _real("temperature", value, 1.0, low=0.0, high=MAX_TEMPERATURE)
+    if 0 < number < MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 (greedy) or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}, got {value!r}"
+        )
+    return number
 
 
 def _column(name: str, value: Any, num_rows: int) -> list[Any]:
@@ -314,15 +333,22 @@ def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
 
 
 def _whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
+    value = _scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be a whole number {limit}, got {value!r}")
     return value
 
 
+def _flag(name: str, value: Any) -> bool:
+    value = _scalar(value)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
 def _real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
+    value = _scalar(value)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:

@@ -104,22 +104,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "config of another type": (PROMPT, {"generation_config": {}}, "must be a transformers GenerationConfig"),
 }
 
-# refused with an error of torch's or Python's own, or not at all
-UNFIXED = {
-    "meta tensor",
-    "sparse tensor",
-    "mask of nothing",
-    "mask of another type",
-    "pads",
-    "temperature beyond float",
-    "temperature beyond fp32",
-    "top_k huge",
-    "top_k text",
-    "do_sample tensor",
-    "do_sample text",
-    "penalties",
-}
-BAD_NAMES = sorted(set(BAD_CALLS) - UNFIXED)
+BAD_NAMES = sorted(BAD_CALLS)
 
 
 class Failure(Exception):
@@ -280,9 +265,7 @@ def test_any_sequence_of_calls_all_night(pair: Pair) -> None:
     fuzz(pair, NIGHTLY)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail) if name in UNFIXED else name for name in BAD_CALLS]
-)
+@pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_bad_call_names_its_fault_and_changes_nothing(pair: Pair, name: str) -> None:
     gen = pair.lonely
     before = gen.generate(PROMPT, max_new_tokens=6, eos_token_id=None)

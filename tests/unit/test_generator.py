@@ -199,6 +199,8 @@ def test_streamer_gets_the_prompt_then_what_each_step_emitted(gen: FastSpecGener
     assert recorder.ended == 1
     with pytest.raises(UnsupportedOption, match="a streamer takes one prompt, got 3"):
         gen.generate(PROMPTS, streamer=recorder)
+    with pytest.raises(UnsupportedOption, match="needs put"):
+        gen.generate(PROMPTS[:1], streamer=3)  # type: ignore[arg-type]
 
 
 def test_stream_yields_each_rows_tokens(gen: FastSpecGenerator) -> None:

@@ -62,6 +62,11 @@ def test_accepted_forms(given: Any, mask: Any, expected: list[list[int]]) -> Non
         (torch.tensor([[1, 2]]), torch.tensor([[1, 1, 1]]), "must be the same"),
         ([[1], [2, 3]], torch.tensor([[1, 1], [1, 1]]), "must be the same"),
         (torch.tensor([[1]]), "x", "attention_mask must be"),
+        (torch.tensor([[1]]), {}, "attention_mask must be"),
+        (torch.tensor([[1, 2]]), [[None, 1]], "attention_mask must be"),
+        (torch.zeros(1, 2, dtype=torch.int64, device="meta"), None, "plain tensor with values"),
+        (torch.tensor([[1, 2]]).to_sparse(), None, "plain tensor with values"),
+        (torch.tensor([[1, 2]]), torch.ones(1, 2, device="meta"), "plain tensor with values"),
     ],
     ids=str,
 )

@@ -118,6 +118,27 @@ def test_values_out_of_range(bad: dict[str, Any]) -> None:
         resolve(do_sample=True, **bad)
 
 
+def test_do_sample_is_a_flag() -> None:
+    for bad in ("no", 1, torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="do_sample must be True or False"):
+            resolve(do_sample=bad)
+
+
+def test_tensors_of_one_number_are_numbers() -> None:
+    chosen = resolve(
+        do_sample=torch.tensor(True),
+        temperature=torch.tensor(0.5),
+        top_k=torch.tensor(3),
+        seed=torch.tensor(5),
+        pad_token_id=torch.tensor(2),
+        max_new_tokens=torch.tensor(4),
+    )
+    assert chosen.rows[0].temperature == 0.5
+    assert chosen.rows[0].top_k == 3
+    assert chosen.rows[0].seed == derive_seed(5, 0, 0)
+    assert (chosen.pad_token_id, chosen.max_new_tokens) == (2, 4)
+
+
 def test_sampler_kinds() -> None:
     assert not resolve().sampled
     assert not resolve(do_sample=True, temperature=0).sampled
