@@ -400,19 +400,19 @@ def fuzz(directory: Path, draw: Callable[[Any], Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(pristine: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def damaged(pristine: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(pristine["sharded"], tmp_path_factory.mktemp("fuzz") / "model"))
 
 
 @settings(CI, max_examples=300)
 @given(data=st.data())
-def test_any_change_of_a_file_is_survived(workplace: Path, data: st.DataObject) -> None:
-    fuzz(workplace, data.draw)
+def test_any_change_of_a_file_is_survived(damaged: Path, data: st.DataObject) -> None:
+    fuzz(damaged, data.draw)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @settings(NIGHTLY)
 @given(data=st.data())
-def test_any_change_of_a_file_is_survived_all_night(workplace: Path, data: st.DataObject) -> None:
-    fuzz(workplace, data.draw)
+def test_any_change_of_a_file_is_survived_all_night(damaged: Path, data: st.DataObject) -> None:
+    fuzz(damaged, data.draw)
