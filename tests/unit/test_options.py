@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from fastspec import options
 from fastspec.errors import UnsupportedOption
 from fastspec.options import Options, derive_seed
+from tests.helpers.checkpoints import make_model
 
 VOCAB = 1000
 
@@ -59,6 +60,34 @@ def test_keywords_beat_the_config_and_the_config_beats_the_checkpoint() -> None:
     assert chosen.pad_token_id == 9
     assert resolve(checkpoint, given).rows[0].temperature == 0.7
     assert given.top_p is None, "the caller's config is not written to"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "given", "keywords"),
+    [
+        ({}, None, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [5, 6]}, None, {}),
+        ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.7}, {}),
+        ({"temperature": 0.6, "do_sample": True}, {"top_k": 7, "min_p": 0.1}, {"temperature": 0.9, "eos_token_id": 3}),
+        ({"eos_token_id": 4, "pad_token_id": 2}, {"do_sample": True}, {"top_p": 0.5, "max_new_tokens": 9}),
+    ],
+    ids=str,
+)
+def test_merging_equals_transformers_own(
+    checkpoint: dict[str, Any], given: dict[str, Any] | None, keywords: dict[str, Any]
+) -> None:
+    model = make_model("llama2")
+    model.generation_config = GenerationConfig(**checkpoint)
+    theirs, _ = model._prepare_generation_config(None if given is None else GenerationConfig(**given), **keywords)
+    ours = resolve(GenerationConfig(**checkpoint), None if given is None else GenerationConfig(**given), **keywords)
+    row = ours.rows[0]
+    if theirs.do_sample:
+        assert (row.temperature, row.top_k, row.top_p) == (theirs.temperature, theirs.top_k, theirs.top_p)
+        assert row.min_p == (theirs.min_p or 0.0)
+    else:
+        assert row.temperature == 0.0
+    eos = theirs.eos_token_id
+    assert ours.stop_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
 
 
 def test_lengths() -> None:
