@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import psutil
 import torch
 
+from fastspec.kernels.reference import KEY_BLOCK
 from fastspec.models.spec import ModelSpec
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
@@ -123,6 +124,9 @@ class Layout:
         rows = self.batch * (self.max_drafts + 1)
         # logits, their padded and scaled copies, sort with its int64 ids, softmaxes and masks: about 14 words
         step = rows * (wide * size + 14 * 4 * spec.vocab_size)
+        # attention's fp32 partial sums: a tile of 32 query rows for every KEY_BLOCK keys (kernels/paged_attention.py)
+        tiles = -(-(self.max_drafts + 1) * spec.num_heads // spec.num_kv_heads // 32)
+        step += self.batch * spec.num_kv_heads * tiles * -(-max_length // KEY_BLOCK) * 32 * spec.head_dim * 4
         # a chunk attends to everything so far, in fp32 partial sums of every head
         chunk = self.chunk * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + _LIBRARY_WORKSPACE
