@@ -19,7 +19,7 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"drafting   {_drafting(settings, target, draft, shared_vocab)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
-        f"prompts    one at a time, in chunks of {settings.chunk} tokens",
+        f"prompts    one at a time, in chunks of {layout.chunk} tokens",
         f"attention  {_attention(engine)}",
         f"products   {_products(settings)}",
         f"graphs     {engine.runner.describe()}",

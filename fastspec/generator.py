@@ -183,7 +183,7 @@ class FastSpecGenerator:
             pages=PageTable(layout.num_pages(self.max_length), layout.page_size),
             max_drafts=layout.max_drafts,
             decode_tiling=self._settings.decode_tiling,
-            chunk=self._settings.chunk,
+            chunk=layout.chunk,
             runner=GraphRunner(self.device) if self._settings.graphs else EagerRunner(),
         )
 

@@ -32,7 +32,6 @@ class Settings:
         max_length: tokens per row.
         length_reason: why max_length is what it is, for people.
         decode_tiling: shapes of a step's matrix products.
-        chunk: prompt tokens per prefill pass.
         graphs: capture steps as CUDA graphs.
         memory: the plan.
     """
@@ -42,7 +41,6 @@ class Settings:
     max_length: int
     length_reason: str
     decode_tiling: Tiling
-    chunk: int
     graphs: bool
     memory: MemoryPlan
 
@@ -83,7 +81,7 @@ def settings_of(
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
-    return Settings(on, layout, length, reason, tiling, _CHUNK[on.type], _graphs(graphs, on), memory)
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), memory)
 
 
 def announce(settings: Settings) -> None:
