@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.loop import Engine
+from fastspec.engine import Engine
 from fastspec.memory import weight_bytes
 from fastspec.models.decoder import Decoder
 from fastspec.models.sources import Checkpoint
@@ -19,13 +19,18 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"drafting   {_drafting(settings, target, draft, shared_vocab)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
-        f"prompts    one at a time, in chunks of {layout.chunk} tokens",
+        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
         f"attention  {_attention(engine)}",
         f"products   {_products(settings)}",
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]
     return "\n".join(lines)
+
+
+def _chunks(engine: Engine) -> str:
+    sizes = engine.chunks
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
 
 
 def _model(checkpoint: Checkpoint, dtype: str) -> str:

@@ -6,34 +6,30 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import inputs, options
+from fastspec.build import build
+from fastspec.engine import Engine
 from fastspec.errors import UnsupportedOption
 from fastspec.explain import explain
-from fastspec.graphs.runner import EagerRunner, GraphRunner
-from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.kv_cache.pages import PageTable
-from fastspec.loop import DecodeLoop, Engine, Request
+from fastspec.loop import DecodeLoop, Request
 from fastspec.memory import MemoryPlan, weight_bytes
-from fastspec.models.decoder import Decoder
-from fastspec.models.sources import Checkpoint, load_tokenizer, resolve
+from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
-from fastspec.models.weights import load_weights
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED
-from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS
 from fastspec.settings import announce, settings_of
-from fastspec.state import DecodeState
-from fastspec.step import Parts
 
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
@@ -58,8 +54,9 @@ class FastSpecGenerator:
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
-        graphs: on CUDA, capture each kind of step as one CUDA graph when it first runs, and replay it. False launches
-            every operation from the host. Default: True on CUDA with Triton.
+        graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
+            from the host. Default: True on CUDA with Triton.
+        nvtx: name steps and their phases to a profiler, as NVTX ranges.
         progress: show progress bars and the chosen max_length on stderr.
 
     Raises:
@@ -84,6 +81,7 @@ class FastSpecGenerator:
         release_source: bool = False,
         exact: bool = True,
         graphs: bool | None = None,
+        nvtx: bool = False,
         progress: bool = True,
     ) -> None:
         self._lock = threading.Lock()
@@ -109,7 +107,17 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._settings.layout.max_drafts
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._engine: Engine | None = self._build(release_source, progress)
+        self._progress = progress
+        self._engine: Engine | None = build(
+            self._settings,
+            self._target,
+            self._draft,
+            shared_vocab=self._shared_vocab,
+            release_source=release_source,
+            nvtx=nvtx,
+            progress=progress,
+        )
+        self.warmup()
 
     @classmethod
     def plan(
@@ -143,49 +151,6 @@ class FastSpecGenerator:
             exact=True,
             graphs=None,
         ).memory
-
-    def _build(self, release_source: bool, progress: bool) -> Engine:
-        """Loads weights and allocates every buffer."""
-        layout = self._settings.layout
-
-        def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-            spec = checkpoint.spec
-            weights = load_weights(
-                checkpoint, dtype=dtype, device=self.device, progress=progress, release_source=release_source
-            )
-            cache = PagedKVCache.allocate(
-                spec.num_layers,
-                layout.num_pages(self.max_length),
-                layout.page_size,
-                spec.num_kv_heads,
-                spec.head_dim,
-                dtype=dtype,
-                device=self.device,
-            )
-            return Decoder(spec, weights, cache, layout.pages_per_row(self.max_length) * layout.page_size)
-
-        target = decoder(self._target, layout.target_dtype)
-        proposer = None
-        if self._draft:
-            draft = decoder(self._draft, layout.draft_dtype)
-            proposer = DraftModel(draft, layout.page_size, self._shared_vocab, self._draft.spec.max_length)
-        state = DecodeState.allocate(
-            batch=layout.batch,
-            max_drafts=layout.max_drafts,
-            max_length=self.max_length,
-            pages_per_row=layout.pages_per_row(self.max_length),
-            vocab_size=layout.target.vocab_size,
-            device=self.device,
-        )
-        return Engine(
-            parts=Parts(target, proposer, layout.page_size),
-            state=state,
-            pages=PageTable(layout.num_pages(self.max_length), layout.page_size),
-            max_drafts=layout.max_drafts,
-            decode_tiling=self._settings.decode_tiling,
-            chunk=layout.chunk,
-            runner=GraphRunner(self.device) if self._settings.graphs else EagerRunner(),
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -241,7 +206,7 @@ class FastSpecGenerator:
                 streamer.put(torch.tensor(emitted[0]))
         if streamer is not None:
             streamer.end()
-        k = self._drafts(chosen)
+        k = self._drafts(chosen.num_speculative_tokens)
         stats = Stats.of(tuple(request.stats() for request in requests), k, time.perf_counter() - start)
         self._warn_below_break_even(stats)
         return _output(requests, chosen, stats, input_ids)
@@ -259,6 +224,36 @@ class FastSpecGenerator:
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         return self._run(requests, chosen)
+
+    def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY) -> None:
+        """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
+
+        The constructor does this for greedy decoding with its own num_speculative_tokens; a call that needs others
+        captures them before its first step. Without graphs there is nothing to do.
+
+        Args:
+            num_speculative_tokens: drafts per step, up to the generator's own.
+            sampler: "greedy"; "sampled" (a temperature); "filtered" (and top-k, top-p or min-p).
+
+        Raises:
+            RuntimeError: a step could not be captured; the message says which.
+        """
+        if sampler not in SAMPLERS:
+            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
+        k = self._drafts(num_speculative_tokens)
+        with self._in_use() as engine:
+            self._capture(engine, self._settings.layout.batch, {k, 0}, sampler, None)
+
+    def _capture(self, engine: Engine, rows: int, ks: set[int], sampler: str, top_logprobs: int | None) -> None:
+        """Captures what is missing of the steps over up to `rows` rows, with a progress bar."""
+        missing = engine.missing(rows, ks, sampler, top_logprobs)
+        if engine.runner.static and missing:
+            with engine.on_device():
+                engine.compile(missing)
+        bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (self._progress and missing))
+        with engine.on_device():
+            for size, shape in bar:
+                engine.capture(size, shape)
 
     def _prepare(
         self,
@@ -280,7 +275,7 @@ class FastSpecGenerator:
             vocab_size=spec.vocab_size,
             context=min(spec.max_length, self.max_length),
         )
-        self._drafts(chosen)
+        self._drafts(chosen.num_speculative_tokens)
         for index, prompt in enumerate(prompts):
             if len(prompt) + chosen.max_new_tokens > self.max_length:
                 raise ValueError(
@@ -292,9 +287,8 @@ class FastSpecGenerator:
         ]
         return requests, chosen
 
-    def _drafts(self, chosen: Options) -> int:
-        """Drafts per step of this call."""
-        asked = chosen.num_speculative_tokens
+    def _drafts(self, asked: int | None) -> int:
+        """Drafts per step of a call that asks for so many."""
         if asked is None:
             return self.num_speculative_tokens
         if asked > self.num_speculative_tokens:
@@ -305,17 +299,25 @@ class FastSpecGenerator:
             )
         return asked
 
-    def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end under the lock."""
+    @contextmanager
+    def _in_use(self) -> Iterator[Engine]:
+        """The engine, for one call at a time."""
         engine = self._open_engine()
-        sampler = GREEDY if not chosen.sampled else FILTERED if chosen.filtered else SAMPLED
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it, or make one per thread")
         try:
-            choose_k = self._choose_k(chosen)
-            yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, choose_k, chosen.top_logprobs)
+            yield engine
         finally:
             self._lock.release()
+
+    def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
+        """Runs requests to their end under the lock."""
+        sampler = GREEDY if not chosen.sampled else FILTERED if chosen.filtered else SAMPLED
+        k = self._drafts(chosen.num_speculative_tokens)
+        with self._in_use() as engine:
+            rows = min(len(requests), self._settings.layout.batch)
+            self._capture(engine, rows, {k}, sampler, chosen.top_logprobs)
+            yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
 
     def _warn_below_break_even(self, stats: Stats) -> None:
         """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
@@ -333,11 +335,6 @@ class FastSpecGenerator:
                 "num_speculative_tokens (0 decodes plainly)",
                 stacklevel=3,
             )
-
-    def _choose_k(self, chosen: Options) -> Callable[[int], int]:
-        """Drafts for each step, from the number of steps made before it."""
-        k = self._drafts(chosen)
-        return lambda steps_made: k
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -357,6 +354,8 @@ class FastSpecGenerator:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; close it after that call")
         try:
+            if self._engine is not None:
+                self._engine.finish()
             self._engine = None
         finally:
             self._lock.release()

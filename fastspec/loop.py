@@ -1,27 +1,26 @@
-"""The host's side of decoding: admits prompts to rows, launches steps, reads what they emitted.
+"""The host's side of decoding: admits prompts to rows, launches steps ahead, reads what they emitted.
 
 The loop knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit,
-and gives both back at the step boundary after it finishes, while the other rows go on.
+may move to a lower one, and gives row and pages back when it ends, while the other rows go on. Everything it asks of
+the device is queued in one stream; nothing waits but the reading of a step's results, and by then later steps are
+queued already.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from fastspec.graphs.runner import Runner
-from fastspec.kernels.reference import KEY_BLOCK, Tiling
-from fastspec.kv_cache.pages import PageTable
+from fastspec.engine import Engine, next_chunk
+from fastspec.graphs.ring import RowResult
 from fastspec.options import RowOptions
 from fastspec.output import RowStats
-from fastspec.proposers.base import StepShape
-from fastspec.sampling import PhiloxDraws
-from fastspec.state import RUNNING, STOPPED, DecodeState
-from fastspec.step import Parts, prefill, step
+from fastspec.state import MAX_STOP_IDS, RUNNING, STOPPED
+from fastspec.step import prefill
 
 
 @dataclass(slots=True)
@@ -36,6 +35,8 @@ class Request:
         finish_reason: "stop" or "length" once finished.
         logprobs: of new_tokens, when recorded.
         top_logprobs: the most probable (id, log-probability) pairs at each new token, when recorded.
+        draft_length: the host's copy of DecodeState.draft_lengths.
+        behind: a step without drafts was launched since the draft last caught up.
     """
 
     prompt: list[int]
@@ -51,7 +52,8 @@ class Request:
     accepted: int = 0
     dropped: int = 0
     histogram: list[int] = field(default_factory=list)
-    draft_length: int = 0  # the host's copy of DecodeState.draft_lengths
+    draft_length: int = 0
+    behind: bool = False
 
     @property
     def length(self) -> int:
@@ -75,40 +77,34 @@ class Request:
             tuple(self.histogram),
         )
 
-    def record(self, drafted: int, accepted: int, tokens: list[int]) -> None:
-        """Counts one step that drafted so many tokens and emitted `tokens`."""
-        if drafted:
-            self.draft_length = min(self.length + drafted - 1, self.length + len(tokens) - 1)
+    def record(self, result: RowResult) -> list[int]:
+        """Counts one step; returns its tokens."""
+        tokens = result.block[: result.emitted]
+        if result.drafted:
+            self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
         self.steps += 1
-        self.plain_steps += not drafted
-        self.drafted += drafted
-        self.accepted += accepted
-        self.dropped += accepted + 1 - len(tokens)
-        self.histogram[accepted] += 1
+        self.plain_steps += not result.drafted
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+        self.dropped += result.accepted + 1 - len(tokens)
+        self.histogram[result.accepted] += 1
+        if result.finish != RUNNING:
+            self.finish_reason = "stop" if result.finish == STOPPED else "length"
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """Everything a loop runs on; lives as long as the generator.
+class Launched:
+    """A step whose results were not read yet.
 
     Attributes:
-        parts: models and proposer.
-        state: the device buffers.
-        pages: the host's page table over both caches.
-        max_drafts: k at most.
-        decode_tiling: shapes of a step's matrix products.
-        chunk: prompt tokens per prefill pass.
-        runner: launches steps, or captures and replays them.
+        sequence: its number in the ring.
+        requests: by the row each had when it was launched.
     """
 
-    parts: Parts
-    state: DecodeState
-    pages: PageTable
-    max_drafts: int
-    decode_tiling: Tiling
-    chunk: int
-    runner: Runner
+    sequence: int
+    requests: dict[int, int]
 
 
 class DecodeLoop:
@@ -140,8 +136,12 @@ class DecodeLoop:
         self._choose_k = choose_k
         self._waiting = deque(range(len(requests)))
         self._rows: dict[int, int] = {}  # row of the state -> index of the request in it
+        self._launched: deque[Launched] = deque()
         self._steps = 0
-        engine.state.reset()
+        engine.runner.join()
+        with engine.on_device():
+            engine.ring.settle()
+            engine.state.reset()
         engine.pages.release_all()
         for request in requests:
             request.histogram = [0] * (engine.max_drafts + 1)
@@ -150,41 +150,42 @@ class DecodeLoop:
         """Yields, after every step, the new tokens of each request that stepped, by its index."""
         while self._waiting or self._rows:
             # left before yielding: a context held open across a yield would leak into the caller
-            with torch.inference_mode(), _current(self._engine.state.lengths.device):
+            with self._engine.on_device():
                 emitted = self._advance()
             yield emitted
 
     def _advance(self) -> dict[int, list[int]]:
+        """Launches what may be launched, then reads the oldest step."""
         self._admit()
+        self._compact()
+        while len(self._launched) < self._engine.runner.depth and self._launch():
+            pass
+        return self._collect(self._launched.popleft())
+
+    def _launch(self) -> bool:
+        """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
+        if not any(self._may_go_on(index) for index in self._rows.values()):
+            return False
         k = self._choose_k(self._steps)
+        requests = [self._requests[index] for index in self._rows.values()]
         if k:
+            if self._launched and any(request.behind for request in requests):
+                return False  # how far the draft is behind is known once those steps are read
             self._catch_up()
-        view = self._engine.state.rows(0, self._bucket())
-        shape = self._shape(k)
-        self._engine.runner.run(
-            self._key(view.batch, shape),
-            lambda: step(self._engine.parts, view, shape, PhiloxDraws(view.seeds)),
-            view.all_idle,
-        )
+        rows = self._engine.bucket(max(self._rows) + 1)
+        ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
+        longest = max(request.length for request in requests) + ahead
+        shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
+        self._launched.append(Launched(self._engine.launch(rows, shape), dict(self._rows)))
         self._steps += 1
-        return self._collect(view, k)
+        for request in requests:
+            request.behind |= not k
+        return True
 
-    def _key(self, rows: int, shape: StepShape) -> str:
-        """All that differs between steps of one engine whose launch does not depend on lengths."""
-        recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
-        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}"
-
-    def _bucket(self) -> int:
-        """Rows the next step runs over: a power of two that covers the highest one in use."""
-        needed = max(self._rows) + 1
-        return min(1 << (needed - 1).bit_length(), self._engine.state.batch)
-
-    def _shape(self, k: int) -> StepShape:
-        if self._engine.runner.static:
-            longest = self._engine.state.tokens.shape[1]  # whatever the rows' lengths, the launch is the same
-        else:
-            longest = max(self._requests[index].length for index in self._rows.values())
-        return StepShape(k, self._sampler, _blocks(longest + k), self._engine.decode_tiling, self._top_logprobs)
+    def _may_go_on(self, index: int) -> bool:
+        """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
+        launched = sum(index in step.requests.values() for step in self._launched)
+        return self._requests[index].length + launched < self._requests[index].limit
 
     def _admit(self) -> None:
         """Gives waiting requests free rows, in order, as long as their pages fit."""
@@ -200,78 +201,87 @@ class DecodeLoop:
             self._fill(row, request, pages)
             self._prefill(row, request)
 
+    def _compact(self) -> None:
+        """Moves the highest rows down when the next step can then run over half as many."""
+        while self._rows and self._engine.bucket(max(self._rows) + 1) > self._engine.bucket(len(self._rows)):
+            source = max(self._rows)
+            place = next(row for row in range(source) if row not in self._rows)
+            self._rows[place] = self._rows.pop(source)
+            self._engine.pages.move(source, place)
+            self._engine.state.move(source, place)
+
     def _fill(self, row: int, request: Request, pages: tuple[int, ...]) -> None:
+        """Writes a request's options, prompt and pages to a row, without waiting for the device."""
         state, options = self._engine.state, request.options
-        device = state.lengths.device
-        stop_ids = torch.tensor(self._stop_ids, dtype=torch.int64, device=device)
-        state.tokens[row, : len(request.prompt)] = torch.tensor(request.prompt, device=device)
-        state.stop_ids[row].fill_(-1)
-        state.stop_ids[row, : len(self._stop_ids)] = stop_ids
+        stop_ids = [*self._stop_ids, *[-1] * (MAX_STOP_IDS - len(self._stop_ids))]
+        sent = _send([*stop_ids, *pages, *request.prompt], state.lengths.device)
+        state.stop_ids[row] = sent[:MAX_STOP_IDS]
         state.block_table[row].zero_()
-        state.block_table[row, : len(pages)] = torch.tensor(pages, device=device)
-        state.lengths[row] = len(request.prompt)
-        state.limits[row] = request.limit
-        state.draft_lengths[row] = 0
-        state.temperature[row] = options.temperature
-        state.top_k[row] = options.top_k
-        state.top_p[row] = options.top_p
-        state.min_p[row] = options.min_p
-        state.seeds[row] = options.seed
-        state.finish[row] = RUNNING
+        state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
+        state.tokens[row, : len(request.prompt)] = sent[MAX_STOP_IDS + len(pages) :]
+        values = {
+            "lengths": len(request.prompt),
+            "limits": request.limit,
+            "draft_lengths": 0,
+            "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
+            "min_p": options.min_p,
+            "seeds": options.seed,
+            "finish": RUNNING,
+        }
+        for name, value in values.items():
+            getattr(state, name)[row].fill_(value)  # assigning to the element would wait
 
     def _prefill(self, row: int, request: Request) -> None:
-        """Feeds the prompt, all but its last token, to the target, alone and in chunks at fixed positions."""
+        """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
         view = self._engine.state.rows(row, row + 1)
-        chunk = self._engine.chunk
-        for start in range(0, len(request.prompt) - 1, chunk):
-            prefill(self._engine.parts, view, self._chunk_shape(start + chunk), start, chunk)
+        start, end = 0, len(request.prompt) - 1
+        with self._engine.parts.mark("prefill"):
+            while start < end:
+                chunk = next_chunk(self._engine.chunks, end - start)
+                shape = self._engine.chunk_shape(start + chunk, chunk, self._sampler)
+                prefill(self._engine.parts, view, shape, start, chunk)
+                start += chunk
 
     def _catch_up(self) -> None:
         """Lets the draft take in what it has not seen of each row, all but the last two tokens."""
         proposer = self._engine.parts.proposer
         assert proposer is not None, "k > 0 needs a proposer"
-        chunk = self._engine.chunk
         for row, index in self._rows.items():
             request = self._requests[index]
             view = self._engine.state.rows(row, row + 1)
             known = min(request.length - 2, proposer.max_length)
             while request.draft_length < known:
-                proposer.catch_up(view, self._chunk_shape(request.draft_length + chunk), chunk)
-                request.draft_length = min(request.draft_length + chunk, known)
+                chunk = next_chunk(self._engine.chunks, known - request.draft_length)
+                upto = request.draft_length + chunk
+                proposer.catch_up(view, self._engine.chunk_shape(upto, chunk, self._sampler), chunk)
+                request.draft_length = min(upto, known)
+            request.behind = False
 
-    def _chunk_shape(self, upto: int) -> StepShape:
-        """The shape of a pass over one chunk of one row: padded to the chunk, so always the same products."""
-        return StepShape(0, self._sampler, _blocks(upto), Tiling(self._engine.chunk, self._engine.chunk))
-
-    def _collect(self, view: DecodeState, k: int) -> dict[int, list[int]]:
-        """Reads the step's results in one copy; frees the rows that finished."""
-        columns = torch.stack((view.emitted, view.accepted, view.draft_counts, view.finish), dim=1)
-        results = torch.cat((columns, view.block), dim=1).tolist()
+    def _collect(self, step: Launched) -> dict[int, list[int]]:
+        """Reads a step's results; frees the rows that finished."""
+        results = self._engine.ring.read(step.sequence, max(step.requests) + 1)
         emitted: dict[int, list[int]] = {}
-        for row, index in sorted(self._rows.items()):
-            count, accepted, drafted, finish, *block = results[row]
+        for row, index in sorted(step.requests.items()):
             request = self._requests[index]
-            emitted[index] = block[:count]
+            if request.finish_reason is not None:
+                continue  # it ended in a step that was read after this one was launched
             if self._top_logprobs is not None:
-                self._collect_logprobs(view.rows(row, row + 1), request, count)
-            request.record(drafted if k else 0, accepted, emitted[index])
-            if finish != RUNNING:
-                request.finish_reason = "stop" if finish == STOPPED else "length"
-                del self._rows[row]
-                self._engine.pages.release(row)
+                logprobs, pairs = self._engine.ring.logprobs(
+                    step.sequence, row, results[row].emitted, self._top_logprobs
+                )
+                request.logprobs += logprobs
+                request.top_logprobs += pairs
+            emitted[index] = request.record(results[row])
+            if request.finish_reason is not None:
+                place = next(place for place, held in self._rows.items() if held == index)  # it may have moved since
+                del self._rows[place]
+                self._engine.pages.release(place)
         return emitted
 
-    def _collect_logprobs(self, row: DecodeState, request: Request, count: int) -> None:
-        request.logprobs += row.logprobs[0, :count].tolist()
-        ids = row.top_ids[0, :count, : self._top_logprobs].tolist()
-        values = row.top_logprobs[0, :count, : self._top_logprobs].tolist()
-        request.top_logprobs += [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one: kernels are launched there, whatever the caller's current device is."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _blocks(positions: int) -> int:
-    return -(-positions // KEY_BLOCK)
+def _send(values: list[int], device: torch.device) -> Tensor:
+    """int64 values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
+    here = torch.tensor(values, dtype=torch.int64)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -66,7 +66,7 @@ class Layout:
         page_size: positions per page.
         target, draft: specs; draft is None for plain decoding.
         target_dtype, draft_dtype: of weights and caches.
-        chunk: prompt tokens per prefill pass.
+        chunks: prompt tokens that one pass may feed, ascending.
     """
 
     batch: int
@@ -76,7 +76,7 @@ class Layout:
     target_dtype: torch.dtype
     draft: ModelSpec | None
     draft_dtype: torch.dtype
-    chunk: int
+    chunks: tuple[int, ...]
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -89,6 +89,11 @@ class Layout:
     def num_pages(self, max_length: int) -> int:
         """Pages of the whole cache, the trash page included."""
         return 1 + self.batch * self.pages_per_row(max_length)
+
+    def chunks_for(self, max_length: int) -> tuple[int, ...]:
+        """The chunk sizes that prompts of rows of `max_length` tokens come to."""
+        smaller = [size for size in self.chunks if size < max_length]
+        return self.chunks[: len(smaller) + 1]
 
     def plan(self, max_length: int, free: int) -> MemoryPlan:
         """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
@@ -128,7 +133,7 @@ class Layout:
         tiles = -(-(self.max_drafts + 1) * spec.num_heads // spec.num_kv_heads // 32)
         step += self.batch * spec.num_kv_heads * tiles * -(-max_length // KEY_BLOCK) * 32 * spec.head_dim * 4
         # a chunk attends to everything so far, in fp32 partial sums of every head
-        chunk = self.chunk * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + _LIBRARY_WORKSPACE
 
     def largest_length(self, upper: int, free: int) -> int:

@@ -19,7 +19,8 @@ MAX_DRAFTS = 16
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
 # a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
 _DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
-_CHUNK = {"cpu": 64, "cuda": 256}  # prompt tokens per prefill pass
+# Prompt tokens per prefill pass. A GPU is busy with some hundred; a CPU with fewer, and padding costs it more.
+_CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def settings_of(
         target_dtype=_dtype(dtype, target.spec, on),
         draft=draft.spec if draft else None,
         draft_dtype=_dtype(dtype, (draft or target).spec, on),
-        chunk=_CHUNK[on.type],
+        chunks=_CHUNKS[on.type],
     )
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED

@@ -21,6 +21,21 @@ MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Outbox:
+    """Where steps leave their results for the host; layouts as in `kernels/publish.py`.
+
+    Attributes:
+        entries: int64 [slots, width], in host memory.
+        details: int32 [slots, B, K+1, 1+2N], in host memory: log-probabilities, when recorded.
+        counter: int64 [1] on the device, steps carried out.
+    """
+
+    entries: Tensor
+    details: Tensor
+    counter: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeState:
     """Buffers of B rows (slots), at most K drafts a step, V target ids, T tokens and P pages a row.
 
@@ -133,6 +148,13 @@ class DecodeState:
     def sampler(self) -> SamplerRows:
         """The sampling options of the rows."""
         return SamplerRows(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def move(self, source: int, place: int) -> None:
+        """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""
+        for field in fields(self):
+            values = getattr(self, field.name)
+            values[place].copy_(values[source])
+        self.finish[source].fill_(IDLE)
 
     @property
     def nbytes(self) -> int:

@@ -1,21 +1,26 @@
-"""One decoding step: propose, score, verify, commit. Every running row advances by 1..k+1 tokens.
+"""One decoding step: propose, score, verify, commit, publish. Every running row advances by 1..k+1 tokens.
 
-The step reads and writes one DecodeState. It never reads a value back to the host, and no shape in it depends
-on data, so that it can be captured as it stands.
+The step reads and writes one DecodeState and leaves its results in a ring that the host reads later. It never reads a
+value back to the host, and no shape in it depends on data, so that it can be captured as it stands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastspec import sampling, verify
-from fastspec.kv_cache.cache import PassRows, slots_of
+from fastspec.kernels import TORCH_OPS, Ops
+from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
 from fastspec.proposers.base import FILTERED, GREEDY, Proposer, StepShape
-from fastspec.state import AT_LIMIT, RUNNING, STOPPED, DecodeState
+from fastspec.state import DecodeState, Outbox
+
+NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,77 +30,75 @@ class Parts:
     Attributes:
         target: the model whose law the output follows.
         proposer: writes the drafts; None allows k = 0 only.
-        page_size: positions per cache page.
+        ops: implementations of everything that is not a model's.
+        outbox: takes the results; None: they stay in the state.
+        scratch: work area of the commit, from `ops.commit_scratch`.
+        mark: names a phase of the step to a profiler while it is entered.
     """
 
     target: CausalModel
     proposer: Proposer | None
-    page_size: int
+    ops: Ops = TORCH_OPS
+    outbox: Outbox | None = None
+    scratch: Tensor | None = None
+    mark: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
 def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Advances every running row of `state`; rows that are not running are left as they are."""
     if shape.num_drafts and parts.proposer is not None:
-        parts.proposer.propose(state, shape, draws)
-    drafts = state.draft_tokens[:, : shape.num_drafts]
-    places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=state.lengths.device)
-    logits = score(parts, state, shape, drafts, places - 1)
-    if shape.sampler == GREEDY:
-        accepted, block = verify.greedy(logits, drafts, state.draft_counts)
-    else:
-        p = sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)
-        q = state.draft_probs[:, : shape.num_drafts].to(p.dtype)
-        accepted, block = verify.rejection(p, q, drafts, state.draft_counts, places, draws, sampling.TARGET)
-    if shape.top_logprobs is not None:
-        record_logprobs(state, shape.top_logprobs, logits, block)
-    commit(state, shape, accepted, block)
+        with parts.mark("propose"):
+            parts.proposer.propose(state, shape, draws)
+    with parts.mark("score"):
+        logits = score(parts, state, shape)
+    with parts.mark("verify and commit"):
+        _settle(parts, state, shape, draws, logits)
 
 
-def score(parts: Parts, state: DecodeState, shape: StepShape, drafts: Tensor, positions: Tensor) -> Tensor:
+def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    last = state.tokens.gather(1, positions[:, :1].clamp(0, state.tokens.shape[1] - 1))
-    rows = PassRows(
-        tokens=torch.cat((last, drafts), dim=1),
-        positions=positions,
-        slots=slots_of(state.block_table, positions, parts.page_size, state.running[:, None]),
-        block_table=state.block_table,
-        num_blocks=shape.num_blocks,
-        tiling=shape.tiling,
+    ids, positions, writes = parts.ops.feed_rows(
+        state.tokens,
+        state.lengths,
+        state.finish,
+        state.draft_tokens,
+        first=-1,
+        queries=shape.num_drafts + 1,
+        limit=NO_LIMIT,
+        vocab=parts.target.vocab_size,
     )
+    rows = PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling)
     return parts.target.logits(parts.target.hidden(rows), shape.tiling)
 
 
-def commit(state: DecodeState, shape: StepShape, accepted: Tensor, block: Tensor) -> None:
-    """Appends block[:, :accepted+1], cut at the first stop id or at the row's limit, whichever is first.
+def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> None:
+    """Decides what is emitted, commits it to the state and publishes it."""
+    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
+    if shape.sampler == GREEDY and shape.top_logprobs is None:
+        parts.ops.verify_commit(logits, state, parts.scratch, entry)
+        return
+    accepted, block = _verify(state, shape, draws, logits)
+    if shape.top_logprobs is None:
+        parts.ops.commit(accepted, block, state, parts.scratch, entry)
+        return
+    record_logprobs(state, shape.top_logprobs, logits, block)
+    parts.ops.commit(accepted, block, state, parts.scratch, None)
+    if parts.outbox:
+        drafting = shape.num_drafts > 0
+        parts.ops.publish(
+            parts.outbox.entries, parts.outbox.counter, state, drafting=drafting, details=parts.outbox.details
+        )
 
-    Args:
-        accepted: int64 [B], drafts accepted.
-        block: int64 [B, k+1], the accepted drafts and one more token.
-    """
-    k = shape.num_drafts
-    running = state.running
-    places = torch.arange(k + 1, device=block.device)
-    is_stop = (block[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (places <= accepted[:, None])
-    # one more than the place of the first stop id; k + 2 where there is none
-    upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
-    room = state.limits - state.lengths
-    count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room)
-    count = torch.where(running, count, 0)
-    finish = torch.where(upto_stop <= room, torch.where(upto_stop <= k + 1, STOPPED, RUNNING), RUNNING)
-    finish = torch.where((finish == RUNNING) & (count == room), AT_LIMIT, finish)
 
-    junk = state.tokens.shape[1] - 1
-    at = (state.lengths[:, None] + places).clamp(max=junk)
-    state.tokens.scatter_(1, torch.where(places < count[:, None], at, junk), block)
-    if k:
-        # the draft fed positions up to lengths + drafts - 2; its next pass starts two before the new length
-        fed = torch.minimum(state.lengths + state.draft_counts - 1, state.lengths + count - 1)
-        state.draft_lengths.copy_(torch.where(running & (state.draft_counts > 0), fed, state.draft_lengths))
-    state.lengths.add_(count)
-    state.finish.copy_(torch.where(running, finish, state.finish))
-    state.block[:, : k + 1].copy_(block)
-    state.emitted.copy_(count)
-    state.accepted.copy_(torch.where(running, accepted, -1))
+def _verify(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(accepted [B], block [B, k+1]) of the drafts under the target's logits [B, k+1, V]."""
+    drafts = state.draft_tokens[:, : shape.num_drafts]
+    if shape.sampler == GREEDY:
+        return verify.greedy(logits, drafts, state.draft_counts)
+    places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
+    p = sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)
+    q = state.draft_probs[:, : shape.num_drafts].to(p.dtype)
+    return verify.rejection(p, q, drafts, state.draft_counts, places, draws, sampling.TARGET)
 
 
 def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor) -> None:
@@ -112,18 +115,11 @@ def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor)
 def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int, chunk: int) -> None:
     """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
 
-    The caller passes a state of one row, chunks at fixed absolute positions and a tiling of exactly one chunk, so
-    that a prompt's K/V bits depend on that prompt alone.
+    The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
+    chunk, so that a prompt's K/V bits depend on that prompt alone.
     """
     positions = torch.arange(start, start + chunk, device=state.lengths.device)[None]
     writes = state.running[:, None] & (positions < state.lengths[:, None] - 1)
-    tokens = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
-    rows = PassRows(
-        tokens=tokens,
-        positions=torch.where(writes, positions, 0),
-        slots=slots_of(state.block_table, positions, parts.page_size, writes),
-        block_table=state.block_table,
-        num_blocks=shape.num_blocks,
-        tiling=shape.tiling,
-    )
-    parts.target.hidden(rows)
+    ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
+    positions = torch.where(writes, positions, 0)
+    parts.target.hidden(PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling))

@@ -3,7 +3,8 @@
 p is the target's law, q the draft's. Drafts x_1..x_k were drawn from q. Draft j is accepted with probability
 min(1, p(x)/q(x)); the first rejected place is filled from the residual norm(max(p - q, 0)); after k acceptances
 one more token comes from p. The emitted tokens then follow p exactly (Leviathan et al., arXiv 2211.17192,
-theorem 3.5; Chen et al., arXiv 2302.01318). Every function is pure; coins and draws are arguments.
+theorem 3.5; Chen et al., arXiv 2302.01318). Every function but `commit` is pure; coins and draws are
+arguments.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state adds one for idle rows
 
 
 class Draws(Protocol):
@@ -87,3 +90,97 @@ def _leading(flags: Tensor, counts: Tensor) -> Tensor:
     """Number of leading True among the first `counts` [B] of each row of bool [B, k]: int64 [B]."""
     counted = torch.arange(flags.shape[1], device=flags.device) < counts[:, None]
     return (flags & counted).long().cumprod(dim=1).sum(dim=1)
+
+
+class CommitRows(Protocol):
+    """The tensors of B rows that a commit reads and writes; `fastspec.state.DecodeState` has and explains them."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, T]."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def limits(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def draft_lengths(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def finish(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def stop_ids(self) -> Tensor:
+        """int64 [B, S], padded with -1."""
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        """int64 [B, K]."""
+
+    @property
+    def draft_counts(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def block(self) -> Tensor:
+        """int64 [B, K+1]."""
+
+    @property
+    def emitted(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def accepted(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """fp32 [B, K+1]."""
+
+    @property
+    def top_ids(self) -> Tensor:
+        """int64 [B, K+1, N]."""
+
+    @property
+    def top_logprobs(self) -> Tensor:
+        """fp32 [B, K+1, N]."""
+
+
+def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
+    """Appends block[:, :accepted+1], cut at the first stop id or at the row's limit, whichever is first.
+
+    Args:
+        rows: changed in place; rows that are not running keep what counts.
+        accepted: int64 [B], drafts accepted.
+        block: int64 [B, k+1], the accepted drafts and one more token.
+    """
+    k = block.shape[1] - 1
+    running = rows.finish == RUNNING
+    places = torch.arange(k + 1, device=block.device)
+    is_stop = (block[:, :, None] == rows.stop_ids[:, None, :]).any(-1) & (places <= accepted[:, None])
+    # one more than the place of the first stop id; k + 2 where there is none
+    upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
+    room = rows.limits - rows.lengths
+    count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room)
+    count = torch.where(running, count, 0)
+    finish = torch.where(upto_stop <= room, torch.where(upto_stop <= k + 1, STOPPED, RUNNING), RUNNING)
+    finish = torch.where((finish == RUNNING) & (count == room), AT_LIMIT, finish)
+
+    junk = rows.tokens.shape[1] - 1
+    at = (rows.lengths[:, None] + places).clamp(max=junk)
+    rows.tokens.scatter_(1, torch.where(places < count[:, None], at, junk), block)
+    if k:
+        # the draft fed positions up to lengths + drafts - 2; its next pass starts two before the new length
+        fed = torch.minimum(rows.lengths + rows.draft_counts - 1, rows.lengths + count - 1)
+        rows.draft_lengths.copy_(torch.where(running & (rows.draft_counts > 0), fed, rows.draft_lengths))
+    rows.lengths.add_(count)
+    rows.finish.copy_(torch.where(running, finish, rows.finish))
+    rows.block[:, : k + 1].copy_(block)
+    rows.emitted.copy_(count)
+    rows.accepted.copy_(torch.where(running, accepted, -1))

@@ -1,4 +1,4 @@
-"""Runners: a step is a callable over static buffers; a runner launches it, or captures it once and replays it.
+"""Runners: a step is a callable over static buffers; a runner launches it, or replays what it captured of it.
 
 Knows no model and no state: it gets callables. A captured callable must read and write buffers that outlive the
 runner, allocate nothing it needs later, and read nothing back to the host.
@@ -6,13 +6,14 @@ runner, allocate nothing it needs later, and read nothing back to the host.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,35 +21,81 @@ _WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' w
 
 
 class Runner(Protocol):
-    """Runs a step.
+    """Runs steps.
 
     Attributes:
-        static: whether a step is recorded, so that nothing in its launch may depend on lengths.
+        static: whether steps are replayed, so that nothing in their launch may depend on lengths.
+        depth: steps that may be launched before the results of the first are read.
     """
 
     static: bool
+    depth: int
 
-    def run(self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
-        """Runs `body` once.
+    def run(self, key: str, body: Callable[[], None]) -> None:
+        """Runs `body` once, or what was captured of it under `key`, without waiting for it.
+
+        Raises:
+            RuntimeError: nothing was captured under `key`.
+        """
+
+    def ready(self, key: str) -> bool:
+        """Whether a step of that key can run."""
+
+    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+        """Makes `key` ready to run.
 
         Args:
             key: what `body` depends on besides the contents of its buffers.
             body: the step.
             idle: a context in which running `body` changes nothing that counts.
+
+        Raises:
+            RuntimeError: the capture failed; the runner stays usable.
         """
+
+    def on(self) -> AbstractContextManager[object]:
+        """A context in which the device's work is queued where this runner queues its own."""
+
+    def join(self) -> None:
+        """Lets what is queued from now on come after what the caller has queued on its own stream."""
 
     def describe(self) -> str:
         """What was captured, in words."""
 
 
 class EagerRunner:
-    """The host launches every operation of every step."""
+    """The host launches every operation of every step.
+
+    Args:
+        device: where.
+        depth: as in Runner; by default a step is launched when the one before it was read.
+    """
 
     static = False
 
-    def run(self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, device: torch.device, depth: int = 1) -> None:
+        self.depth = depth
+        self._stream = _StreamLease(device, self) if device.type == "cuda" else None
+
+    def run(self, key: str, body: Callable[[], None]) -> None:
         """Calls body."""
         body()
+
+    def ready(self, key: str) -> bool:
+        """Always."""
+        return True
+
+    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+        """Does nothing."""
+
+    def on(self) -> AbstractContextManager[object]:
+        """The runner's stream on CUDA."""
+        return self._stream.on() if self._stream else nullcontext()
+
+    def join(self) -> None:
+        """Waits on the device, on CUDA."""
+        if self._stream:
+            self._stream.join()
 
     def describe(self) -> str:
         """One line."""
@@ -61,97 +108,163 @@ class Captured:
 
     Attributes:
         graph: to replay.
+        nodes: kernels, copies and fills in it.
         seconds: warm-up and capture.
         bytes: the shared pool grew by this.
     """
 
     graph: torch.cuda.CUDAGraph
+    nodes: int
     seconds: float
     bytes: int
 
 
-class _StreamPool:
-    """Streams to capture on, handed out to one runner at a time and taken back when it goes.
-
-    cuBLAS keeps a work area per stream until the process ends, and captured graphs go on using it: runners that
-    live at the same time must not share a stream, and a new stream per runner would lose 32 MiB with each.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.cuda.Stream] = []
-
-    def take(self, owner: object) -> tuple[torch.cuda.Stream, Callable[[], object]]:
-        """A stream for as long as `owner` lives, and what to call if it must not be used again."""
-        stream = self._free.pop() if self._free else torch.cuda.Stream(self._device)
-        return stream, weakref.finalize(owner, self._free.append, stream).detach
-
-
-@cache
-def _streams(device: torch.device) -> _StreamPool:
-    return _StreamPool(device)
-
-
 class GraphRunner:
-    """Captures a step when its key is first met, then replays it.
+    """Captures steps as CUDA graphs and replays them; a step that was not captured is an error.
 
     All graphs share one memory pool: they run one after the other, and none reads what an earlier one left there.
 
     Args:
         device: where to capture.
+        depth: as in Runner.
+        nvtx: mark captures and replays as NVTX ranges.
     """
 
     static = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, depth: int = 2, nvtx: bool = False) -> None:
         self._device = device
-        self._graphs: dict[Hashable, Captured] = {}
+        self.depth = depth
+        self._nvtx = nvtx
+        self._graphs: dict[str, Captured] = {}
+        self._failures: dict[str, str] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream, self._discard_stream = _streams(device).take(self)
+        self._stream = _StreamLease(device, self)
 
-    def run(self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
-        """Replays the graph of `key`, after capturing it when it is new."""
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(body, idle)
-            except RuntimeError as error:
-                # a stream whose capture failed may stay in that state, and the pool with it
-                self._discard_stream()
-                self._stream, self._discard_stream = _streams(self._device).take(self)
-                self._pool = torch.cuda.graph_pool_handle()
-                raise RuntimeError(
-                    f"the step ({key}) could not be captured as a CUDA graph: {error}; if it must run all the same, "
-                    "graphs=False launches every operation from the host"
-                ) from error
-        self._graphs[key].graph.replay()
+    def run(self, key: str, body: Callable[[], None]) -> None:
+        """Replays the graph of `key`: one launch."""
+        captured = self._graphs.get(key)
+        if captured is None:
+            raise RuntimeError(
+                f"no CUDA graph for the step ({key}): {self._failures.get(key, 'it was never captured')}. "
+                "warmup() captures it; graphs=False launches every operation from the host instead"
+            )
+        if self._nvtx:
+            with torch.cuda.nvtx.range(f"step: {key}"):
+                captured.graph.replay()
+        else:
+            captured.graph.replay()
+
+    def ready(self, key: str) -> bool:
+        """Whether it was captured."""
+        return key in self._graphs
+
+    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+        """Captures `body`, unless `key` is there already."""
+        if self.ready(key):
+            return
+        try:
+            self._graphs[key] = self._capture(key, body, idle)
+        except RuntimeError as error:
+            self._failures[key] = f"its capture failed: {error}"
+            # a stream whose capture failed may stay in that state, and the pool with it
+            torch.cuda.synchronize(self._device)
+            self._stream.discard()
+            self._stream = _StreamLease(self._device, self)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise RuntimeError(
+                f"the step ({key}) could not be captured as a CUDA graph: {error}; if it must run all the same, "
+                "graphs=False launches every operation from the host"
+            ) from error
+        self._failures.pop(key, None)
+
+    def on(self) -> AbstractContextManager[object]:
+        """The stream of captures and replays."""
+        return self._stream.on()
+
+    def join(self) -> None:
+        """Waits on the device."""
+        self._stream.join()
 
     def describe(self) -> str:
         """A line a graph."""
-        if not self._graphs:
-            return "none captured yet: each is, when its step first runs"
         lines = [
-            f"{key}: {captured.seconds * 1e3:.0f} ms to capture, {captured.bytes / 2**20:.1f} MiB"
+            f"{key}: {captured.nodes} nodes, {captured.seconds * 1e3:.0f} ms to capture, "
+            f"{captured.bytes / 2**20:.1f} MiB"
             for key, captured in self._graphs.items()
         ]
-        return f"{len(lines)} captured, one per kind of step\n           " + "\n           ".join(lines)
+        lines += [f"{key}: not captured, {reason}" for key, reason in self._failures.items()]
+        head = f"{len(self._graphs)} captured, one per kind of step; {self.depth} steps launched ahead"
+        return "\n           ".join([head, *lines])
 
-    def _capture(self, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> Captured:
+    def _capture(
+        self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]
+    ) -> Captured:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
-        current = torch.cuda.current_stream(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with idle():
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with idle(), self.on():
+            for _ in range(_WARM_UPS):
+                body()
+            torch.cuda.current_stream(self._device).synchronize()
+            try:
+                # other threads may go on calling CUDA meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                held = torch.cuda.memory_allocated(self._device)  # with the generator's state, which is torch's own
+                with torch.cuda.nvtx.range(f"capture: {key}") if self._nvtx else nullcontext():
                     body()
-                self._stream.synchronize()
-                try:
-                    # other threads may go on calling CUDA meanwhile
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    body()
-                finally:
-                    graph.capture_end()
-            current.wait_stream(self._stream)
+            finally:
+                graph.capture_end()
+            kept = torch.cuda.memory_allocated(self._device) - held
+            if kept > 0:
+                raise RuntimeError(
+                    f"it keeps {kept} bytes that it allocated; a captured step may only keep what it writes to buffers "
+                    "that were there before"
+                )
+            graph.instantiate()
         grown = torch.cuda.memory_reserved(self._device) - before
-        return Captured(graph, time.perf_counter() - start, grown)
+        return Captured(graph, _node_count(graph), time.perf_counter() - start, grown)
+
+
+class _StreamLease:
+    """One stream, for one runner as long as it lives.
+
+    cuBLAS keeps a work area per stream until the process ends, and captured graphs go on using it: runners that
+    live at the same time must not share a stream, and a new stream per runner would lose 32 MiB with each. So
+    streams are handed out, and taken back when their runner goes.
+    """
+
+    def __init__(self, device: torch.device, owner: object) -> None:
+        free = _free_streams(device)
+        self._device = device
+        self._stream = free.pop() if free else torch.cuda.Stream(device)
+        self._finalizer = weakref.finalize(owner, free.append, self._stream)
+
+    @contextmanager
+    def on(self) -> Any:
+        """Makes device and stream the current ones, whatever the caller's are."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Lets the stream wait for the caller's."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def discard(self) -> None:
+        """Never hands this stream out again."""
+        self._finalizer.detach()
+
+
+@cache
+def _free_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return []
+
+
+def _node_count(graph: torch.cuda.CUDAGraph) -> int:
+    """Nodes of a kept graph, by the driver's cuGraphGetNodes."""
+    count = ctypes.c_size_t()
+    handle = ctypes.c_void_p(graph.raw_cuda_graph())
+    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))
+    if status:
+        raise RuntimeError(f"cuGraphGetNodes failed with status {status}")
+    return count.value

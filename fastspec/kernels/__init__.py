@@ -1,37 +1,70 @@
-"""Ops of the step. `reference` holds the torch definition of each; a file per op holds its Triton kernel."""
+"""Ops of a step. `reference` holds the torch definition of each; a file per op holds its Triton kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.reference import UNTILED, Tiling
+
+__all__ = ["TORCH_OPS", "UNTILED", "Ops", "Tiling", "ops_for"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The ops that have more than one implementation.
+    """One implementation of every op; signatures and meanings are those of the functions in `reference`.
 
     Attributes:
         name: "triton" or "torch".
-        paged_attention: signature and meaning of `reference.paged_attention`.
+        store: (weight, gated) -> the form in which `linear`, `pick` and `embed` want it.
+        workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
+            work in, given back to `attend` and `pick` as `work`.
+        commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
+        compiling: a context in which ops compute nothing, and their kernels are compiled.
     """
 
     name: str
-    paged_attention: Callable[..., Tensor]
+    store: Callable[[Tensor, bool], Tensor]
+    workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
+    commit_scratch: Callable[[int, int, torch.device], Tensor | None]
+    feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    embed: Callable[[Tensor, Tensor], Tensor]
+    linear: Callable[..., Tensor]
+    attend: Callable[..., Tensor]
+    pick: Callable[..., None]
+    verify_commit: Callable[..., None]
+    commit: Callable[..., None]
+    publish: Callable[..., None]
+    compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-TORCH_OPS = Ops("torch", reference.paged_attention)
+TORCH_OPS = Ops(
+    name="torch",
+    store=lambda weight, gated: weight,
+    workspace=lambda device, batch, max_queries, max_positions, heads: None,
+    commit_scratch=lambda batch, max_drafts, device: None,
+    feed_rows=reference.feed_rows,
+    embed=reference.embed,
+    linear=reference.linear,
+    attend=reference.attend,
+    pick=reference.pick,
+    verify_commit=reference.verify_commit,
+    commit=reference.commit,
+    publish=reference.publish,
+)
 
 
 def ops_for(device: torch.device) -> Ops:
     """Triton's ops on CUDA where Triton is installed, torch's elsewhere."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_OPS
-    from fastspec.kernels.paged_attention import paged_attention
+    from fastspec.kernels.triton_ops import TRITON_OPS
 
-    return Ops("triton", paged_attention)
+    return TRITON_OPS

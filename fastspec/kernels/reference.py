@@ -9,10 +9,13 @@ A block that is masked for a row is an exact no-op for it, so the number of bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastspec import verify
 
 KEY_BLOCK = 256
 
@@ -40,25 +43,68 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED) -> Tensor:
-    """x [..., K] @ weight [N, K].T + bias, in products of `tiling.rows` rows."""
-    if tiling.rows is None:
-        return F.linear(x, weight, bias)
-    product = torch.cat([F.linear(rows, weight, bias) for rows in _row_blocks(x, tiling.rows)])
-    return product[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tiling: Tiling = UNTILED,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A linear layer with what stands before and after it: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
+
+    Args:
+        x: [..., K].
+        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows.
+        bias: [N].
+        tiling: `tiling.rows` rows a product.
+        norm: weight [K] and epsilon of an RMSNorm of x.
+        residual: [..., N], added at the end.
+        gated: the product is [gate; up], the result [..., N/2] is silu(gate) * up.
+        out_dtype: float32 keeps the accumulator as it is, whatever the weights' dtype; by default x's dtype.
+    """
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    product = _product(x, weight, bias, tiling, out_dtype)
+    if gated:
+        product = silu_mul(product)
+    return product if residual is None else residual + product
 
 
-def head(x: Tensor, weight: Tensor, tiling: Tiling = UNTILED) -> Tensor:
-    """Logits [..., V] in fp32 from the accumulator: never rounded to the weights' dtype on the way."""
-    blocks = [x.reshape(-1, x.shape[-1])] if tiling.rows is None else _row_blocks(x, tiling.rows)
-    logits = torch.cat([_product_fp32(rows, weight) for rows in blocks])
-    return logits[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+def pick(
+    x: Tensor,
+    weight: Tensor,
+    limit: int,
+    tiling: Tiling = UNTILED,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    work: object = None,
+    out: Tensor,
+) -> None:
+    """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first."""
+    logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+    out.copy_(logits[..., :limit].argmax(dim=-1))
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None
+) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    blocks = [flat] if tiling.rows is None else _row_blocks(flat, tiling.rows)
+    if out_dtype is torch.float32:
+        product = torch.cat([_product_fp32(rows, weight) for rows in blocks])
+        product = product if bias is None else product + bias
+    else:
+        product = torch.cat([F.linear(rows, weight, bias) for rows in blocks])
+    return product[: flat.shape[0]].view(*x.shape[:-1], -1)
 
 
 def _row_blocks(x: Tensor, row_block: int) -> list[Tensor]:
-    """Rows of x [..., K] as zero-padded blocks [row_block, K]."""
-    flat = x.reshape(-1, x.shape[-1])
-    return list(F.pad(flat, (0, 0, 0, -flat.shape[0] % row_block)).split(row_block))
+    """Rows of x [R, K] as zero-padded blocks [row_block, K]."""
+    return list(F.pad(x, (0, 0, 0, -x.shape[0] % row_block)).split(row_block))
 
 
 def _product_fp32(rows: Tensor, weight: Tensor) -> Tensor:
@@ -163,3 +209,222 @@ def _gather_block(
     k = torch.where(written, keys.view(-1, *flat)[slots], 0.0)
     v = torch.where(written, values.view(-1, *flat)[slots], 0.0)
     return k.float().transpose(1, 2), v.float().transpose(1, 2)
+
+
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_blocks: int,
+    window: int | None,
+    work: object = None,
+    tiling: Tiling = UNTILED,
+) -> Tensor:
+    """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
+
+    Args:
+        qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
+        cos, sin: fp32 [positions, D/2], the rotary table.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `writes`.
+        block_table: int64 [B, P].
+        positions: int64 [B, Q], >= 0.
+        writes: bool [B, Q]; the K/V of other rows is not kept.
+        num_heads: H.
+        q_norm, k_norm, eps: weights [D] of an RMSNorm of every query and key head, and its epsilon.
+        num_blocks, window, tiling: as in `paged_attention`.
+        work: of the kernel; unused here.
+
+    Returns:
+        [B, Q, H * D].
+    """
+    page_size, kv_heads, dim = keys.shape[1:]
+    heads = qkv.unflatten(-1, (-1, dim))
+    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=2)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    at = positions.clamp(max=cos.shape[0] - 1)
+    rotation = cos[at][:, :, None], sin[at][:, :, None]
+    slots = _slots(block_table, positions, page_size, writes).flatten()
+    keys.view(-1, kv_heads, dim).index_copy_(0, slots, rope(key, *rotation).flatten(0, 1))
+    values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
+    out = paged_attention(
+        rope(query, *rotation),
+        keys,
+        values,
+        block_table,
+        positions,
+        num_blocks=num_blocks,
+        window=window,
+        tiling=tiling,
+    )
+    return out.flatten(2)
+
+
+def _slots(block_table: Tensor, positions: Tensor, page_size: int, writes: Tensor) -> Tensor:
+    """Flat cache slots [B, Q] of positions [B, Q]; where `writes` is False one of page 0, which belongs to nobody.
+
+    Positions beyond the block table are clamped to its last page: they are only ever given for rows that do not
+    write, and an index derived from data must stay in range all the same.
+    """
+    pages = block_table.gather(1, (positions // page_size).clamp(0, block_table.shape[1] - 1))
+    return torch.where(writes, pages, 0) * page_size + positions % page_size
+
+
+def feed_rows(
+    tokens: Tensor,
+    lengths: Tensor,
+    finish: Tensor,
+    draft_tokens: Tensor,
+    *,
+    first: int,
+    queries: int,
+    limit: int,
+    vocab: int,
+    draft_counts: Tensor | None = None,
+    num_drafts: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a pass at positions lengths + first .. lengths + first + queries - 1 of every row.
+
+    Args:
+        tokens: int64 [B, T]; positions below lengths are read from here.
+        lengths: int64 [B].
+        finish: int64 [B], 0 where the row is running.
+        draft_tokens: int64 [B, K]; position lengths + j is draft j.
+        first: position of the first, relative to lengths.
+        queries: tokens a row.
+        limit: positions from here on are not written.
+        vocab: ids outside 0..vocab-1 become 0.
+        draft_counts: int64 [B], given in the first pass of a draft: set to the drafts, of at most num_drafts, whose
+            predecessors all lie below limit; a row without any writes nothing.
+        num_drafts: k.
+
+    Returns:
+        (ids int64 [B, Q], positions int64 [B, Q] >= 0, writes bool [B, Q]: which of them are stored in the cache).
+    """
+    offsets = torch.arange(first, first + queries, device=lengths.device)
+    positions = lengths[:, None] + offsets
+    known = min(queries, max(0, -first))
+    at = positions[:, :known].clamp(0, tokens.shape[1] - 1)
+    ids = torch.cat((tokens.gather(1, at), draft_tokens[:, first + known : first + queries]), dim=1)
+    writes = (finish == verify.RUNNING)[:, None] & (positions >= 0) & (positions < limit)
+    if draft_counts is not None:
+        draft_counts.copy_((limit + 1 - lengths).clamp(0, num_drafts))
+        writes = writes & (draft_counts > 0)[:, None]
+    return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), writes
+
+
+def embed(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows [..., H] of an embedding [V, H], or packed [V/16, H/32, 16, 32], at int64 ids clamped to the table."""
+    if weight.dim() == 2:
+        return weight[ids.clamp(0, weight.shape[0] - 1)]
+    ids = ids.clamp(0, weight.shape[0] * 16 - 1)
+    return weight[ids // 16, :, ids % 16].flatten(-2)
+
+
+def feed_embed(weight: Tensor, *rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(embedded ids, positions, writes) of `feed_rows(*rows, **shape)`."""
+    ids, positions, writes = feed_rows(*rows, **shape)
+    return embed(weight, ids), positions, writes
+
+
+def verify_commit(
+    logits: Tensor,
+    rows: verify.CommitRows,
+    scratch: Tensor | None = None,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], then `commit`."""
+    accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
+    commit(accepted, block, rows, scratch, publish_to)
+
+
+def commit(
+    accepted: Tensor,
+    block: Tensor,
+    rows: verify.CommitRows,
+    scratch: Tensor | None = None,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Ends a step: `verify.commit` of accepted int64 [B] and block int64 [B, k+1], then `publish` where asked for.
+
+    Args:
+        accepted: as `verify.commit`.
+        block: likewise.
+        rows: likewise.
+        scratch: counters of the kernel, without use here.
+        publish_to: entries and counter as in `publish`.
+    """
+    verify.commit(rows, accepted, block)
+    if publish_to is not None:
+        publish(*publish_to, rows, drafting=block.shape[1] > 1)
+
+
+def publish(
+    entries: Tensor, counter: Tensor, rows: verify.CommitRows, *, drafting: bool, details: Tensor | None = None
+) -> None:
+    """Counts a step in `counter` int64 [1] and stores its results in slot counter % slots of a ring.
+
+    Args:
+        entries: int64 [slots, 1 + Bmax * (5 + K)]: the sequence number, then for each row emitted, accepted, drafts
+            that counted, finish and the K+1 tokens of its block. Rows beyond those of `rows` are left.
+        counter: sequence number of the last step.
+        rows: the results.
+        drafting: whether this step had drafts; otherwise none counted.
+        details: int32 [slots, Bmax, K+1, 1+2N]: at each place of the block the bits of its log-probability, the N
+            most probable ids, and the bits of their log-probabilities.
+    """
+    counter.add_(1)
+    slot = counter % entries.shape[0]
+    counts = rows.draft_counts * int(drafting)
+    entry = torch.cat((torch.stack((rows.emitted, rows.accepted, counts, rows.finish), dim=1), rows.block), dim=1)
+    if details is not None:
+        values = (rows.logprobs[..., None].view(torch.int32), rows.top_ids, rows.top_logprobs.view(torch.int32))
+        details[:, : len(rows.emitted)].index_copy_(0, slot, torch.cat(values, dim=-1).int()[None])
+    entries[:, 1 : 1 + entry.numel()].index_copy_(0, slot, entry.flatten()[None])
+    entries[:, 0].index_copy_(0, slot, counter)
+
+
+def tile_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear`, rows taken all at once."""
+    return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
+
+
+def tile_pick(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+    """int64 [R]: the lowest id of the largest of `linear`'s first `limit` logits in fp32; NaN counts as largest."""
+    return linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
+
+
+def prefill_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` with a packed weight [N/16, K/32, 16, 32]; with `gated` 8 gate rows, then their 8 up rows, and so on."""
+    rows = weight.transpose(1, 2).reshape(-1, weight.shape[1] * 32)
+    if gated:
+        rows = rows.view(-1, 2, 8, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    return linear(x, rows, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)

@@ -87,6 +87,16 @@ class PageTable:
             raise KeyError(f"row {row!r} owns no pages")
         self._free.extend(reversed(self._owned.pop(row)))
 
+    def move(self, source: int, place: int) -> None:
+        """Gives the pages of row `source` to row `place`.
+
+        Raises:
+            KeyError: the source owns no pages, or the place owns some.
+        """
+        if source not in self._owned or place in self._owned:
+            raise KeyError(f"cannot move the pages of row {source} to row {place}: rows with pages {list(self._owned)}")
+        self._owned[place] = self._owned.pop(source)
+
     def release_all(self) -> None:
         """Takes back the pages of every row."""
         for row in list(self._owned):

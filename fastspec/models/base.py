@@ -18,7 +18,10 @@ class CausalModel(Protocol):
         """Width of the logits."""
 
     def hidden(self, rows: PassRows) -> Tensor:
-        """Feeds rows, writes their K/V; returns the final hidden states [B, Q, hidden]."""
+        """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `pick`."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden]."""
+
+    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastspec.kernels import ops_for
-from fastspec.kernels import reference as ops
+from fastspec.kernels import UNTILED, Ops, Tiling
+from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kv_cache.cache import PagedKVCache, PassRows
 from fastspec.models.spec import ModelSpec
 from fastspec.models.weights import DecoderWeights, LayerWeights
@@ -19,19 +22,34 @@ class Decoder:
         spec: what distinguishes this model.
         weights: fused weights, all on one device.
         cache: pages this model reads and writes.
+        ops: implementations of everything a pass does.
         max_positions: positions the rotary table covers; every fed position must lie below it.
+        batch: rows of a decoding pass at most.
+        max_queries: tokens of each of them at most.
     """
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: PagedKVCache, max_positions: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        cache: PagedKVCache,
+        ops: Ops,
+        *,
+        max_positions: int,
+        batch: int,
+        max_queries: int,
+    ) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        self.ops = ops_for(weights.embed.device)
-        device = weights.embed.device
+        self.ops = ops
+        device = weights.norm.device
         inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
         angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inv_freq
         self._cos = angles.cos() * spec.rope.scaling  # [max_positions, D/2]
         self._sin = angles.sin() * spec.rope.scaling
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
 
     @property
     def vocab_size(self) -> int:
@@ -39,45 +57,92 @@ class Decoder:
         return self.spec.vocab_size
 
     def hidden(self, rows: PassRows) -> Tensor:
-        """Feeds rows and writes their K/V to the cache; returns the normed final hidden states [B, Q, hidden]."""
-        spec, weights = self.spec, self.weights
-        positions = rows.positions.clamp(0, self._cos.shape[0] - 1)
-        rotation = (self._cos[positions][:, :, None], self._sin[positions][:, :, None])
-        x = weights.embed[rows.tokens.clamp(0, spec.vocab_size - 1)]
-        for index, layer in enumerate(weights.layers):
-            normed = ops.rms_norm(x, layer.input_norm, spec.rms_eps)
-            x = x + self._attention(index, layer, normed, rows, rotation)
-            x = x + self._mlp(layer, ops.rms_norm(x, layer.post_norm, spec.rms_eps), rows.tiling)
-        return ops.rms_norm(x, weights.norm, spec.rms_eps)
+        """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
+        x = self.ops.embed(self.weights.embed, rows.ids)
+        for index, layer in enumerate(self.weights.layers):
+            x = self._layer(index, layer, x, rows)
+        return x
 
-    def logits(self, hidden: Tensor, tiling: ops.Tiling) -> Tensor:
-        """fp32 logits [..., V] of hidden states [..., hidden]."""
-        return ops.head(hidden, self.weights.head, tiling)
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
+        norm = (self.weights.norm, self.spec.rms_eps)
+        return self.ops.linear(hidden, self.weights.head, None, tiling, norm=norm, out_dtype=torch.float32)
 
-    def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, rows: PassRows, rotation: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        spec = self.spec
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias, rows.tiling)
-        heads = qkv.view(*x.shape[:2], -1, spec.head_dim)
-        query, key, value = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = ops.rms_norm(query, layer.q_norm, spec.rms_eps)
-            key = ops.rms_norm(key, layer.k_norm, spec.rms_eps)
-        # written before it is read: a row sees the same blocks of keys whether they are new or old
-        self.cache.write(index, ops.rope(key, *rotation), value, rows.slots)
-        attended = self.ops.paged_attention(
-            ops.rope(query, *rotation),
+    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
+        norm = (self.weights.norm, self.spec.rms_eps)
+        self.ops.pick(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
+
+    def _layer(self, index: int, layer: LayerWeights, x: Tensor, rows: PassRows) -> Tensor:
+        spec, linear, tiling = self.spec, self.ops.linear, rows.tiling
+        qkv = linear(x, layer.qkv, layer.qkv_bias, tiling, norm=(layer.input_norm, spec.rms_eps))
+        # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
+        attended = self.ops.attend(
+            qkv,
+            self._cos,
+            self._sin,
             self.cache.keys[index],
             self.cache.values[index],
             rows.block_table,
             rows.positions,
+            rows.writes,
+            num_heads=spec.num_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=spec.rms_eps,
             num_blocks=rows.num_blocks,
             window=spec.windows[index],
-            tiling=rows.tiling,
+            work=self._work,
+            tiling=tiling,
         )
-        return ops.linear(attended.flatten(2), layer.o, layer.o_bias, rows.tiling)
+        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
+        norm = (layer.post_norm, spec.rms_eps)
+        gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=norm, gated=True)
+        return linear(gated, layer.down, layer.down_bias, tiling, residual=x)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor, tiling: ops.Tiling) -> Tensor:
-        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, tiling)
-        return ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, tiling)
+
+class CompiledDecoder(Decoder):
+    """A Decoder whose passes in a step run through torch.compile, each as one graph; its ops must be `compiled(ops)`.
+
+    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, of more
+    tokens, run as they are: their sizes are many, and their products take most of their time.
+
+    Args:
+        *args, **options: as for Decoder.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, *args: Any, backend: str | Callable[..., Any] = INDUCTOR, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._compiled_hidden = PerShape(_hidden, backend)
+        self._compiled_logits = PerShape(_logits, backend)
+        self._compiled_pick = PerShape(_pick, backend)
+
+    def hidden(self, rows: PassRows) -> Tensor:
+        """As Decoder's."""
+        if rows.ids.shape[1] > MAX_QUERIES:
+            return super().hidden(rows)
+        return self._compiled_hidden(self, rows.ids, rows.positions, rows.writes, rows.block_table)
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """As Decoder's; any number of rows at once."""
+        return self._compiled_logits(self, hidden)
+
+    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As Decoder's; any number of rows at once."""
+        # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
+        out.copy_(self._compiled_pick(self, hidden, limit))
+
+
+def _hidden(model: Decoder, ids: Tensor, positions: Tensor, writes: Tensor, block_table: Tensor) -> Tensor:
+    return Decoder.hidden(model, PassRows(ids, positions, writes, block_table, 0, UNTILED))
+
+
+def _logits(model: Decoder, hidden: Tensor) -> Tensor:
+    return Decoder.logits(model, hidden, UNTILED)
+
+
+def _pick(model: Decoder, hidden: Tensor, limit: int) -> Tensor:
+    chosen = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    Decoder.pick(model, hidden, limit, UNTILED, chosen)
+    return chosen

@@ -10,7 +10,7 @@ shared with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from fastspec.models.sources import Checkpoint
     from fastspec.models.spec import ModelSpec
+
+    Store = Callable[[Tensor, bool], Tensor]
 
 EMBED: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
@@ -230,6 +232,7 @@ def load_weights(
     device: torch.device,
     progress: bool = True,
     release_source: bool = False,
+    store: Store = lambda weight, gated: weight,
 ) -> DecoderWeights:
     """Loads all weights of a checkpoint, fused, in `dtype` on `device`.
 
@@ -241,6 +244,7 @@ def load_weights(
         release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
             once its copy is made, and the module cannot be used again, also if loading fails half way.
             Without it the module is left as it was. Means nothing for a directory.
+        store: puts a matrix into the form in which it is used; gated tells gate over up from any other.
 
     Returns:
         Contiguous tensors that share no memory with the source.
@@ -261,7 +265,7 @@ def load_weights(
         source.open(),
         tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress) as bar,
     ):
-        return _assemble(_Loader(source, dtype, device, bar, release_source), spec)
+        return _assemble(_Loader(source, dtype, device, bar, release_source), spec, store)
 
 
 def _source_of(checkpoint: Checkpoint) -> TensorSource:
@@ -272,16 +276,17 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
     return ShardTensors(checkpoint.directory)
 
 
-def _assemble(loader: _Loader, spec: ModelSpec) -> DecoderWeights:
+def _assemble(loader: _Loader, spec: ModelSpec, store: Store) -> DecoderWeights:
     if spec.tied:
         loader.tied_head()
-    embed = loader.rows(EMBED)
-    layers = tuple(_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers))
+    embed = store(loader.rows(EMBED), False)
+    layers = tuple(_layer(loader, spec, f"model.layers.{index}.", store) for index in range(spec.num_layers))
     norm = loader.rows(NORM)
-    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=embed if spec.tied else loader.rows(HEAD))
+    head = embed if spec.tied else store(loader.rows(HEAD), False)
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head)
 
 
-def _layer(loader: _Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
+def _layer(loader: _Loader, spec: ModelSpec, prefix: str, store: Store) -> LayerWeights:
     def rows(kind: str, *names: str, when: bool) -> Tensor | None:
         return loader.rows(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
 
@@ -293,14 +298,14 @@ def _layer(loader: _Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
     return LayerWeights(
         input_norm=weight("input_layernorm"),
         post_norm=weight("post_attention_layernorm"),
-        qkv=weight(*qkv),
+        qkv=store(weight(*qkv), False),
         qkv_bias=rows("bias", *qkv, when=spec.qkv_bias),
         q_norm=rows("weight", "self_attn.q_norm", when=spec.qk_norm),
         k_norm=rows("weight", "self_attn.k_norm", when=spec.qk_norm),
-        o=weight("self_attn.o_proj"),
+        o=store(weight("self_attn.o_proj"), False),
         o_bias=rows("bias", "self_attn.o_proj", when=spec.o_bias),
-        gate_up=weight(*gate_up),
+        gate_up=store(weight(*gate_up), True),
         gate_up_bias=rows("bias", *gate_up, when=spec.mlp_bias),
-        down=weight("mlp.down_proj"),
+        down=store(weight("mlp.down_proj"), False),
         down_bias=rows("bias", "mlp.down_proj", when=spec.mlp_bias),
     )

@@ -9,7 +9,7 @@ from fastspec.kernels.reference import Tiling
 from fastspec.state import DecodeState
 from fastspec.verify import Draws
 
-GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"  # sampler kinds of a step
+SAMPLERS = GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"  # sampler kinds of a step
 
 
 @dataclass(frozen=True, slots=True)

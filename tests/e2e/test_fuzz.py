@@ -24,10 +24,9 @@ from hypothesis.stateful import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-import fastspec.step
-from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption, verify
+from fastspec.graphs.ring import RowResult
 from fastspec.loop import DecodeLoop, Request
-from fastspec.proposers.base import StepShape
 from fastspec.state import IDLE, DecodeState
 from tests.helpers.fuzzing import CI, CONTEXT, DRAFTS, NIGHTLY, VOCAB, Call, Pair, calls, raised_by_us
 
@@ -293,29 +292,30 @@ def stop_ids_are_kept(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_stop_at_the_last_place_is_missed(plant: pytest.MonkeyPatch) -> None:
-    commit = fastspec.step.commit
+    commit = verify.commit
 
-    def planted(state: DecodeState, shape: StepShape, accepted: torch.Tensor, block: torch.Tensor) -> None:
+    def planted(state: DecodeState, accepted: torch.Tensor, block: torch.Tensor) -> None:
         kept = state.stop_ids.clone()
         last = block.gather(1, accepted[:, None])
-        whole = (accepted == shape.num_drafts) & (shape.num_drafts > 0)
+        drafts = block.shape[1] - 1
+        whole = (accepted == drafts) & (drafts > 0)
         state.stop_ids.masked_fill_((state.stop_ids == last) & whole[:, None], -1)
-        commit(state, shape, accepted, block)
+        commit(state, accepted, block)
         state.stop_ids.copy_(kept)
 
-    plant.setattr(fastspec.step, "commit", planted)
+    plant.setattr(verify, "commit", planted)
 
 
 def a_draft_too_many_is_accepted(plant: pytest.MonkeyPatch) -> None:
-    commit = fastspec.step.commit
+    commit = verify.commit
 
-    def planted(state: DecodeState, shape: StepShape, accepted: torch.Tensor, block: torch.Tensor) -> None:
-        if shape.num_drafts > 1:
+    def planted(state: DecodeState, accepted: torch.Tensor, block: torch.Tensor) -> None:
+        if block.shape[1] > 2:
             accepted = torch.where(accepted == 1, 2, accepted)
             block[:, 1] = state.draft_tokens[:, 1]
-        commit(state, shape, accepted, block)
+        commit(state, accepted, block)
 
-    plant.setattr(fastspec.step, "commit", planted)
+    plant.setattr(verify, "commit", planted)
 
 
 def seeds_depend_on_the_place(plant: pytest.MonkeyPatch) -> None:
@@ -336,9 +336,10 @@ def pages_are_shared(plant: pytest.MonkeyPatch) -> None:
 def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
     record = Request.record
 
-    def planted(self: Request, drafted: int, accepted: int, tokens: list[int]) -> None:
-        record(self, drafted, accepted, tokens)
+    def planted(self: Request, result: RowResult) -> list[int]:
+        tokens = record(self, result)
         self.dropped = 0
+        return tokens
 
     plant.setattr(Request, "record", planted)
 

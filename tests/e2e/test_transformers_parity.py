@@ -190,7 +190,8 @@ def test_taking_a_part_away_changes_the_text(family: str, mutation: Mutation, tm
         target = gen._engine.parts.target  # type: ignore[union-attr]
         assert isinstance(target, Decoder)
         spec, weights = mutation(target.spec, target.weights)
-        object.__setattr__(gen._engine.parts, "target", Decoder(spec, weights, target.cache, 384))  # type: ignore[union-attr]
+        other = Decoder(spec, weights, target.cache, target.ops, max_positions=384, batch=8, max_queries=8)
+        object.__setattr__(gen._engine.parts, "target", other)  # type: ignore[union-attr]
         mutilated = texts_of(gen, prompts)
     # a one-token prompt sees nothing to attend to at first; every text must change within its 200 tokens
     assert all(a != b for a, b in zip(whole, mutilated, strict=True))

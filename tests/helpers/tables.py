@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels import TORCH_OPS
 from fastspec.kernels.reference import Tiling
 from fastspec.kv_cache.cache import PassRows
 from fastspec.proposers.base import StepShape
@@ -32,12 +33,15 @@ class TableModel:
         return self.table.shape[-1]
 
     def hidden(self, rows: PassRows) -> Tensor:
-        self.passes.append(rows.tokens.shape[1])
+        self.passes.append(rows.ids.shape[1])
         positions = rows.positions.clamp(0, self.table.shape[0] - 1)
-        return torch.stack((positions, rows.tokens), dim=-1)
+        return torch.stack((positions, rows.ids), dim=-1)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         return self.table[hidden[..., 0], hidden[..., 1]]
+
+    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 
 
 def random_table(seed: int, positions: int, vocab: int, zeros: float = 0.3) -> Tensor:
@@ -130,10 +134,8 @@ def table_parts(target: Tensor, draft: Tensor | None, shared: int | None = None,
     """Parts of two tables of logits."""
     proposer = None
     if draft is not None:
-        proposer = DraftModel(
-            TableModel(draft), page_size=1, shared_vocab=shared or draft.shape[-1], max_length=context
-        )
-    return Parts(TableModel(target), proposer, page_size=1)
+        proposer = DraftModel(TableModel(draft), TORCH_OPS, shared or draft.shape[-1], context)
+    return Parts(TableModel(target), proposer)
 
 
 def shape_of(k: int, sampler: str) -> StepShape:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.engine import Engine
+from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner
+from fastspec.kernels import ops_for
 from fastspec.kernels.reference import Tiling
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
-from fastspec.loop import Engine
 from fastspec.models.decoder import Decoder
 from fastspec.models.spec import ModelSpec, RopeSpec
 from fastspec.models.weights import DecoderWeights, LayerWeights
@@ -95,13 +97,15 @@ def tiny_engine(
     window: int | None = None,
     same: bool = False,
     tiling: Tiling = STEP_TILING,
-    chunk: int = 32,
+    chunks: tuple[int, ...] = (32,),
+    depth: int = 1,
     num_pages: int | None = None,
     draft_context: int = 4096,
     graphs: bool = False,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
-    on = torch.device(device)
+    on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    ops = ops_for(on)
     pages_per_row = -(-(max_length + k + 1) // page_size)
     pages = num_pages or 1 + batch * pages_per_row
 
@@ -115,20 +119,47 @@ def tiny_engine(
             dtype=torch.float32,
             device=on,
         )
-        return Decoder(spec, random_weights(spec, seed, on), cache, pages_per_row * page_size)
+        return Decoder(
+            spec,
+            random_weights(spec, seed, on),
+            cache,
+            ops,
+            max_positions=pages_per_row * page_size,
+            batch=batch,
+            max_queries=max(2, k + 1),
+        )
 
-    target = decoder(tiny_spec(window=window), seed=1)
-    draft = decoder(tiny_spec(window=window), seed=1) if same else decoder(tiny_spec(layers=1, hidden=32), seed=2)
-    state = DecodeState.allocate(
-        batch=batch,
-        max_drafts=k,
-        max_length=max_length,
-        pages_per_row=pages_per_row,
-        vocab_size=VOCAB,
-        device=on,
-    )
-    proposer = DraftModel(draft, page_size, VOCAB, draft_context)
-    runner = GraphRunner(on) if graphs else EagerRunner()
+    runner = GraphRunner(on, depth=depth) if graphs else EagerRunner(on, depth)
+    with runner.on():
+        target = decoder(tiny_spec(window=window), seed=1)
+        draft = decoder(tiny_spec(window=window), seed=1) if same else decoder(tiny_spec(layers=1, hidden=32), seed=2)
+        state = DecodeState.allocate(
+            batch=batch,
+            max_drafts=k,
+            max_length=max_length,
+            pages_per_row=pages_per_row,
+            vocab_size=VOCAB,
+            device=on,
+        )
+        proposer = DraftModel(draft, ops, VOCAB, draft_context)
+        ring = ResultRing(batch, k, state.top_ids.shape[2], on, pinned=ops.name == "triton")
+        scratch = ops.commit_scratch(batch, k, on)
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        Parts(target, proposer, page_size), state, PageTable(pages, page_size, order), k, tiling, chunk, runner
+        parts=Parts(target, proposer, ops, ring.outbox, scratch),
+        state=state,
+        pages=PageTable(pages, page_size, order),
+        max_drafts=k,
+        decode_tiling=tiling,
+        chunks=chunks,
+        runner=runner,
+        ring=ring,
     )
+
+
+def capture_all(engine: Engine, ks: set[int], sampler: str, top_logprobs: int | None = None) -> None:
+    """Makes every step of these kinds ready to run."""
+    with engine.on_device():
+        for rows, shape in engine.missing(engine.state.batch, ks, sampler, top_logprobs):
+            engine.capture(rows, shape)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from fastspec.kernels import reference
-from fastspec.kernels.reference import UNTILED, Tiling
-from fastspec.loop import Engine
+from fastspec.engine import Engine
+from fastspec.kernels import TORCH_OPS, Tiling, reference
 from fastspec.proposers.base import GREEDY, StepShape
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score
@@ -30,7 +32,7 @@ def fill(engine: Engine, rows: list[int], length: int) -> None:
         state.lengths[place] = length
         state.limits[place] = 110
         state.finish[place] = RUNNING
-        chunk = engine.chunk
+        (chunk,) = engine.chunks
         for start in range(0, length - 1, chunk):
             shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
             prefill(engine.parts, state.rows(place, place + 1), shape, start, chunk)
@@ -40,16 +42,13 @@ def scored(engine: Engine, rows: list[int], length: int, k: int, *, one_by_one: 
     """Logits [rows, k+1, V] after each of the k+1 tokens from `length - 1` on: in one pass, or in k+1 passes."""
     fill(engine, rows, length)
     state = engine.state.rows(0, len(rows))
-    tokens = TEXT[rows].to(state.lengths.device)
-    start = state.lengths[:, None] - 1
     if not one_by_one:
-        drafts = tokens[:, length : length + k]
-        places = start + torch.arange(k + 1, device=start.device)
-        return score(engine.parts, state, StepShape(k, GREEDY, blocks, engine.decode_tiling), drafts, places)
+        state.draft_tokens[:, :k] = TEXT[rows, length : length + k].to(state.lengths.device)
+        return score(engine.parts, state, StepShape(k, GREEDY, blocks, engine.decode_tiling))
     out = []
     for j in range(k + 1):
-        shape = StepShape(0, GREEDY, blocks, engine.decode_tiling)
-        out.append(score(engine.parts, state, shape, tokens[:, :0], start + j))
+        state.lengths.fill_(length + j)
+        out.append(score(engine.parts, state, StepShape(0, GREEDY, blocks, engine.decode_tiling)))
     return torch.cat(out, dim=1)
 
 
@@ -89,14 +88,12 @@ def test_visiting_more_key_blocks_is_a_no_op(device: str) -> None:
     )
 
 
-def test_the_checks_see_a_product_that_depends_on_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_see_a_product_that_depends_on_its_rows() -> None:
     """A planted product whose last bit depends on the number of rows, as library heuristics make it."""
-    original = reference.linear
 
-    def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED) -> Tensor:
-        rows = x.shape[:-1].numel()
-        return original(x, weight, bias, tiling) * (1 + 2.0**-22 * rows)
+    def uneven(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return reference.linear(x, *args, **options) * (1 + 2.0**-22 * x.shape[:-1].numel())
 
-    monkeypatch.setattr(reference, "linear", uneven)
     engine = tiny_engine(k=16, batch=8, max_length=110)
+    engine.parts.target.ops = replace(TORCH_OPS, linear=uneven)  # type: ignore[attr-defined]
     assert not torch.equal(scored(engine, [3], 60, 4, one_by_one=False), scored(engine, [3], 60, 4, one_by_one=True))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastspec.loop import Engine
+from fastspec.engine import Engine
 from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, StepShape
 from fastspec.sampling import PhiloxDraws
 from fastspec.state import RUNNING, DecodeState

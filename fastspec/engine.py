@@ -1,0 +1,137 @@
+"""The engine: everything a decoding loop runs on, and how one step of it is launched or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fastspec.graphs.ring import ResultRing
+from fastspec.graphs.runner import Runner
+from fastspec.kernels.reference import KEY_BLOCK, Tiling
+from fastspec.kv_cache.pages import PageTable
+from fastspec.proposers.base import GREEDY, StepShape
+from fastspec.sampling import PhiloxDraws
+from fastspec.state import DecodeState
+from fastspec.step import Parts, prefill, step
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything a loop runs on; lives as long as the generator.
+
+    Attributes:
+        parts: models and proposer.
+        state: the device buffers.
+        pages: the host's page table over both caches.
+        max_drafts: k at most.
+        decode_tiling: shapes of a step's matrix products.
+        chunks: how many prompt tokens one pass may feed, ascending.
+        runner: launches steps, or replays what it captured.
+        ring: where steps leave their results.
+    """
+
+    parts: Parts
+    state: DecodeState
+    pages: PageTable
+    max_drafts: int
+    decode_tiling: Tiling
+    chunks: tuple[int, ...]
+    runner: Runner
+    ring: ResultRing
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """No gradients; the device and the stream of all work of this engine are the current ones."""
+        with torch.inference_mode(), self.runner.on():
+            yield
+
+    def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int) -> StepShape:
+        """The shape of a step over rows of at most `longest` tokens."""
+        if self.runner.static:
+            longest = self.state.tokens.shape[1]  # whatever the rows' lengths, the launch is the same
+        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs)
+
+    def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
+        """The shape of a pass over one chunk of one row that ends before position `upto`."""
+        return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
+
+    def bucket(self, rows: int) -> int:
+        """Rows that a step runs over so as to reach the first `rows`: a power of two, or all there are."""
+        return min(1 << (rows - 1).bit_length(), self.state.batch)
+
+    def launch(self, rows: int, shape: StepShape) -> int:
+        """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
+        return self.ring.count(lambda: self.runner.run(key_of(rows, shape), self._body(rows, shape)))
+
+    def capture(self, rows: int, shape: StepShape) -> None:
+        """Makes the runner ready for such a step."""
+        self.runner.capture(key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
+
+    def compile(self, steps: Iterable[tuple[int, StepShape]]) -> None:
+        """Compiles the kernels of these steps and of the passes over prompts, in parallel and before any is needed."""
+        view = self.state.rows(0, 1)
+        with self.parts.ops.compiling(), self._idle(self.state.batch):
+            for rows, shape in steps:
+                self._body(rows, shape)()
+            for chunk in self.chunks:
+                shape = self.chunk_shape(chunk, chunk, GREEDY)
+                prefill(self.parts, view, shape, 0, chunk)
+                if self.parts.proposer:
+                    self.parts.proposer.catch_up(view, shape, chunk)
+
+    def finish(self) -> None:
+        """Waits for everything that is queued: buffers may go afterwards."""
+        with self.on_device():
+            self.ring.resync()
+
+    def missing(
+        self, max_rows: int, ks: Iterable[int], sampler: str, top_logprobs: int | None
+    ) -> list[tuple[int, StepShape]]:
+        """The steps that up to `max_rows` rows may come to and that are still to be captured.
+
+        Largest first: their graphs share one pool.
+        """
+        sizes = sorted({self.bucket(rows) for rows in range(1, max_rows + 1)}, reverse=True)
+        shapes = [self.shape(k, sampler, top_logprobs, 0) for k in sorted(set(ks), reverse=True)]
+        steps = [(rows, shape) for rows in sizes for shape in shapes]
+        return [(rows, shape) for rows, shape in steps if not self.runner.ready(key_of(rows, shape))]
+
+    def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
+        view = self.state.rows(0, rows)
+        return lambda: step(self.parts, view, shape, PhiloxDraws(view.seeds))
+
+    @contextmanager
+    def _idle(self, rows: int) -> Iterator[None]:
+        """A context in which steps change nothing but the ring, whose count is taken over afterwards."""
+        try:
+            with self.state.rows(0, rows).all_idle():
+                yield
+        finally:
+            self.ring.resync()
+
+
+def key_of(rows: int, shape: StepShape) -> str:
+    """All that differs between steps of one engine whose launch does not depend on lengths."""
+    recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
+    return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}"
+
+
+def next_chunk(sizes: tuple[int, ...], remaining: int) -> int:
+    """Tokens that the next pass over `remaining` prompt tokens makes room for: a function of nothing else.
+
+    The smallest size that holds them all, when they fill more than three quarters of it or nothing smaller is
+    there; otherwise the largest that they fill.
+    """
+    covering = next((size for size in sizes if size >= remaining), None)
+    filled = [size for size in sizes if size <= remaining]
+    if covering is not None and (not filled or 4 * remaining > 3 * covering):
+        return covering
+    return filled[-1]
+
+
+def blocks(positions: int) -> int:
+    """Blocks of keys that hold so many positions."""
+    return -(-positions // KEY_BLOCK)

@@ -1,0 +1,122 @@
+"""The result ring: steps leave what they emitted in host memory, and the host reads it without a device call.
+
+An entry is int64 [1 + B*(5 + K)]: a sequence number, then for each row emitted, accepted, drafted, finish and its
+block of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/publish.py); the sequence
+number is stored last, so an entry whose number is the expected one is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastspec.state import Outbox
+
+Pairs = list[tuple[int, float]]  # ids and their log-probabilities
+
+SLOTS = 64  # many more than steps are ever launched ahead
+PATIENCE = 2.0  # seconds without a result after which the device is asked whether it is still working
+_HEADER = 4  # emitted, accepted, drafted, finish
+
+
+class RowResult(NamedTuple):
+    """What one step did to one row; `block[:emitted]` are its new tokens."""
+
+    emitted: int
+    accepted: int
+    drafted: int
+    finish: int
+    block: list[int]
+
+
+class ResultRing:
+    """Where steps of up to `batch` rows and `max_drafts` drafts on `device` leave their results.
+
+    With log-probabilities recorded, those of the emitted token and of the `num_top` most probable ids come along.
+
+    Args:
+        pinned: the device writes to host memory, as Triton's kernels can; otherwise the ring is on the device, and
+            reading it waits.
+
+    Attributes:
+        outbox: what steps write to.
+        launched: sequence number of the last step that was launched.
+    """
+
+    def __init__(self, batch: int, max_drafts: int, num_top: int, device: torch.device, *, pinned: bool) -> None:
+        self._row_width = _HEADER + max_drafts + 1
+        self._device = device
+        self._num_top = num_top
+        on = torch.device("cpu") if pinned else device
+        entries = torch.zeros(SLOTS, 1 + batch * self._row_width, dtype=torch.int64, device=on, pin_memory=pinned)
+        words = (SLOTS, batch, max_drafts + 1, 1 + 2 * num_top)
+        details = torch.zeros(words, dtype=torch.int32, device=on, pin_memory=pinned)
+        self.outbox = Outbox(entries, details, torch.zeros(1, dtype=torch.int64, device=device))
+        self.launched = 0
+        self._unsettled = False
+
+    def count(self, launch: Callable[[], None]) -> int:
+        """Launches one step; returns its sequence number."""
+        self._unsettled = True
+        launch()
+        self.launched += 1
+        self._unsettled = False
+        return self.launched
+
+    def settle(self) -> None:
+        """Puts the count right if a launch was interrupted."""
+        if self._unsettled:
+            self.resync()
+
+    def resync(self) -> None:
+        """Waits for the device and takes over its count, after steps ran that nobody counted."""
+        self.launched = int(self.outbox.counter)
+        self._unsettled = False
+
+    def ready(self, sequence: int) -> bool:
+        """Whether the step of that number has left its results."""
+        return bool(self._entry(sequence)[0] == sequence)
+
+    def read(self, sequence: int, rows: int) -> list[RowResult]:
+        """The results of one step for the first `rows` rows; waits for them.
+
+        Raises:
+            RuntimeError: the device failed, or the step ended without leaving results.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while not self.ready(sequence):
+            time.sleep(0)  # lets other threads run
+            if time.monotonic() > deadline:
+                self._check_alive(sequence)
+                deadline = time.monotonic() + PATIENCE
+        words = self._entry(sequence)[1 : 1 + rows * self._row_width].reshape(rows, -1).tolist()
+        return [RowResult(row[0], row[1], row[2], row[3], row[_HEADER:]) for row in words]
+
+    def _entry(self, sequence: int) -> NDArray[np.int64]:
+        words: NDArray[np.int64] = self.outbox.entries[sequence % SLOTS].cpu().numpy()
+        return words
+
+    def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
+        """Of a step that was read: log-probabilities of the first `count` tokens of a row's block, and at each place
+        the `top` most probable ids with theirs.
+        """
+        words = self.outbox.details[sequence % SLOTS, row, :count].cpu().numpy()
+        ids = words[:, 1 : 1 + top].tolist()
+        values = words[:, 1 + self._num_top : 1 + self._num_top + top].view(np.float32).tolist()
+        pairs = [list(zip(*place, strict=True)) for place in zip(ids, values, strict=True)]
+        return words[:, 0].view(np.float32).tolist(), pairs
+
+    def _check_alive(self, sequence: int) -> None:
+        """Asks the device what became of its work."""
+        if self._device.type == "cuda" and not torch.cuda.current_stream(self._device).query():
+            return  # raises if the device failed; otherwise it is still at work
+        if not self.ready(sequence):
+            raise RuntimeError(
+                f"the device finished its work, but step {sequence} left no result (the last one there is "
+                f"{int(self.outbox.counter)}); this generator cannot go on: close it and make a new one"
+            )

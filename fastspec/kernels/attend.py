@@ -1,0 +1,349 @@
+"""Attention of a layer from its fused product on, for CUDA: head norms, rotation, K/V append, attention; one launch.
+
+    out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
+                                                       and with a window W also j > positions[b, i] - W
+
+| argument     | shape, dtype                                   | notes                                             |
+|--------------|------------------------------------------------|---------------------------------------------------|
+| qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32       | contiguous                                        |
+| cos, sin     | [positions, D/2] fp32                          | contiguous                                        |
+| keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
+| block_table  | [B, P] int64                                   | rows may be views of a longer table               |
+| positions    | [B, Q] int64                                   | >= 0, ascending in a row where `writes`           |
+| writes       | [B, Q] bool                                    | K/V of other rows are not stored, outputs are junk |
+
+A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds query tile t of one row and kv head and
+the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
+from the cache in blocks, and leaves a partial sum. The last program of a tile to arrive, by an integer counter,
+combines the partial sums in ascending order: FAN splits to a group, then the groups. A prompt chunk (more rows)
+appends in one launch and attends in a second (paged_attention.py).
+
+Row invariance. The bits of a row are those of the row alone: its tile has a fixed shape, key blocks and splits lie
+at absolute positions, sums over them are taken in ascending order, and a block or split that is masked for a row is
+an exact no-op for it. Nothing is fused behind the compiler's back (enable_fp_fusion=False): every product below is
+rounded where it stands, so that K has the same bits whichever kernel writes it, and the torch twin's.
+
+Programmatic launch (PDL): the next kernel may start at once. Before this one's wait nothing is computed from what
+another kernel writes. Positions and table are peeked at, past L1, to bring keys into L2 while the previous kernel
+ends; a stale peek prefetches the wrong lines and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attend_fragments import fragment_kernel
+from fastspec.kernels.attend_parts import FAN, attended, finish, keep, merged, peek
+from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.paged_attention import LOG2E, Launch, check_cache, paged_attention
+from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
+from fastspec.kernels.rope import NEW_ROWS, append, rope, turned
+
+MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without splitting keys
+
+# by (element size, head_dim padded to a power of two); never by the number of rows
+LAUNCH = {
+    (2, 16): Launch(32, 64, 4, 3),
+    (2, 32): Launch(32, 64, 4, 3),
+    (2, 64): Launch(32, 64, 4, 3),
+    (2, 128): Launch(32, 64, 4, 3),
+    (2, 256): Launch(32, 32, 4, 3),
+    (4, 16): Launch(32, 16, 4, 1),
+    (4, 32): Launch(32, 16, 4, 1),
+    (4, 64): Launch(32, 16, 4, 1),
+    (4, 128): Launch(32, 16, 8, 1),
+    (4, 256): Launch(32, 16, 8, 1),
+}
+FRAGMENTS = {64: 2, 128: 2}  # head_dim of attend_fragments.py: blocks of keys in flight
+
+
+@triton.jit(do_not_specialize=["num_queries", "split_keys", "table_stride", "table_width", "num_pages", "num_angles"])
+def _decode_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,  # [B, Q, H * D]
+    partial_ptr,  # fp32 [B * Hkv, splits + groups, Q * GROUP, D]: weighted values, relative to their top; then two of
+    # [B * Hkv, splits + groups, Q * GROUP]: the largest score, times log2(e), and the sum of weights
+    count_ptr,  # int32 [B * Hkv * tiles, 1 + groups]: arrivals; zero between launches
+    num_queries,
+    split_keys,
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    scale,  # of scores, times log2(e)
+    eps,
+    WINDOW: tl.constexpr,  # 0: none
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    split = tl.program_id(1)
+    rows = num_queries * GROUP  # of one kv head
+    tiles = tl.cdiv(rows, ROWS)
+    tile, pair = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    start = split * split_keys
+    if PDL:
+        gdc_launch_dependents()
+        peek(
+            key_ptr, value_ptr, table_ptr, position_ptr, batch, kv_head, start, num_queries, split_keys,
+            table_stride, table_width, num_pages, WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
+        )  # fmt: skip
+        gdc_wait()
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    valid = row < rows
+    at = batch * num_queries + row // GROUP
+    # a padding row sees nothing
+    position = tl.load(position_ptr + at, mask=valid, other=-1)
+    column = tl.arange(0, BLOCK_D // 2)
+    mask = valid[:, None] & (column < HEAD_DIM // 2)[None, :]
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * HEAD_DIM
+    source = qkv_ptr + head[:, None] + column[None, :]
+    q1 = tl.load(source, mask=mask, other=0.0)
+    q2 = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
+
+    # the splits that this tile looks into; positions beyond the launch are clamped to it
+    newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.min(tl.where(valid, position, newest), axis=0) - WINDOW + 1
+        oldest = tl.minimum(tl.maximum(oldest, 0), newest).to(tl.int32)
+    first, last = oldest // split_keys, newest // split_keys
+    if (split < first) | (split > last):
+        return
+    begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
+
+    table_ptr += batch * table_stride
+    q1, q2 = turned(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
+    append(
+        qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+        batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+        KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+    )  # fmt: skip
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        append(
+            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+            batch, kv_head, first_row, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+        )  # fmt: skip
+    tl.debug_barrier()  # what other threads stored is read below
+    top, total, out = attended(
+        q, key_ptr, value_ptr, table_ptr, position, kv_head, begin, stop, table_width, num_pages, scale,
+        WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
+    )  # fmt: skip
+
+    if first == last:
+        finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        return
+    splits = tl.num_programs(1)
+    groups = tl.cdiv(splits, FAN)
+    nodes = (tl.num_programs(0) // tiles).to(tl.int64) * (splits + groups) * rows
+    top_ptr = partial_ptr + nodes * HEAD_DIM
+    total_ptr = top_ptr + nodes
+    node = pair * (splits + groups)
+    count_ptr += tl.program_id(0) * (1 + groups)
+    keep(partial_ptr, top_ptr, total_ptr, node + split, row, valid, rows, top, total, out, HEAD_DIM, BLOCK_D)
+    group = split // FAN
+    begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)
+    tl.debug_barrier()  # the counter is raised by one thread, for all
+    if tl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
+        return
+    tl.store(count_ptr + 1 + group, 0)
+    tl.debug_barrier()
+    only = first // FAN == last // FAN
+    MERGE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows that FAN partial sums of are held at a time
+    stop_row = tl.minimum(rows, tile * ROWS + ROWS)
+    for merge_row in tl.range(tile * ROWS, stop_row, MERGE, disable_licm=True):
+        some = merge_row + tl.arange(0, MERGE)
+        high, whole, sums = merged(
+            partial_ptr, top_ptr, total_ptr, node, begin, end, some, some < stop_row, rows, HEAD_DIM, BLOCK_D
+        )
+        if only:
+            finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        else:
+            keep(
+                partial_ptr, top_ptr, total_ptr, node + splits + group, some, some < stop_row, rows,
+                high, whole, sums, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+    if only:
+        return
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
+        return
+    tl.store(count_ptr, 0)
+    tl.debug_barrier()
+    for merge_row in tl.range(tile * ROWS, stop_row, MERGE, disable_licm=True):
+        some = merge_row + tl.arange(0, MERGE)
+        high, whole, sums = merged(
+            partial_ptr, top_ptr, total_ptr, node + splits, first // FAN, last // FAN, some, some < stop_row, rows,
+            HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+        finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendWork:
+    """Memory that the decoding passes of one model work in, one pass at a time.
+
+    Attributes:
+        split_keys: keys of one partial sum; part of what the bits of a row depend on.
+        counters: int32, zero between launches.
+        partials: fp32.
+    """
+
+    split_keys: int
+    counters: Tensor
+    partials: Tensor
+
+
+def split_keys_for(max_positions: int) -> int:
+    """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
+    return 256 if max_positions <= 16384 else 1024
+
+
+def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
+    """Elements of (counters, partials)."""
+    num_heads, kv_heads, dim = heads
+    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions))
+    groups = triton.cdiv(splits, FAN.value)
+    tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
+    return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 2) if splits > 1 else 0
+
+
+def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
+    """What `attend` needs for decoding passes of a model.
+
+    Args:
+        device: of the model.
+        max_rows: B * Q of the largest decoding pass.
+        max_positions: that the block table has room for.
+        heads: (query heads, key heads, head_dim).
+    """
+    counters, partials = _sizes(max_rows, max_positions, heads)
+    return AttendWork(
+        split_keys_for(max_positions),
+        torch.zeros(counters, dtype=torch.int32, device=device),
+        torch.empty(partials, dtype=torch.float32, device=device),
+    )
+
+
+def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> int:
+    """Bytes of `attend_work`."""
+    return 4 * sum(_sizes(max_rows, max_positions, heads))
+
+
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_blocks: int,
+    window: int | None,
+    work: AttendWork,
+    tiling: Tiling = UNTILED,
+) -> Tensor:
+    """As `reference.attend`, which defines it; `tiling` has no say here, and nothing is written for page 0.
+
+    Raises:
+        ValueError: a tensor is not contiguous where it must be, or `work` is too small for the pass.
+    """
+    check_cache(keys, values, block_table)
+    qkv, positions, writes = qkv.contiguous(), positions.contiguous(), writes.contiguous()
+    if q_norm is None or k_norm is None:
+        q_norm = k_norm = None
+    if positions.shape[1] > MAX_SPLIT_QUERIES:
+        query = rope(
+            qkv, cos, sin, keys, values, block_table, positions, writes,
+            num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+        out = paged_attention(
+            query, keys, values, block_table, positions, num_blocks=num_blocks, window=window, out=query
+        )
+        return out.flatten(2)
+    tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes)
+    return _decode(*tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work)
+
+
+def _rows_of(num_rows: int, fragments: bool, launch: Launch) -> int:
+    """Query rows of a tile for num_rows = Q * H / Hkv; the bits of a row are the same in every one."""
+    if not fragments:
+        return launch.rows
+    return 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+
+
+def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork) -> Tensor:
+    qkv, cos, keys, block_table, positions = (tensors[i] for i in (0, 1, 5, 7, 8))
+    batch, num_queries = positions.shape
+    num_pages, page_size, kv_heads, dim = keys.shape
+    group = num_heads // kv_heads
+    block_d = max(16, triton.next_power_of_2(dim))
+    entry = LAUNCH[qkv.dtype.itemsize, block_d]
+    fragments = uses_fragments(qkv.device, qkv.dtype, dim, work.split_keys)
+    rows = _rows_of(num_queries * group, fragments, entry)
+    splits = triton.cdiv(num_blocks * KEY_BLOCK, work.split_keys)
+    groups = triton.cdiv(splits, FAN.value)
+    tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
+    partials = batch * num_queries * num_heads * (splits + groups) * (dim + 2)
+    if splits > 1 and (work.counters.numel() < tiles * (1 + groups) or work.partials.numel() < partials):
+        raise ValueError(
+            f"work has {work.counters.numel()} counters and {work.partials.numel()} partials; {batch} x {num_queries} "
+            f"tokens over {splits} splits need {tiles * (1 + groups)} and {partials}"
+        )
+    out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
+    pdl = has_pdl(qkv.device)
+    sizes = (num_queries, block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0], dim**-0.5 * LOG2E, eps)
+    shape = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "PDL": pdl}
+    options = {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
+    if fragments:
+        along, ahead = 4, FRAGMENTS[dim]
+        across = max(1, rows // 16)
+        shape |= {"SPLIT": work.split_keys, "D": dim, "R": rows, "S": along, "RW": across, "AHEAD": ahead}
+        options["num_warps"] = along * across
+        kernel = fragment_kernel
+    else:
+        shape |= {"HEAD_DIM": dim, "BLOCK_D": block_d, "ROWS": rows, "BLOCK_N": entry.block_n}
+        shape |= {"STAGES": entry.num_stages, "NORM": tensors[3] is not None}
+        sizes = (sizes[0], work.split_keys, *sizes[1:])
+        options["num_warps"] = entry.num_warps
+        kernel = _decode_kernel
+    launch(kernel, (tiles, splits), *tensors, out, work.partials, work.counters, *sizes, **shape, **options)
+    return out
+
+
+def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
+    """Whether a generator's decoding passes run as attend_fragments.py: never by what a pass holds."""
+    return device.type == "cuda" and dtype.itemsize == 2 and dim in FRAGMENTS and split_keys <= 256

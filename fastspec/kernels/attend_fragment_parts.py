@@ -1,0 +1,355 @@
+"""Pieces of the kernel of attend_fragments.py: layouts, the rows of a pass, products over keys, and partial sums."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+KEYS = gl.constexpr(16)  # keys of one warp's product
+FAN = gl.constexpr(16)  # partial sums that one program adds up
+NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
+
+
+@gluon.constexpr_function
+def operands(S, RW):
+    """Layout of scores [S, KEYS, R] and of out [S, D, R]: S warps along the keys, RW along the rows."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, RW], instr_shape=[1, 16, 8])
+
+
+@gluon.constexpr_function
+def value_layout(S, RW, D):
+    """V [S, D, KEYS]: 8 neighbours of a key in a lane, of 8 lanes 64 of them, 4 keys to a load."""
+    chunks = [[0, 64, 0]] if D == 128 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], *chunks],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 16, 0], [0, 32, 0]],
+        warp_bases=[
+            *([0, 0, 0] for _ in range(RW.bit_length() - 1)),
+            *([1 << i, 0, 0] for i in range(S.bit_length() - 1)),
+        ],
+        block_bases=[],
+        shape=[S, D, 16],
+    )
+
+
+@gluon.constexpr_function
+def head_layout(HALF, WARPS):
+    """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
+    return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _scaled(x, factor, weight):
+    """weight * (x * factor), rounded to x's dtype after each product."""
+    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
+    return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
+
+
+@gluon.jit
+def turned(x1, x2, position, valid, cos_ptr, sin_ptr, norm_ptr, num_angles, eps, HALF: gl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves."""
+    layout: gl.constexpr = x1.type.layout
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
+    at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(valid, 1)
+    cos = gl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
+    if norm_ptr is not None:
+        wide1, wide2 = x1.to(gl.float32), x2.to(gl.float32)
+        squares = gl.sum(wide1 * wide1, axis=1) + gl.sum(wide2 * wide2, axis=1)
+        factor = gl.rsqrt(squares / (2 * HALF) + eps)
+        x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
+        x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
+    first, second = x1.to(gl.float32), x2.to(gl.float32)
+    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+
+
+@gluon.jit
+def append(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    batch,
+    kv_head,
+    first_row,
+    start,
+    stop,
+    num_queries,
+    num_angles,
+    table_width,
+    num_pages,
+    eps,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
+    HALF: gl.constexpr = D // 2
+    row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
+    fed = row < num_queries
+    mask = gl.expand_dims(fed, 1)
+    at = batch * num_queries + row
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D  # int64 from batch
+    source = qkv_ptr + gl.expand_dims(head, 1) + column
+    position = gl.load(position_ptr + at, mask=fed, other=0)
+    writes = gl.load(write_ptr + at, mask=fed, other=0) != 0
+    k1 = gl.load(source, mask=mask, other=0.0)
+    k2 = gl.load(source + HALF, mask=mask, other=0.0)
+    v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
+    v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
+    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=fed, other=0)
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HALF)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    target = gl.expand_dims(slot, 1) + column
+    stored = gl.expand_dims(writes & (position >= start) & (position < stop), 1)
+    gl.store(key_ptr + target, k1, mask=stored)
+    gl.store(key_ptr + target + HALF, k2, mask=stored)
+    gl.store(value_ptr + target, v1, mask=stored)
+    gl.store(value_ptr + target + HALF, v2, mask=stored)
+
+
+@gluon.jit
+def _prefetch(pointers, wanted):
+    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, wanted.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def peek(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    kv_head,
+    start,
+    num_queries,
+    table_width,
+    num_pages,
+    SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Prefetches the keys and values of this program, by what positions and table say now."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    newest = gl.load(position_ptr + num_queries - 1, cache_modifier=".cg")
+    LINES: gl.constexpr = D // 64
+    i = gl.arange(0, SPLIT * LINES, layout=layout)
+    at = start + i // LINES
+    wanted = at <= newest
+    if WINDOW > 0:
+        wanted = wanted & (at > newest - num_queries - WINDOW)
+    entry = gl.minimum(at // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=wanted, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * 64
+    _prefetch(key_ptr + slot, wanted)
+    _prefetch(value_ptr + slot, wanted)
+
+
+@gluon.jit
+def _slots(
+    table_ptr,
+    first,
+    s,
+    key,
+    kv_head,
+    table_width,
+    num_pages,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """(int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
+    at = first + s * KEYS
+    if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
+        at = at + key
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1))
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    if PAGE_SIZE % KEYS != 0:
+        return slot, key * 0
+    else:
+        return slot, key * (KV_HEADS * D)
+
+
+@gluon.jit
+def places_of(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first,
+    kv_head,
+    table_width,
+    num_pages,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+    RW: gl.constexpr,
+):
+    """Where K [S, KEYS, D / 2] (its first halves) and V [S, D, KEYS] of the keys first.. are, and which keys those are."""
+    kl: gl.constexpr = gl.DotOperandLayout(0, operands(S, RW), 8)
+    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, kl))), 1), 2)
+    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, kl))), 0), 2)
+    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, kl))), 0), 1)
+    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
+    k_at, k_key = key_ptr + slot + (offset + d), first + s * KEYS + n
+    vl: gl.constexpr = value_layout(S, RW, D)
+    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, vl))), 1), 2)
+    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, vl))), 0), 1)
+    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(2, vl))), 0), 2)
+    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
+    return k_at, k_key, value_ptr + slot + (offset + d), first + s * KEYS + n
+
+
+@gluon.jit
+def read(places, low, high, old, HALF: gl.constexpr):
+    """(halves of K, V) at `places`, of which the keys low .. high-1 are loaded and the others as in `old`, or 0.
+
+    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    """
+    k_at, k_key, v_at, v_key = places
+    k_in, v_in = (k_key >= low) & (k_key < high), (v_key >= low) & (v_key < high)
+    if old is None:
+        k1 = gl.load(k_at, mask=k_in, other=0.0)
+        k2 = gl.load(k_at + HALF, mask=k_in, other=0.0)
+        return k1, k2, gl.load(v_at, mask=v_in, other=0.0)
+    else:
+        k1 = gl.load(k_at, mask=k_in, other=old[0])
+        k2 = gl.load(k_at + HALF, mask=k_in, other=old[1])
+        return k1, k2, gl.load(v_at, mask=v_in, other=old[2])
+
+
+@gluon.jit
+def _rows_of_values(v, layout: gl.constexpr):
+    """V [S, D, KEYS] in the layout of the left operand, its rows d = (c, g, e) as (c, e, g): no instruction moves it."""
+    S: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
+    apart = gl.permute(gl.reshape(v, [S, D // 64, 8, 8, KEYS]), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(apart, [S, D, KEYS]), layout)
+
+
+@gluon.jit
+def advanced(state, block, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr, RW: gl.constexpr):
+    """The online softmax `state` (top, totals, out) after another block of keys."""
+    top, totals, out = state
+    mma: gl.constexpr = operands(S, RW)
+    R: gl.constexpr = out.shape[2]
+    k1, k2, v = block
+    scores = mma_v2(k1, q1, gl.zeros([S, KEYS, R], gl.float32, mma))
+    scores = mma_v2(k2, q2, scores) * scale
+    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
+    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
+    at = first + s * KEYS + n
+    seen = at <= position
+    if WINDOW > 0:
+        seen = seen & (at > position - WINDOW)
+    scores = gl.where(seen, scores, -float("inf"))
+    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+    shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+    weights = gl.exp2(scores - gl.expand_dims(shift, 1))
+    keep = gl.expand_dims(gl.exp2(top - shift), 1)
+    p = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(1, mma, 2))
+    out = mma_v2(_rows_of_values(v, gl.DotOperandLayout(0, mma, 2)), p, out * keep)
+    return new_top, totals * keep + weights, out
+
+
+@gluon.jit
+def together(top, total, out, RW: gl.constexpr):
+    """(top [R], total [R], out [R, D]) of the S warps' own, added up from the first to the last.
+
+    A lane then has the S values of one sum, and 4 neighbours of a head.
+    """
+    S: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[1]
+    R: gl.constexpr = out.shape[2]
+    all_top = gl.max(top, axis=0)
+    shift = gl.where(all_top == -float("inf"), 0.0, all_top)
+    weights = gl.exp2(top - gl.expand_dims(shift, 0))
+    out = out * gl.expand_dims(weights, 1)
+    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [1, 2, 16]
+    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, S * RW, 1], [2, 1, 0])
+    # rows (c, e, g) of the products are the values (c, g, e) of a head
+    heads = gl.permute(gl.reshape(out, [S, D // 64, 8, 8, R]), (0, 4, 1, 3, 2))
+    out = gl.sum(gl.convert_layout(gl.reshape(heads, [S, R, D]), layout), axis=0)
+    row: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    return gl.convert_layout(all_top, row), gl.convert_layout(gl.sum(total * weights, axis=0), row), out
+
+
+@gluon.jit
+def keep(sum_ptr, top_ptr, total_ptr, at, valid, top, total, out):
+    """Stores the partial sums of rows as numbers `at`."""
+    D: gl.constexpr = out.shape[1]
+    gl.store(top_ptr + at, top, mask=valid)
+    gl.store(total_ptr + at, total, mask=valid)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
+    gl.store(sum_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0), out, mask=gl.expand_dims(valid, 1))
+
+
+@gluon.jit
+def finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Stores out / total as the output of rows."""
+    D: gl.constexpr = out.shape[1]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
+    head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    value = (out / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
+    mask = gl.expand_dims(row < num_queries * GROUP, 1)
+    gl.store(out_ptr + gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0), value, mask=mask)
+
+
+@gluon.jit
+def merged(sum_ptr, top_ptr, total_ptr, first, last, rows, row, valid, layout: gl.constexpr, D: gl.constexpr):
+    """Partial sums `first` .. `last` of rows [M] added up in ascending order.
+
+    Read past L1, where an older content of the same memory may lie. A lane has all FAN of a sum.
+    """
+    M: gl.constexpr = row.shape[0]
+    sums_of: gl.constexpr = gl.SliceLayout(2, layout)
+    part = gl.arange(0, FAN, layout=gl.SliceLayout(0, sums_of))
+    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    rows_of: gl.constexpr = gl.SliceLayout(1, sums_of)
+    top = gl.full([M], -float("inf"), gl.float32, rows_of)
+    total = gl.zeros([M], gl.float32, rows_of)
+    out = gl.zeros([M, D], gl.float32, gl.SliceLayout(1, layout))
+    for begin in range(first // FAN * FAN, last + 1, FAN):
+        number = gl.expand_dims(begin + part, 0)
+        there = gl.expand_dims(valid, 1) & (number >= first) & (number <= last)
+        at = number * rows + gl.expand_dims(row, 1)
+        tops = gl.load(top_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        mask = gl.expand_dims(there, 2)
+        sums = gl.load(sum_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(tops, axis=1))
+        shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = gl.exp2(tops - gl.expand_dims(shift, 1))
+        keep = gl.exp2(top - shift)
+        total = total * keep + gl.sum(totals * weights, axis=1)
+        keep = gl.convert_layout(keep, gl.SliceLayout(1, gl.SliceLayout(1, layout)))
+        out = out * gl.expand_dims(keep, 1) + gl.sum(sums * gl.expand_dims(weights, 2), axis=1)
+        top = new_top
+    row_of: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    return gl.convert_layout(top, row_of), gl.convert_layout(total, row_of), out

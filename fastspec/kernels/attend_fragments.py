@@ -1,0 +1,227 @@
+"""The decoding kernel of attend.py for 16-bit caches with heads of 64 or 128, out of registers.
+
+K and V go from the cache straight into the operands of the tensor core: 16 contiguous bytes of a lane are its part of
+a product, and nothing of them passes through shared memory. S warps share a block of S * KEYS keys, each with an
+online softmax of its own; what they end with is added up in order. Rows of queries come in eights, the columns of
+every product: their number changes no bit of a row.
+
+    scores^T [KEYS, R] = K [KEYS, D] q^T [D, R];   out^T [D, R] += V^T [D, KEYS] weights^T [KEYS, R]
+
+A product may take its inner index in any order, as long as both sides agree: K and q are read in runs of 8 values of
+a head. And the rows of V^T in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attend_fragment_parts import (
+    FAN,
+    KEYS,
+    NEW_ROWS,
+    advanced,
+    append,
+    finish,
+    head_layout,
+    keep,
+    merged,
+    operands,
+    peek,
+    places_of,
+    read,
+    together,
+    turned,
+)
+
+FED = gl.constexpr(32)  # positions of a row's pass, padded
+NEVER = gl.constexpr(2**30)  # beyond every position
+
+
+@gluon.jit(
+    do_not_specialize=["num_queries", "table_stride", "table_width", "num_pages", "num_angles"],
+)
+def fragment_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,  # None: no norms
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,
+    partial_ptr,
+    count_ptr,
+    num_queries,
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    scale,
+    eps,
+    SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    R: gl.constexpr,  # query rows of a program: 8, 16 or 32
+    S: gl.constexpr,
+    RW: gl.constexpr,
+    AHEAD: gl.constexpr,  # blocks of keys in flight
+    PDL: gl.constexpr,
+):
+    """As `_decode_kernel` of attend.py, whose arguments these are."""
+    WARPS: gl.constexpr = S * RW
+    HALF: gl.constexpr = D // 2
+    BLOCK: gl.constexpr = S * KEYS
+    STEPS: gl.constexpr = SPLIT // BLOCK
+    FIRST: gl.constexpr = min(AHEAD, STEPS)
+    mma: gl.constexpr = operands(S, RW)
+    split, splits = gl.program_id(1), gl.num_programs(1)
+    rows = num_queries * GROUP  # of one kv head
+    tiles = (rows + R - 1) // R
+    tile, pair = gl.program_id(0) % tiles, (gl.program_id(0) // tiles).to(gl.int64)
+    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    start = split * SPLIT
+    table_ptr += batch * table_stride
+    at_batch = position_ptr + batch * num_queries
+    if PDL:
+        gdc_launch_dependents()
+        peek(
+            key_ptr, value_ptr, table_ptr, at_batch, kv_head, start, num_queries, table_width, num_pages,
+            SPLIT, WINDOW, KV_HEADS, D, PAGE_SIZE, WARPS,
+        )  # fmt: skip
+        gdc_wait()
+
+    # each warp for itself: what the pass feeds, and which splits this tile looks into
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    given = gl.load(at_batch + fed, mask=fed < num_queries, other=NEVER)
+    given = gl.minimum(given, NEVER).to(gl.int32)
+    mine = (fed >= tile * R // GROUP) & (fed <= (tile * R + R - 1) // GROUP) & (fed < num_queries)
+    head_of: gl.constexpr = head_layout(HALF, WARPS)
+    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, head_of))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
+    valid = row < rows
+    at = batch * num_queries + row // GROUP
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
+    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
+    q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
+    q_position = gl.load(position_ptr + at, mask=valid, other=0)
+    tile_row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+    # a padding row sees nothing
+    position = gl.load(at_batch + tile_row // GROUP, mask=tile_row < rows, other=-1)
+    position = gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1)
+    fresh = gl.min(given, axis=0)
+    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), splits * SPLIT - 1)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
+        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
+    first, last = oldest // SPLIT, newest // SPLIT
+    if (split < first) | (split > last):
+        return
+    stop = gl.minimum(start + SPLIT, newest + 1)
+
+    # what earlier passes stored is on its way now, the rest once this pass has stored it
+    places, blocks = (), ()
+    for i in gl.static_range(FIRST):
+        where = places_of(
+            key_ptr, value_ptr, table_ptr, start + i * BLOCK, kv_head, table_width, num_pages,
+            KV_HEADS, D, PAGE_SIZE, S, RW,
+        )  # fmt: skip
+        places += (where,)
+        blocks += (read(where, oldest, gl.minimum(fresh, stop), None, HALF),)
+    q1, q2 = turned(q1, q2, q_position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HALF)
+    new: gl.constexpr = head_of
+    append(
+        qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+        batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+        KV_HEADS, GROUP, D, PAGE_SIZE, new,
+    )  # fmt: skip
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        append(
+            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+            batch, kv_head, first_row, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+            KV_HEADS, GROUP, D, PAGE_SIZE, new,
+        )  # fmt: skip
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
+    everywhere = gl.zeros([S, HALF, R], q1.dtype, right)
+    flat: gl.constexpr = gl.SliceLayout(0, right)
+    q1, _a = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q1, (1, 0)), flat), 0), everywhere)
+    q2, _b = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q2, (1, 0)), flat), 0), everywhere)
+    gl.thread_barrier()  # what other threads stored is read below
+    patched = ()
+    for i in gl.static_range(FIRST):
+        patched += (read(places[i], gl.maximum(fresh, oldest), stop, blocks[i], HALF),)
+    blocks = patched
+
+    top = gl.full([S, R], -float("inf"), gl.float32, gl.SliceLayout(1, mma))
+    totals = gl.zeros([S, KEYS, R], gl.float32, mma)
+    out = gl.zeros([S, D, R], gl.float32, mma)
+    for i in gl.static_range(STEPS):
+        block = blocks[0]
+        blocks = blocks[1:]
+        if i + AHEAD < STEPS:
+            where = places_of(
+                key_ptr, value_ptr, table_ptr, start + (i + AHEAD) * BLOCK, kv_head, table_width, num_pages,
+                KV_HEADS, D, PAGE_SIZE, S, RW,
+            )  # fmt: skip
+            blocks += (read(where, oldest, stop, None, HALF),)
+        top, totals, out = advanced(
+            (top, totals, out), block, q1, q2, start + i * BLOCK, position, scale, WINDOW, S, RW
+        )
+    top, total, out = together(top, gl.sum(totals, axis=1), out, RW)
+
+    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, out.type.layout))
+    if first == last:
+        finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS, GROUP)
+        return
+    groups = (splits + FAN - 1) // FAN
+    pairs = (gl.num_programs(0) // tiles).to(gl.int64)
+    top_ptr = partial_ptr + pairs * (splits + groups) * rows * D
+    total_ptr = top_ptr + pairs * (splits + groups) * rows
+    base = pair * (splits + groups) * rows
+    sum_ptr, top_ptr, total_ptr = partial_ptr + base * D, top_ptr + base, total_ptr + base
+    count_ptr += gl.program_id(0) * (1 + groups)
+    keep(sum_ptr, top_ptr, total_ptr, split * rows + row, row < rows, top, total, out)
+    group = split // FAN
+    begin, end = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
+    gl.thread_barrier()  # the counter is raised by one thread, for all
+    if gl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
+        return
+    gl.store(count_ptr + 1 + group, 0)
+    gl.thread_barrier()
+    only = first // FAN == last // FAN
+    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
+    fan_of: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
+    M: gl.constexpr = WARPS * lanes[0]
+    stop_row = gl.minimum(rows, tile * R + R)
+    for merge_row in range(tile * R, stop_row, M):
+        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, fan_of)))
+        high, whole, sums = merged(sum_ptr, top_ptr, total_ptr, begin, end, rows, some, some < stop_row, fan_of, D)
+        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, fan_of)))
+        if only:
+            finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP)
+        else:
+            keep(sum_ptr, top_ptr, total_ptr, (splits + group) * rows + some, some < stop_row, high, whole, sums)
+    if only:
+        return
+    gl.thread_barrier()
+    if gl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
+        return
+    gl.store(count_ptr, 0)
+    gl.thread_barrier()
+    for merge_row in range(tile * R, stop_row, M):
+        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, fan_of)))
+        high, whole, sums = merged(
+            sum_ptr + splits * rows * D, top_ptr + splits * rows, total_ptr + splits * rows,
+            first // FAN, last // FAN, rows, some, some < stop_row, fan_of, D,
+        )  # fmt: skip
+        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, fan_of)))
+        finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP)

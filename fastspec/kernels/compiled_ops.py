@@ -1,0 +1,158 @@
+"""The ops of a step that torch.compile takes as one graph, and functions that are compiled once for every shape.
+
+Norms, activations, products and the largest logit are the torch definitions of `reference`: the compiler fuses what
+stands around a product, and leaves the product to cuBLAS. A layer's attention, from its fused product on, stays the
+kernel it is: it is registered as `fastspec::attend`, with the cache it writes declared, so that no graph breaks at it
+and no cache is copied. What stands outside of a model's passes is not compiled.
+
+The compiler chooses by shape, and keeps in fp32 what it fuses: a row's bits depend on what runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels import Ops, reference
+from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
+
+INDUCTOR = "inductor"
+MAX_QUERIES = 17  # a step's passes have no more tokens a row: max_drafts and one
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the attention of one model works in: the fields of `attend.AttendWork`, empty where a kernel needs none."""
+
+    split_keys: int
+    counters: Tensor
+    partials: Tensor
+
+
+def _work_of(workspace: Callable[..., Any], device: torch.device, *sizes: Any) -> Work:
+    """The part of a workspace that attention needs, as tensors that a graph can be given."""
+    work = workspace(device, *sizes)
+    if work is None:  # torch's own ops
+        return Work(0, torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device))
+    return Work(work.attend.split_keys, work.attend.counters, work.attend.partials)
+
+
+@torch.library.custom_op("fastspec::attend", mutates_args=("keys", "values", "counters", "partials"))
+def attend_op(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    counters: Tensor,
+    partials: Tensor,
+    num_heads: int,
+    eps: float,
+    window: int | None,
+    split_keys: int,
+) -> Tensor:
+    """`reference.attend` as an op of torch's; without a bound on positions, which would be compiled in.
+
+    Elsewhere than on CUDA the bound is read off the positions. The CUDA kernels find the newest one themselves: a
+    launch is as wide as the table, whatever the lengths.
+    """
+    tensors = (qkv, cos, sin, keys, values, block_table, positions, writes)
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "eps": eps,
+        "window": window,
+    }
+    if qkv.device.type != "cuda":
+        return reference.attend(*tensors, num_blocks=int(positions.amax()) // KEY_BLOCK + 1, **options)
+    from fastspec.kernels.attend import AttendWork, attend
+
+    num_blocks = -(-block_table.shape[1] * keys.shape[1] // KEY_BLOCK)
+    return attend(*tensors, num_blocks=num_blocks, work=AttendWork(split_keys, counters, partials), **options)
+
+
+@attend_op.register_fake
+def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
+    keys, num_heads = tensors[2], tensors[11]
+    return qkv.new_empty(*qkv.shape[:2], num_heads * keys.shape[-1])
+
+
+def attend(
+    *tensors: Tensor,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_blocks: int,
+    window: int | None,
+    work: Work,
+    tiling: Tiling = UNTILED,
+) -> Tensor:
+    """As `reference.attend`, which defines it; `num_blocks` and `tiling` have no say here."""
+    scratch = work.counters, work.partials
+    out: Tensor = attend_op(*tensors, q_norm, k_norm, *scratch, num_heads, eps, window, work.split_keys)
+    return out
+
+
+def compiled(ops: Ops) -> Ops:
+    """`ops` as far as it stands outside of models' passes, and what torch.compile can take inside of them.
+
+    Weights stay row-major, and any number of rows is multiplied at once: these ops go with exact=False.
+    """
+    return replace(
+        ops,
+        name="compiled",
+        store=lambda weight, gated: weight,
+        workspace=partial(_work_of, ops.workspace),
+        embed=reference.embed,
+        linear=reference.linear,
+        attend=attend,
+        pick=reference.pick,
+    )
+
+
+class PerShape:
+    """A function of an object and of tensors, compiled as one graph for each set of shapes the tensors come in.
+
+    The first call with new shapes compiles, which takes seconds to minutes; later ones launch. Contents and places of
+    tensors do not matter. Recompilations, were there any, count for each set of shapes apart, by torch's own limit.
+
+    Args:
+        function: what to compile; a graph break in it is an error. It may read tensors and settings off the object.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], backend: str | Callable[..., Any] = INDUCTOR) -> None:
+        self._function = function
+        self._backend = backend
+        self._compiled: dict[Hashable, Callable[..., Tensor]] = {}
+
+    def __call__(self, owner: object, *args: Tensor | int) -> Tensor:
+        """Calls the function; whole numbers among the arguments are compiled in."""
+        key = tuple((arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
+        if key not in self._compiled:
+            own = _with_own_code(self._function)
+            self._compiled[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
+        return self._compiled[key](owner, *args)
+
+
+def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A copy of a function that shares no code object with it: there torch.compile keeps what it compiled.
+
+    Under one code object all shapes of all models would count against one limit, and be tried one after the other in
+    every call.
+    """
+    assert isinstance(function, FunctionType), "only functions have code"
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

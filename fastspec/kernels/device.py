@@ -1,0 +1,44 @@
+"""Launching kernels: what a device can do, and compiling ahead of the first launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels on `device` may start before their predecessor ends (programmatic dependent launch, sm_90 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """kernel[grid](*args, **options), or no more than its compilation within `compiling()`."""
+    if _compiling.get():
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it `launch` launches nothing: it compiles, in parallel; leaving it waits for all that was begun.
+
+    What wrappers of kernels return is uninitialised meanwhile, so what runs within must not act on values.
+    """
+    import triton
+
+    token = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        _compiling.reset(token)

@@ -1,0 +1,179 @@
+"""The rows that a pass feeds, built from the state in one launch: ids, positions, and which of them write K/V.
+
+    position[b, i] = lengths[b] + first + i
+    id[b, i]       = tokens[b, position]  below lengths[b],  draft_tokens[b, position - lengths[b]]  from there on
+
+| argument     | shape, dtype  | notes                                                                |
+|--------------|---------------|----------------------------------------------------------------------|
+| tokens       | [B, T] int64  | rows may be views of a longer table, as in every table here          |
+| lengths      | [B] int64     |                                                                      |
+| finish       | [B] int64     | 0: the row is running                                                |
+| draft_tokens | [B, K] int64  | read from column max(first, 0) to column first + queries - 1         |
+| draft_counts | [B] int64     | written where given: how many drafts the draft's context has room for |
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.device import has_pdl, launch
+
+
+@triton.jit
+def fed(
+    row,
+    query,
+    in_range,
+    tokens_ptr,
+    lengths_ptr,
+    finish_ptr,
+    drafts_ptr,
+    counts_ptr,  # None: the pass is not the first of a draft
+    tokens_stride,
+    tokens_width,
+    drafts_stride,
+    first,
+    limit,
+    vocab,
+    num_drafts,
+):
+    """(id, position, whether its K/V are written) of token `query`, a scalar or a block, of one row."""
+    length = tl.load(lengths_ptr + row)
+    running = tl.load(finish_ptr + row) == 0
+    position = length + first + query
+    known = first + query < 0
+    # in range for every length there is; clamped all the same, for lengths are data
+    at = tl.minimum(tl.maximum(position, 0), tokens_width - 1)
+    token = tl.load(tokens_ptr + row * tokens_stride + at, mask=known & in_range, other=0)
+    draft = tl.load(drafts_ptr + row * drafts_stride + first + query, mask=(first + query >= 0) & in_range, other=0)
+    token = tl.where(known, token, draft)
+    token = tl.where((token >= 0) & (token < vocab), token, 0)
+    writes = running & (position >= 0) & (position < limit)
+    if counts_ptr is not None:
+        writes = writes & (num_drafts > 0) & (length <= limit)
+    return token, tl.maximum(position, 0), writes
+
+
+@triton.jit
+def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
+    """Stores how many of a row's drafts count: the last is read off position lengths + count - 2, below `limit`."""
+    room = limit - tl.load(lengths_ptr + row) + 1  # in this order in 64 bits
+    tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
+
+
+@triton.jit(do_not_specialize=["queries", "first", "limit", "num_drafts"])
+def _feed_kernel(
+    tokens_ptr,
+    lengths_ptr,
+    finish_ptr,
+    drafts_ptr,
+    counts_ptr,
+    ids_ptr,
+    positions_ptr,
+    writes_ptr,
+    tokens_stride,
+    tokens_width,
+    drafts_stride,
+    queries,
+    first,
+    limit,
+    vocab,
+    num_drafts,
+    QUERIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    query = tl.arange(0, QUERIES)
+    in_range = query < queries
+    token, position, writes = fed(
+        row,
+        query,
+        in_range,
+        tokens_ptr,
+        lengths_ptr,
+        finish_ptr,
+        drafts_ptr,
+        counts_ptr,
+        tokens_stride,
+        tokens_width,
+        drafts_stride,
+        first,
+        limit,
+        vocab,
+        num_drafts,
+    )
+    out = row * queries + query
+    tl.store(ids_ptr + out, token, mask=in_range)
+    tl.store(positions_ptr + out, position, mask=in_range)
+    tl.store(writes_ptr + out, writes, mask=in_range)
+    if counts_ptr is not None:
+        count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts)
+
+
+def feed_rows(
+    tokens: Tensor,
+    lengths: Tensor,
+    finish: Tensor,
+    draft_tokens: Tensor,
+    *,
+    first: int,
+    queries: int,
+    limit: int,
+    vocab: int,
+    draft_counts: Tensor | None = None,
+    num_drafts: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.feed_rows`, which defines it.
+
+    Raises:
+        ValueError: a tensor's rows are not contiguous, or fewer drafts are there than the pass feeds.
+    """
+    check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
+    batch, device = lengths.shape[0], lengths.device
+    ids = torch.empty(batch, queries, dtype=torch.int64, device=device)
+    positions = torch.empty_like(ids)
+    writes = torch.empty(batch, queries, dtype=torch.bool, device=device)
+    pdl = has_pdl(device)
+    launch(
+        _feed_kernel,
+        (batch,),
+        tokens,
+        lengths,
+        finish,
+        draft_tokens,
+        draft_counts,
+        ids,
+        positions,
+        writes,
+        tokens.stride(0),
+        tokens.shape[1],
+        draft_tokens.stride(0),
+        queries,
+        first,
+        limit,
+        vocab,
+        num_drafts,
+        QUERIES=triton.next_power_of_2(queries),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    return ids, positions, writes
+
+
+def check_feed(
+    tokens: Tensor, lengths: Tensor, finish: Tensor, draft_tokens: Tensor, draft_counts: Tensor | None, drafts: int
+) -> None:
+    """Refuses layouts that the kernel would misread."""
+    columns = (lengths, finish) if draft_counts is None else (lengths, finish, draft_counts)
+    if tokens.stride(1) != 1 or any(column.stride(0) != 1 for column in columns):
+        raise ValueError("the rows of tokens, and lengths, finish and draft_counts, must be contiguous")
+    if drafts > draft_tokens.shape[1] or (drafts > 0 and draft_tokens.stride(1) != 1):
+        raise ValueError(f"draft_tokens must hold contiguous rows of at least {drafts} drafts")

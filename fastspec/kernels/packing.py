@@ -1,0 +1,69 @@
+"""The packed form of a weight: what one load of a warp reads lies in one piece.
+
+| form   | shape                  | element [n, k] of the weight is at                 |
+|--------|------------------------|----------------------------------------------------|
+| rows   | [N, K]                 | [n, k]                                             |
+| packed | [N/16, K/32, 16, 32]   | [n // 16, k // 32, n % 16, k % 32]                 |
+| gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
+|        |                        | 8 of the gate, then the 8 of up that go with them  |
+
+A tile of 16 rows is one run of memory. Interleaved, a gate and its up are 8 rows apart, in one thread's registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a weight [N, K] has a packed form: 16-bit values, N a multiple of 16, K of 128."""
+    rows, width = weight_shape
+    return dtype in DTYPES and rows > 0 and width > 0 and rows % 16 == 0 and width % 128 == 0
+
+
+def pack(weight: Tensor, gated: bool = False) -> Tensor:
+    """Packs a weight [N, K] into [N/16, K/32, 16, 32], a new tensor and nothing beside it.
+
+    Args:
+        weight: bf16 or fp16.
+        gated: the first N/2 rows are a gate, the others go up, and row i of one multiplies row i of the other.
+
+    Raises:
+        ValueError: `can_pack` says no.
+    """
+    if weight.dim() != 2 or not can_pack(weight.shape, weight.dtype):
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} and {weight.dtype} has no packed form; "
+            "pack 16-bit weights [N, K] with N % 16 == 0 and K % 128 == 0, and keep the others as they are"
+        )
+    rows, width = weight.shape
+    packed = weight.new_empty(rows // 16, width // 32, 16, 32)
+    _in_rows(packed, gated).copy_(weight.view(_rows_shape(rows, width, gated)))
+    return packed
+
+
+def unpack(packed: Tensor, gated: bool = False) -> Tensor:
+    """The weight [N, K] that `pack` was given: packed [N/16, K/32, 16, 32]."""
+    tiles, columns = packed.shape[:2]
+    return _in_rows(packed, gated).reshape(tiles * 16, columns * 32)
+
+
+def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
+    return (2, rows // 16, 8, width // 32, 32) if gated else (rows // 16, 16, width // 32, 32)
+
+
+def _in_rows(packed: Tensor, gated: bool) -> Tensor:
+    """A view of packed whose axes are in the order of the weight's rows, as `_rows_shape` has them."""
+    if gated:
+        return packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
+    return packed.transpose(1, 2)
+
+
+def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` (int64 [...]) of a packed weight that is not gated, as [..., K]."""
+    return packed[ids // 16, :, ids % 16].flatten(-2)

@@ -1,0 +1,223 @@
+"""A step's results, stored where the host polls for them: no copy, no synchronization, the same from a CUDA graph.
+
+`entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]; on CUDA it lies in pinned host memory, which the kernel
+writes directly. The n-th launch (counting from 1 in `counter` int64 [1], on the device) fills slot n % slots:
+
+    n, then for each row b: emitted, accepted, drafts that counted, finish, block[0..K]
+
+The sequence number n is stored last, by a release at system scope: a host that reads n there sees the entry whole.
+
+| argument                                | shape, dtype                    | notes                                |
+|-----------------------------------------|---------------------------------|--------------------------------------|
+| entries, counter                        | above                           | rows from B on are left              |
+| emitted, accepted, draft_counts, finish | [B] int64                       | of `rows`                            |
+| block                                   | [B, K+1] int64                  | of `rows`                            |
+| details                                 | [slots, Bmax, K+1, 1+2N] int32  | optional: log-probability, N ids,    |
+|                                         |                                 | N log-probabilities, as bits of fp32 |
+| logprobs, top_ids, top_logprobs         | [B, K+1] fp32, then [B, K+1, N] | of `rows`, contiguous, for details   |
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.device import has_pdl, launch
+from fastspec.verify import CommitRows
+
+ROWS, NUM_WARPS = 8, 8  # rows of the state per pass over them
+DETAILS_BLOCK = 2048
+
+
+@triton.jit
+def store_entry(
+    entries_ptr,
+    counter_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    counts_ptr,
+    finish_ptr,
+    block_ptr,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,  # K + 1
+    drafting,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Stores all of an entry but its sequence number; returns that number. One program alone may do so."""
+    sequence = tl.load(counter_ptr) + 1
+    entry_ptr = entries_ptr + sequence % slots * entry_width + 1
+    place = tl.arange(0, PLACES)
+    for first in range(0, batch, ROWS):
+        row = first + tl.arange(0, ROWS)
+        valid = row < batch
+        emitted = tl.load(emitted_ptr + row, mask=valid, other=0)
+        accepted = tl.load(accepted_ptr + row, mask=valid, other=0)
+        counts = tl.load(counts_ptr + row, mask=valid & (drafting != 0), other=0)
+        finish = tl.load(finish_ptr + row, mask=valid, other=0)
+        seen = valid[:, None] & (place < places)[None, :]
+        from_ptr = block_ptr + row[:, None] * block_stride + place[None, :]
+        block = tl.load(from_ptr, mask=seen, other=0)
+        to_ptr = entry_ptr + row * (4 + places)
+        tl.store(to_ptr, emitted, mask=valid)
+        tl.store(to_ptr + 1, accepted, mask=valid)
+        tl.store(to_ptr + 2, counts, mask=valid)
+        tl.store(to_ptr + 3, finish, mask=valid)
+        tl.store(to_ptr[:, None] + 4 + place[None, :], block, mask=seen)
+    return sequence
+
+
+@triton.jit
+def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
+    """Stores the sequence number of an entry whose rest this program has stored, and counts it."""
+    # the release below orders the stores of the one thread that makes it; the barrier hands it those of the others
+    tl.debug_barrier()
+    tl.store(counter_ptr, sequence)
+    tl.atomic_xchg(entries_ptr + sequence % slots * entry_width, sequence, sem="release", scope="sys")
+
+
+@triton.jit
+def _store_details(
+    details_ptr,
+    logprobs_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    slot_ptr_offset,
+    total,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Bits of the log-probabilities of all places, `total` words in all."""
+    width: tl.constexpr = 1 + 2 * TOP
+    for first in range(0, total, BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        place, field = word // width, word % width
+        valid = word < total
+        own = tl.load(logprobs_ptr + place, mask=valid & (field == 0), other=0.0)
+        ids = tl.load(top_ids_ptr + place * TOP + field - 1, mask=valid & (field > 0) & (field <= TOP), other=0)
+        others = tl.load(top_logprobs_ptr + place * TOP + field - 1 - TOP, mask=valid & (field > TOP), other=0.0)
+        bits = tl.where(field == 0, own, others).to(tl.int32, bitcast=True)
+        bits = tl.where((field > 0) & (field <= TOP), ids.to(tl.int32), bits)
+        tl.store(details_ptr + slot_ptr_offset + word, bits, mask=valid)
+
+
+@triton.jit(do_not_specialize=["batch", "places", "drafting", "slots", "entry_width", "block_stride", "details_width"])
+def _publish_kernel(
+    entries_ptr,
+    counter_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    counts_ptr,
+    finish_ptr,
+    block_ptr,
+    details_ptr,  # None: no log-probabilities
+    logprobs_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    block_stride,
+    slots,
+    entry_width,
+    details_width,
+    batch,
+    places,
+    drafting,
+    TOP: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sequence = store_entry(
+        entries_ptr,
+        counter_ptr,
+        emitted_ptr,
+        accepted_ptr,
+        counts_ptr,
+        finish_ptr,
+        block_ptr,
+        block_stride,
+        slots,
+        entry_width,
+        batch,
+        places,
+        drafting,
+        PLACES,
+        ROWS,
+    )
+    if details_ptr is not None:
+        slot = sequence % slots * details_width
+        total = batch * places * (1 + 2 * TOP)
+        _store_details(details_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, slot, total, TOP, BLOCK)
+    store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
+
+
+def publish(
+    entries: Tensor, counter: Tensor, rows: CommitRows, *, drafting: bool, details: Tensor | None = None
+) -> None:
+    """As `reference.publish`, which defines it.
+
+    Raises:
+        ValueError: the ring does not fit the rows, or a layout is not as above.
+    """
+    check_ring(entries, rows)
+    batch, places = rows.block.shape
+    if details is not None:
+        check_details(details, rows)
+    recorded = (None, None, None) if details is None else (rows.logprobs, rows.top_ids, rows.top_logprobs)
+    pdl = has_pdl(counter.device)
+    launch(
+        _publish_kernel,
+        (1,),
+        entries,
+        counter,
+        rows.emitted,
+        rows.accepted,
+        rows.draft_counts,
+        rows.finish,
+        rows.block,
+        details,
+        *recorded,
+        rows.block.stride(0),
+        entries.shape[0],
+        entries.shape[1],
+        0 if details is None else details.stride(0),
+        batch,
+        places,
+        int(drafting),
+        TOP=0 if details is None else rows.top_ids.shape[2],
+        PLACES=triton.next_power_of_2(places),
+        ROWS=ROWS,
+        BLOCK=DETAILS_BLOCK,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        launch_pdl=pdl,
+    )
+
+
+def check_ring(entries: Tensor, rows: CommitRows) -> None:
+    """Refuses a ring that an entry of `rows` does not fit, or that the device cannot write to."""
+    batch, places = rows.block.shape
+    if not entries.is_contiguous() or (entries.shape[1] - 1) % (4 + places) or entries.shape[1] <= batch * (4 + places):
+        raise ValueError(f"entries must be contiguous rows of 1 + B * {4 + places} words with B >= {batch}")
+    if rows.block.is_cuda and not entries.is_cuda and not entries.is_pinned():
+        raise ValueError("entries must be pinned: a kernel writes to them")
+
+
+def check_details(details: Tensor, rows: CommitRows) -> None:
+    """Refuses a ring of log-probabilities that does not fit `rows`."""
+    batch, places, top = rows.top_ids.shape
+    recorded = (rows.logprobs, rows.top_ids, rows.top_logprobs)
+    if not details.is_contiguous() or not all(tensor.is_contiguous() for tensor in recorded):
+        raise ValueError("details, logprobs, top_ids and top_logprobs must be contiguous")
+    if details.shape[1] < batch or details.shape[2:] != (places, 1 + 2 * top):
+        raise ValueError(f"details must be [slots, B, {places}, {1 + 2 * top}] with B >= {batch}")
+    if rows.block.is_cuda and not details.is_cuda and not details.is_pinned():
+        raise ValueError("details must be pinned: a kernel writes to them")

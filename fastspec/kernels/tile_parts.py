@@ -1,0 +1,100 @@
+"""What the portable products share: the norm in front, the end of a tile, and the pick of the largest logit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def column_sums(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """Sums over axis 0 of [SIZE = 2^STEPS, C], pairwise: a sum of two is the same in every layout."""
+    for step in tl.static_range(STEPS):
+        x = tl.sum(tl.reshape(x, (2, SIZE >> (step + 1), x.shape[1])), axis=0)
+    return tl.reshape(x, (x.shape[1],))
+
+
+@triton.jit
+def rms_scale(squares, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, SHRINK: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of every column, and what `weighted` shrank by taken back."""
+    return tl.rsqrt(column_sums(squares, BLOCK_K, STEPS) / K + eps) / SHRINK
+
+
+@triton.jit
+def weighted(x, gamma, SHRINK: tl.constexpr):
+    """x * gamma in x's dtype, not yet divided by the norm: fp16 is kept away from overflow by a power of two."""
+    return (x.to(tl.float32) * (gamma.to(tl.float32) * SHRINK)[:, None]).to(x.dtype)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,  # [R, K]
+    gamma_ptr,
+    out_ptr,  # [R, K]: x * gamma
+    scale_ptr,  # fp32 [R]
+    eps,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHRINK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row, in the order of sums that a product follows when it norms its rows itself."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    squares = tl.zeros((BLOCK_K, 1), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = first + k < K
+        x = tl.load(x_ptr + row * K + first + k, mask=inside, other=0.0)[:, None]
+        gamma = tl.load(gamma_ptr + first + k, mask=inside, other=0.0)
+        squares = tl.fma(x.to(tl.float32), x.to(tl.float32), squares)
+        tl.store(out_ptr + row * K + (first + k)[:, None], weighted(x, gamma, SHRINK), mask=inside[:, None])
+    scale = rms_scale(squares, eps, K, BLOCK_K, STEPS, SHRINK)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, GATED: tl.constexpr):
+    """Stores element (n, m) of out, fp32 [BLOCK_N, ROWS], plus its bias, gated by `up`, plus its residual."""
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias_ptr + WIDTH + n, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        out = out / (1.0 + tl.exp(-out)) * up
+    at = m.to(tl.int64)[None, :] * WIDTH + n[:, None]
+    inside = (m < num_rows)[None, :] & (n < WIDTH)[:, None]
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def offer(logits, m, n, scratch_ptr, num_rows, limit):
+    """Enters the best of logits, fp32 [BLOCK_N, ROWS], into the scratch: uint64 maxima, which have no order."""
+    # an order-preserving code of the float above, the id counted down below: the largest is the lowest id of the best
+    bits = logits.to(tl.uint32, bitcast=True)
+    code = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    code = tl.where(logits == 0.0, 0x80000000, code)  # zeros of both signs tie
+    code = tl.where(logits != logits, 0xFFFFFFFF, code)  # NaN counts as largest, as in torch.argmax
+    entry = (code.to(tl.uint64) << 32) | (0xFFFFFFFF - n.to(tl.uint32)).to(tl.uint64)[:, None]
+    best = tl.max(tl.where((n < limit)[:, None], entry, 0), axis=0)
+    tl.atomic_max(scratch_ptr + m, best, mask=m < num_rows, sem="relaxed")
+
+
+@triton.jit
+def settle(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
+    """The last program to come here writes every row's id and leaves the scratch zero."""
+    tl.debug_barrier()  # the count is one thread's: the maxima of all threads come before it
+    done = tl.atomic_add(scratch_ptr + num_rows, 1, sem="acq_rel")
+    if done == tl.num_programs(0) - 1:
+        for first in range(0, num_rows, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            best = tl.atomic_xchg(scratch_ptr + row, tl.zeros((BLOCK,), tl.uint64), mask=row < num_rows)
+            tl.store(out_ptr + row, 0xFFFFFFFF - (best & 0xFFFFFFFF).to(tl.int64), mask=row < num_rows)
+        tl.atomic_xchg(scratch_ptr + num_rows, 0)

@@ -1,0 +1,83 @@
+"""Times the products of prompt chunks, with packed weights, against F.linear with the same weights unpacked.
+
+Microseconds a product from graph replays (perf.timing), taking turns over more weights than the L2 cache holds.
+`ratio` is ours over F.linear's, both of this run; the gated product is compared with F.linear and silu(gate) * up
+left out of it. --sweep times every tile on Hopper instead, which is where the costs in its table come from.
+
+Usage: python -m perf.kernels.prefill [--rows 256 1024 2048] [--repeats 15] [--sweep]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels import prefill_hopper as hopper
+from fastspec.kernels.prefill_linear import prefill_linear
+from perf import timing
+
+# (N, K), gated: a Llama 8B's products
+PRODUCTS = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+}
+
+
+def packed(rows: Tensor) -> Tensor:
+    n, k = rows.shape
+    return rows.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous()
+
+
+def time(call: Callable[[Tensor], object], weights: list[Tensor], repeats: int) -> float:
+    return timing.graph_time([partial(call, weight) for weight in weights], repeats=repeats).us
+
+
+def sweep(x: Tensor, weights: list[Tensor], gated: bool, repeats: int) -> str:
+    """Every tile's time, fastest first."""
+    n = weights[0].shape[0] * 16
+    out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+
+    def call(tile: hopper.Tile, weight: Tensor) -> None:
+        hopper.run(x, weight, None, None, out, gated, tile, programs)
+
+    times = sorted((time(partial(call, tile), weights, repeats), tile) for tile in hopper.TILES)
+    return ", ".join(f"{tile.rows}x{tile.columns} {us:.1f}" for us, tile in times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--sweep", action="store_true")
+    given = parser.parse_args()
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
+    for name, (n, k, gated) in PRODUCTS.items():
+        count = min(8, timing.copies_for(n * k * 2))
+        plain = [(torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16) for _ in range(count)]
+        weights = [packed(rows) for rows in plain]
+        for rows in given.rows:
+            x = torch.randn(rows, k, device=device).to(torch.bfloat16)
+            torchs = time(partial(F.linear, x), plain, given.repeats)
+            if given.sweep:
+                print(
+                    f"{name:8} {rows:5} rows: F.linear {torchs:.1f}; {sweep(x, weights, gated, given.repeats)}",
+                    flush=True,
+                )
+                continue
+            ours = time(lambda weight, x=x, gated=gated: prefill_linear(x, weight, gated=gated), weights, given.repeats)
+            flops = 2 * rows * n * k / ours / 1e6
+            line = f"{ours:8.1f} us {flops:6.0f} TFLOP/s, F.linear {torchs:8.1f} us, ratio {ours / torchs:.2f}"
+            print(f"{name:8} {rows:5} rows: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

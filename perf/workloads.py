@@ -1,0 +1,188 @@
+"""Named pairs of model shapes, and the cases that are measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from fastspec.models.spec import ModelSpec, spec_from_config
+from fastspec.models.weights import EMBED, tensor_shapes
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Two model shapes that decode together.
+
+    Attributes:
+        name: what the command line calls it.
+        target, draft: fields of their Hugging Face configs; empty for the shipped pair.
+        about: one line.
+        dtype: of weights and cache.
+        batches, prompts, ks: values worth measuring: prompts at once, prompt lengths, drafts per step.
+    """
+
+    name: str
+    target: Fields
+    draft: Fields
+    about: str
+    dtype: torch.dtype = torch.bfloat16
+    batches: tuple[int, ...] = (1, 8, 32)
+    prompts: tuple[int, ...] = (128, 1024, 8192)
+    ks: tuple[int, ...] = field(default=(0, 3, 4, 5, 7))
+
+    def config(self, role: str) -> PretrainedConfig:
+        """The config of "target" or "draft". No token ends a text: every run makes as many as it is asked for."""
+        fields = dict(self.target if role == "target" else self.draft)
+        kind = CONFIG_MAPPING[fields.pop("model_type")]
+        ends: Fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config: PretrainedConfig = kind(**fields, **ends, dtype=self.dtype)
+        return config
+
+
+def _llama(hidden: int, inter: int, layers: int, heads: int, *, rope: float, tied: bool = False) -> Fields:
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": rope, **scaling},
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen(kind: str, vocab: int, hidden: int, inter: int, layers: int, heads: tuple[int, int], tied: bool) -> Fields:
+    fields = {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": tied,
+    }
+    return fields | ({"head_dim": 128} if kind == "qwen3" else {})
+
+
+def _tiny(hidden: int, inter: int, layers: int, *, tied: bool) -> Fields:
+    return {
+        **_llama(hidden, inter, layers, 4, rope=8.0, tied=tied),
+        "vocab_size": 2048,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+_8B, _1B = _llama(4096, 14336, 32, 32, rope=8.0), _llama(2048, 8192, 16, 32, rope=32.0)
+
+_ALL = (
+    Workload("8b+1b", _8B, _1B, "Llama-3.1-8B with a Llama-3.2-1B shape whose head is its own (1.50B)"),
+    Workload("8b+1b-tied", _8B, {**_1B, "tie_word_embeddings": True}, "Llama-3.1-8B with Llama-3.2-1B as released"),
+    Workload(
+        "70b-slice+8b-slice",
+        _llama(8192, 28672, 8, 64, rope=8.0),
+        _llama(4096, 14336, 4, 32, rope=8.0),
+        "8 of Llama-3.1-70B's 80 layers with 4 of the 8B's 32: the widths of the pair, a tenth of the depth",
+        batches=(1,),
+        prompts=(128,),
+    ),
+    Workload(
+        "qwen2.5-7b+0.5b",
+        _qwen("qwen2", 152064, 3584, 18944, 28, (28, 4), False),
+        _qwen("qwen2", 151936, 896, 4864, 24, (14, 2), True),
+        "Qwen2.5-7B with Qwen2.5-0.5B: biases, and vocabularies padded to different sizes",
+    ),
+    Workload(
+        "qwen3-8b+0.6b",
+        _qwen("qwen3", 151936, 4096, 12288, 36, (32, 8), False),
+        _qwen("qwen3", 151936, 1024, 3072, 28, (16, 8), True),
+        "Qwen3-8B with Qwen3-0.6B: norms on query and key heads",
+    ),
+    Workload("shipped", {}, {}, "the demo pair that fastspec ships", prompts=(64, 128)),
+    Workload(
+        "tiny",
+        _tiny(384, 1024, 3, tied=False),
+        _tiny(320, 704, 1, tied=True),
+        "seconds on a CPU: shows that the measuring works, and measures nothing",
+        dtype=torch.float32,
+        batches=(1, 2),
+        prompts=(16,),
+        ks=(0, 3),
+    ),
+)
+WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One setting to measure: `batch` prompts of `prompt` tokens at once, `new` more each, with each k of `ks`."""
+
+    workload: str
+    batch: int
+    prompt: int
+    new: int
+    ks: tuple[int, ...]
+    sampled: bool = False
+
+
+CORE = (
+    Case("8b+1b", 1, 128, 256, (0, 4, 5)),
+    Case("8b+1b", 1, 128, 256, (0, 4), sampled=True),
+    Case("8b+1b", 8, 128, 256, (0, 3, 4)),
+    Case("8b+1b", 1, 1024, 256, (0, 4)),
+    Case("qwen3-8b+0.6b", 1, 128, 256, (0, 4)),
+)
+"""What a change to the decode path is measured on; the rest of the table is for releases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What passes of one model must read.
+
+    Attributes:
+        weights: of one pass: every layer, the last norm and the head; of the embedding only the rows used, so
+            none, unless it is the head.
+        cache_token: K and V of one position, all layers.
+    """
+
+    weights: int
+    cache_token: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Bytes:
+        """Counted from the config's shapes."""
+        spec: ModelSpec = spec_from_config(config)
+        skipped = () if spec.tied else (EMBED,)
+        elements = sum(torch.Size(shape).numel() for name, shape in tensor_shapes(spec).items() if name not in skipped)
+        cache = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        return cls(elements * dtype.itemsize, cache * dtype.itemsize)
+
+
+def step_bytes(target: Bytes, draft: Bytes | None, *, k: int, batch: int, context: float) -> float:
+    """Bytes that a step must read: the target once, the draft k times, and every row's K and V in each pass.
+
+    Args:
+        context: mean length of a row, in tokens.
+    """
+    passes = target.weights + batch * context * target.cache_token
+    if draft is not None:
+        passes += k * (draft.weights + batch * context * draft.cache_token)
+    return passes

@@ -1,0 +1,85 @@
+"""A prompt's K/V and its first logits are its own: alone, in a batch, admitted while others decode."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.engine import Engine, next_chunk
+from fastspec.loop import DecodeLoop, Request
+from fastspec.options import RowOptions
+from fastspec.proposers.base import GREEDY
+from tests.helpers.devices import devices
+from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
+
+CHUNKS = (16, 32, 64)
+GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
+
+
+class Watched(DecodeLoop):
+    """A loop that keeps each prompt's K/V as its prefill left it."""
+
+    kept: dict[int, Tensor]
+
+    def _prefill(self, row: int, request: Request) -> None:
+        super()._prefill(row, request)
+        cache = self._engine.parts.target.cache  # type: ignore[attr-defined]
+        pages = self._engine.state.block_table[row]
+        keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
+        self.kept[self._requests.index(request)] = torch.stack((keys, values)).cpu()
+
+
+def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[dict[int, Tensor], list[Request]]:
+    requests = [Request(list(prompt), cap, GREEDY_ROW) for prompt, cap in zip(prompts, caps, strict=True)]
+    capture_all(engine, {4}, GREEDY, 5)
+    loop = Watched(engine, requests, (), GREEDY, lambda made: 4, 5)
+    loop.kept = {}
+    for _ in loop:
+        pass
+    return loop.kept, requests
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_prompt_alone_in_a_batch_and_admitted_in_flight(device: str) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (2, 17, 33, 64, 90, 5, 120)]
+    engine = tiny_engine(batch=3, device=device, chunks=CHUNKS, graphs=device == "cuda")
+    caps = [3, 30, 9, 25, 4, 40, 12]
+    together, rows = watched(engine, prompts, caps)
+    assert len(together) == len(prompts)
+    for index, prompt in enumerate(prompts):
+        alone, (row,) = watched(engine, [prompt], [caps[index]])
+        assert torch.equal(alone[0], together[index])
+        assert row.top_logprobs[0] == rows[index].top_logprobs[0]
+        assert row.new_tokens == rows[index].new_tokens
+
+
+def test_the_check_sees_a_prompt_that_depends_on_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (90, 90)]
+    engine = tiny_engine(batch=2, chunks=CHUNKS)
+    expected, _ = watched(engine, [prompts[1]], [2])
+    fill = DecodeLoop._fill
+
+    def planted(self: DecodeLoop, row: int, request: Request, pages: tuple[int, ...]) -> None:
+        fill(self, row, request, pages)
+        self._engine.state.tokens[row, 0] += row > 0  # what reading a neighbour's token would do
+
+    monkeypatch.setattr(DecodeLoop, "_fill", planted)
+    got, _ = watched(engine, prompts, [2, 2])
+    assert not torch.equal(got[1], expected[0])
+
+
+@pytest.mark.parametrize("sizes", [(64,), (64, 128, 256, 512, 1024, 2048), CHUNKS])
+def test_chunks_cover_a_prompt_with_little_padding(sizes: tuple[int, ...]) -> None:
+    for length in [*range(1, 300), 511, 513, 1000, 1537, 2047, 2048, 2049, 5000]:
+        start, passes = 0, []
+        while start < length:
+            passes.append(next_chunk(sizes, length - start))
+            start += passes[-1]
+        assert set(passes) <= set(sizes)
+        assert start - length < max(sizes[0], length / 3)
+        assert len(passes) <= length // sizes[-1] + len(sizes)

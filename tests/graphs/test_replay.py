@@ -1,0 +1,210 @@
+"""Captured steps against launched ones: the same state after every step, whatever state they were captured at."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
+from fastspec.engine import Engine
+from fastspec.loop import DecodeLoop, Request
+from fastspec.options import RowOptions
+from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED
+from fastspec.state import DecodeState
+from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
+
+pytestmark = pytest.mark.gpu
+
+
+def requests_of(seed: int, sampled: bool) -> list[Request]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 60, (7,), generator=generator).tolist()
+    caps = torch.randint(1, 60, (7,), generator=generator).tolist()
+    return [
+        Request(
+            torch.randint(VOCAB, (length,), generator=generator).tolist(),
+            cap,
+            RowOptions(float(sampled and index % 3 > 0), 0, 1.0 if index % 2 else 0.9, 0.0, seed=index),
+        )
+        for index, (length, cap) in enumerate(zip(lengths, caps, strict=True))
+    ]
+
+
+def snapshot(state: DecodeState) -> dict[str, torch.Tensor]:
+    """Every field that a later step reads, less the column that takes junk writes."""
+    torch.cuda.synchronize()  # the engine has a stream of its own
+    fields = {field.name: getattr(state, field.name).clone() for field in dataclasses.fields(state)}
+    fields["tokens"] = fields["tokens"][:, :-1]
+    return fields
+
+
+def compare_runs(
+    engines: tuple[Engine, Engine],
+    seed: int,
+    sampler: str,
+    stop_ids: tuple[int, ...],
+    ks: list[int],
+    top: int | None = None,
+) -> None:
+    """Runs the same requests step by step through both engines and compares every field of the running rows."""
+    for engine in engines:
+        capture_all(engine, set(ks), sampler, top)
+    loops = [
+        DecodeLoop(
+            engine, requests_of(seed, sampler != GREEDY), stop_ids, sampler, lambda made: ks[made % len(ks)], top
+        )
+        for engine in engines
+    ]
+    for count, (ours, theirs) in enumerate(zip(*map(iter, loops), strict=True)):
+        assert ours == theirs, f"step {count}"
+        a, b = (snapshot(engine.state) for engine in engines)
+        running = a["finish"] == 0
+        for name in a:
+            assert torch.equal(a[name][running], b[name][running]), (count, name)
+
+
+@pytest.mark.parametrize("top", [None, 2])
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FILTERED])
+def test_replay_equals_eager_field_by_field(sampler: str, top: int | None) -> None:
+    """Captured at one state, replayed at others: lengths, tables, stops, buckets, k, admissions, moves."""
+    captured = tiny_engine(batch=4, device="cuda", graphs=True)
+    launched = tiny_engine(batch=4, device="cuda")
+    pointers = {
+        field.name: getattr(captured.state, field.name).data_ptr() for field in dataclasses.fields(captured.state)
+    }
+    for seed in range(3):
+        compare_runs((captured, launched), seed, sampler, stop_ids=(3, 50), ks=[4, 4, 0, 4, 2], top=top)
+    assert pointers == {name: getattr(captured.state, name).data_ptr() for name in pointers}
+
+
+def test_full_acceptance() -> None:
+    """A model that drafts for itself: the hole that full acceptance leaves is filled in the captured step too."""
+    engines = tuple(tiny_engine(batch=4, device="cuda", graphs=graphs, same=True) for graphs in (True, False))
+    compare_runs(engines, 4, GREEDY, (), ks=[4])  # type: ignore[arg-type]
+
+
+def test_two_engines_and_poison_do_not_matter() -> None:
+    """Two runners in one process, one of them over caches and idle rows full of NaN and of other tokens."""
+    first, second = (tiny_engine(batch=4, device="cuda", graphs=True) for _ in range(2))
+    for model in (second.parts.target, second.parts.proposer.model):  # type: ignore[union-attr]
+        model.cache.keys.fill_(float("nan"))  # type: ignore[attr-defined]
+        model.cache.values.fill_(float("nan"))  # type: ignore[attr-defined]
+    second.state.draft_probs.fill_(float("nan"))
+    second.state.logprobs.fill_(float("nan"))
+    second.state.tokens.fill_(VOCAB - 1)
+    second.state.draft_tokens.fill_(VOCAB - 1)
+    torch.cuda.synchronize()
+    compare_runs((first, second), 5, GREEDY, (), ks=[4])
+    compare_runs((first, second), 6, FILTERED, (), ks=[4, 0])
+
+
+def test_what_the_host_held_at_capture_does_not_matter() -> None:
+    """Shapes, lists and options of the host are used up at capture: overwriting them later changes no replay."""
+    engine, other = (tiny_engine(batch=4, device="cuda", graphs=True) for _ in range(2))
+    capture_all(engine, {4}, GREEDY)
+    object.__setattr__(engine.parts.target, "spec", None)
+    object.__setattr__(engine.parts.target, "weights", None)
+    expected, got = ([r.new_tokens for r in ran(e)] for e in (other, engine))
+    assert got == expected
+
+
+def ran(engine: Engine) -> list[Request]:
+    """Prompts of one token, which need no prefill and no catching up."""
+    capture_all(engine, {4}, GREEDY)
+    requests = [Request([index], 20, RowOptions(0.0, 0, 1.0, 0.0, seed=0)) for index in range(4)]
+    for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 4):
+        if engine.parts.target.spec is None:  # type: ignore[attr-defined]
+            engine.parts.proposer.catch_up = None  # type: ignore[union-attr, method-assign, assignment]
+    return requests
+
+
+def generated(gen: FastSpecGenerator, **options: Any) -> list[list[int]]:
+    prompts = gen.tokenizer(["import os", "class A:", "def f(x):"])["input_ids"]  # type: ignore[misc]
+    out = gen.generate(prompts, return_dict_in_generate=True, **options)
+    assert isinstance(out, GenerateOutput)
+    return out.new_tokens
+
+
+def test_the_shipped_pair_with_and_without_graphs() -> None:
+    with (
+        FastSpecGenerator(*demo_pair(), progress=False) as gen,
+        FastSpecGenerator(*demo_pair(), graphs=False, progress=False) as eager,
+    ):
+        for options in (
+            {"max_new_tokens": 200},
+            {"max_new_tokens": 60, "do_sample": True, "temperature": [0.0, 0.8, 1.2], "seed": 3},
+        ):
+            assert generated(gen, **options) == generated(eager, **options)
+            assert generated(gen, num_speculative_tokens=0, **options) == generated(
+                eager, num_speculative_tokens=0, **options
+            )
+        assert "captured, one per kind of step" in gen.explain()
+        assert "4 rows, k = 4, greedy: " in gen.explain()
+        assert "every step runs eagerly" in eager.explain()
+
+
+def test_construction_and_calls_capture_what_they_need() -> None:
+    """Both ks and every bucket at construction; another sampler at the first call that wants it; nothing twice."""
+    with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=2) as gen:
+        text = gen.explain()
+        for key in ("2 rows, k = 4", "2 rows, k = 0", "1 rows, k = 4", "1 rows, k = 0"):
+            assert f"{key}, greedy: " in text
+        assert "4 captured" in text
+        gen.generate([[5]], max_new_tokens=3, do_sample=True, top_k=0)
+        assert "1 rows, k = 4, sampled: " in gen.explain()
+        assert "5 captured" in gen.explain()
+        gen.warmup(2)
+        assert "7 captured" in gen.explain()  # k = 2 in both buckets; k = 0 was there
+        gen.warmup(2)
+        assert "7 captured" in gen.explain()
+
+
+def test_nothing_is_captured_or_allocated_after_warm_up() -> None:
+    """50 prompt lengths and limits after one pass over the chunk sizes: no further capture, no memory taken."""
+    with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
+        ids = list(range(100, 700))
+        runner = gen._engine.runner  # type: ignore[union-attr]
+        for length in (5, 70, 140, 300, 500):
+            gen.generate([ids[:length]], max_new_tokens=5)
+        before = (len(runner._graphs), torch.cuda.memory_allocated())  # type: ignore[attr-defined]
+        for length in range(1, 500, 10):
+            gen.generate([ids[:length]], max_new_tokens=1 + length % 7)
+        assert (len(runner._graphs), torch.cuda.memory_allocated()) == before  # type: ignore[attr-defined]
+
+
+def test_side_streams_and_work_in_flight() -> None:
+    """Ids made on a stream of the caller's, calls from there, and a generator closed while steps run."""
+    side = torch.cuda.Stream()
+    with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
+        gen.generate([[5]], max_new_tokens=9)
+    before = torch.cuda.memory_allocated()  # cuBLAS has its work area by now
+    with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
+        expected = gen.generate([[5, 6, 7]], max_new_tokens=40)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)
+            ids = torch.arange(5, 8, device="cuda")[None] * 1
+            got = gen.generate(ids, max_new_tokens=40)
+        assert torch.equal(got.cpu(), expected)  # type: ignore[union-attr, arg-type]
+        stream = gen.stream([[5, 6, 7]], max_new_tokens=400)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+    del gen, stream, got, ids
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one() -> None:
+    with (
+        FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=2) as here,
+        FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=2, device="cuda:1") as there,
+    ):
+        assert torch.cuda.current_device() == 0
+        for options in ({}, {"do_sample": True, "temperature": 0.8, "seed": 1}):
+            a = here.generate([[5, 6, 7], [8]], max_new_tokens=60, **options)
+            b = there.generate([[5, 6, 7], [8]], max_new_tokens=60, **options)
+            assert torch.equal(a, b)  # type: ignore[arg-type]
+        assert torch.cuda.current_device() == 0

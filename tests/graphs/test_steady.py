@@ -1,0 +1,104 @@
+"""The steady loop: one graph launch a step, and nothing that waits, copies or allocates."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fastspec.engine import Engine
+from fastspec.loop import DecodeLoop, Request
+from fastspec.options import RowOptions
+from fastspec.proposers.base import GREEDY
+from tests.helpers.tiny import capture_all, tiny_engine
+
+pytestmark = pytest.mark.gpu
+STEPS = 200
+GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
+
+
+def steady(engine: Engine, k: int) -> DecodeLoop:
+    """A loop of many more steps than are looked at."""
+    capture_all(engine, {k}, GREEDY)
+    requests = [Request([1, 2, 3], 3000, GREEDY_ROW), Request([4], 3000, GREEDY_ROW)]
+    return DecodeLoop(engine, requests, (), GREEDY, lambda made: k)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_nothing_waits(k: int) -> None:
+    engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True, depth=2)
+    loop = iter(steady(engine, k))
+    next(loop)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(STEPS):
+            next(loop)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_admission_does_not_wait_either() -> None:
+    """Rows that end, prompts that come in, rows that move: all of it queued."""
+    engine = tiny_engine(batch=2, device="cuda", graphs=True, depth=2)
+    capture_all(engine, {4}, GREEDY)
+
+    def run() -> None:
+        requests = [Request(list(range(length)), 20 + length, GREEDY_ROW) for length in (1, 40, 3, 70, 2, 9)]
+        for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 4):
+            pass
+
+    run()  # kernels of prompts are compiled at their first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_mode_sees_a_wait() -> None:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def calls_of(loop: DecodeLoop) -> Counter[str]:
+    """Runtime and driver calls of STEPS steps, by name."""
+    steps = iter(loop)
+    next(steps)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            next(steps)
+    return Counter(event.name for event in trace.events() if event.name.startswith(("cuda", "cu")))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_launch_a_step(depth: int) -> None:
+    engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True, depth=depth)
+    calls = calls_of(steady(engine, 4))
+    assert calls.pop("cudaGraphLaunch") == STEPS
+    calls.pop("cudaStreamIsCapturing", None)  # what replay() asks the runtime first
+    # the profiler waits for the device when it stops
+    assert calls == {"cudaDeviceSynchronize": 1}, calls
+
+
+def test_the_trace_sees_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill beside every replay, as a forgotten reset would be."""
+    engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True)
+    loop = steady(engine, 4)
+    collect = DecodeLoop._collect
+
+    def planted(self: DecodeLoop, step: object) -> dict[int, list[int]]:
+        engine.state.draft_probs.zero_()
+        return collect(self, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeLoop, "_collect", planted)
+    calls = calls_of(loop)
+    assert any(count >= STEPS for name, count in calls.items() if "Launch" in name and "Graph" not in name)

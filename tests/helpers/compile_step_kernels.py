@@ -1,0 +1,85 @@
+"""Launch entries of the kernels that build a pass's rows and end a step, for compile_kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastspec.kernels import commit, embed, feed_rows, publish, verify_commit
+
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
+PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
+STATE = [
+    *("tokens_ptr", "lengths_ptr", "limits_ptr", "draft_lengths_ptr", "finish_ptr", "stop_ptr"),
+    *("counts_ptr", "block_ptr", "emitted_ptr", "accepted_ptr", "scratch_ptr"),
+]
+STATE_SIZES = [
+    *("tokens_stride", "tokens_width", "stop_stride", "block_stride", "slots", "entry_width"),
+    *("batch", "places", "num_drafts"),
+]
+FEED = ["tokens_ptr", "lengths_ptr", "finish_ptr", "drafts_ptr"]
+FEED_SIZES = ["tokens_stride", "tokens_width", "drafts_stride", "queries", "first", "limit", "vocab", "num_drafts"]
+RING = ["entries_ptr", "counter_ptr"]
+
+
+def entries(arch: int) -> Iterator[Entry]:
+    """(kernel, signature, constants, options, element size) of every launch entry."""
+    pdl = {"PDL": arch >= PDL_FROM}
+    for entry in (*_feeds(), *_commits(), *_publishes()):
+        kernel, signature, constants, options, size = entry
+        yield kernel, signature, {**constants, **pdl}, {**options, "launch_pdl": pdl["PDL"]}, size
+
+
+def _signature(wide: list[str], narrow: list[str], **others: str) -> dict[str, str]:
+    return {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "i32"), **others}
+
+
+def _feeds() -> Iterator[Entry]:
+    for counts in (["counts_ptr"], []):
+        absent = {} if counts else {"counts_ptr": None}
+        wide = [*FEED, *counts, "positions_ptr"]
+        for queries in (1, 2, 32):
+            signature = _signature([*wide, "ids_ptr"], FEED_SIZES, writes_ptr="*i1")
+            yield feed_rows._feed_kernel, signature, {"QUERIES": queries, **absent}, {"num_warps": 1}, 8
+        for element, size in (("*bf16", 2), ("*fp32", 4)):
+            for packed in (False, True):
+                constants = {"PACKED": packed, "BLOCK": embed.BLOCK}
+                table = {"weight_ptr": element, "out_ptr": element}
+                options = {"num_warps": embed.NUM_WARPS}
+                signature = _signature(wide, ["rows", "width", *FEED_SIZES], writes_ptr="*i1", **table)
+                yield embed._feed_embed_kernel, signature, {**constants, **absent}, options, size
+                if counts:
+                    signature = _signature(["ids_ptr"], ["rows", "width"], **table)
+                    yield embed._embed_kernel, signature, constants, options, size
+
+
+def _commits() -> Iterator[Entry]:
+    constants = {"PLACES": 32, "STOPS": 64, "NUM_STOPS": 64}
+    for ring in (RING, []):
+        absent = dict.fromkeys(RING) if not ring else {}
+        given = ["given_accepted_ptr", "given_block_ptr"]
+        signature = _signature([*given, *STATE, *ring], ["given_stride", *STATE_SIZES])
+        yield commit._commit_kernel, signature, {**constants, **absent}, {"num_warps": commit.NUM_WARPS}, 8
+        sizes = ["vocab", "logits_stride", "drafts_stride", *STATE_SIZES]
+        signature = _signature(["drafts_ptr", *STATE, *ring], sizes, logits_ptr="*fp32")
+        for _, chunk, warps in verify_commit.LAUNCH:
+            blocks = {**constants, "CHUNK": chunk, **absent}
+            yield verify_commit._verify_kernel, signature, blocks, {"num_warps": warps}, 4
+
+
+def _publishes() -> Iterator[Entry]:
+    wide = [*RING, "emitted_ptr", "accepted_ptr", "counts_ptr", "finish_ptr", "block_ptr"]
+    narrow = ["block_stride", "slots", "entry_width", "details_width", "batch", "places", "drafting"]
+    recorded = {"details_ptr": "*i32", "logprobs_ptr": "*fp32", "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32"}
+    blocks = {"ROWS": publish.ROWS, "BLOCK": publish.DETAILS_BLOCK}
+    for places in (1, 8, 32):
+        for details, top in (({}, 0), (recorded, 20)):
+            absent = {} if details else dict.fromkeys(recorded)
+            constants = {"TOP": top, "PLACES": places, **blocks, **absent}
+            yield (
+                publish._publish_kernel,
+                _signature(wide, narrow, **details),
+                constants,
+                {"num_warps": publish.NUM_WARPS},
+                8,
+            )

@@ -1,0 +1,85 @@
+"""Launch entries of the portable product, for compile_kernels; run as a module, the instructions of every tile.
+
+Usage: python -m tests.helpers.compile_tile_linear 90
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from fastspec.kernels import tile_linear as tile
+from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
+from fastspec.kernels.tile_parts import norm_kernel
+from tests.helpers.compile_kernels import compiled
+
+ELEMENT = {2: "*bf16", 4: "*fp32"}
+PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
+
+
+def entries(arch: int) -> Iterator[Entry]:
+    """(kernel, signature, constants, options, element size): every tile whole, gated and picking; the norms."""
+    pdl = arch >= PDL_FROM
+    for kernel, signature, constants, options, size in _entries():
+        yield kernel, signature, {**constants, "PDL": pdl}, {**options, "launch_pdl": pdl}, size
+
+
+def _entries() -> Iterator[Entry]:
+    for (size, wide), tiles in tile.LAUNCH.items():
+        block_k = tile.BLOCK_K[size]
+        sums = {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": 1.0}
+        for each in tiles:
+            shape = {"WIDTH": 16384 if wide else 4096, "K": 4096, "ROWS": each.rows, "BLOCK_N": each.block_n}
+            options = {"num_warps": each.num_warps, "num_stages": each.num_stages}
+            if size == 4:
+                shape |= {"BLOCK_K": block_k, "STAGES": each.num_stages}
+                yield from _of_tile(fp32_kernel, fp32_pick_kernel, ("scale_ptr",), shape, options, size)
+                continue
+            shape |= sums
+            for norm in ("gamma_ptr", "scale_ptr") if each.rows <= tile.FUSED_ROWS else ("scale_ptr",):
+                yield from _of_tile(tile.tile_kernel, tile.tile_pick_kernel, (norm,), shape, options, size)
+        if not wide:
+            pointers = {**dict.fromkeys(("x_ptr", "gamma_ptr", "out_ptr"), ELEMENT[size]), "scale_ptr": "*fp32"}
+            constants = {**sums, "K": 4096, "STAGES": tile.NORM_STAGES}
+            options = {"num_warps": tile.NORM_WARPS[size]}
+            yield norm_kernel, {**pointers, "eps": "fp32"}, constants, options, size
+
+
+def _of_tile(
+    product: Any, pick: Any, norm: tuple[str, ...], shape: dict[str, Any], options: dict[str, int], size: int
+) -> Iterator[Entry]:
+    """One tile of both kernels, with everything there is, gated and not, and with nothing."""
+    kinds = {
+        **dict.fromkeys(("x_ptr", "weight_ptr", "gamma_ptr", "bias_ptr", "residual_ptr"), ELEMENT[size]),
+        **{"scale_ptr": "*fp32", "scratch_ptr": "*u64", "num_rows": "i32", "limit": "i32", "eps": "fp32"},
+    }
+    always = {"x_ptr", "weight_ptr", "scratch_ptr", "num_rows", "limit", "eps", "out_ptr"}
+    for kernel, present, more in (
+        (product, {*norm, "bias_ptr", "residual_ptr"}, {"GATED": False}),
+        (product, {*norm, "bias_ptr", "residual_ptr"}, {"GATED": True}),
+        (product, set(), {"GATED": False}),
+        (pick, {*norm}, {}),
+    ):
+        out = "*i64" if kernel is pick else ELEMENT[size]
+        names = [name for name in kernel.arg_names if name in kinds or name == "out_ptr"]
+        signature = {name: {**kinds, "out_ptr": out}[name] for name in names if name in always | present}
+        missing = {name: None for name in names if name not in signature}
+        yield kernel, signature, {**shape, **more, **missing}, options, size
+
+
+def main() -> None:
+    """A JSON line a tile of 16-bit weights: its rows of x, and the matrix instructions that it is made of."""
+    arch = int(sys.argv[1])
+    for kernel, signature, constants, options, size in entries(arch):
+        if size == 2 and kernel is tile.tile_kernel:
+            ptx = compiled(kernel, signature, constants, options, arch).asm["ptx"]
+            found = sorted(set(re.findall(r"(?:wgmma|tcgen05|mma)\.[\w.:]*?mma[\w.:]*|mma\.sync[\w.:]*", ptx)))
+            print(json.dumps({"rows": constants["ROWS"], "instructions": found}))
+
+
+if __name__ == "__main__":
+    main()

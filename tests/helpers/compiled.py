@@ -1,0 +1,41 @@
+"""Tiny engines whose models run through torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch._dynamo.utils import counters
+
+from fastspec.engine import Engine
+from fastspec.kernels import UNTILED
+from fastspec.kernels.compiled_ops import compiled
+from fastspec.models.decoder import CompiledDecoder
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.step import Parts
+from tests.helpers.tiny import tiny_engine
+
+
+def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: Any) -> Engine:
+    """What `tiny_engine` makes, with both models compiled."""
+    engine = tiny_engine(tiling=UNTILED, **options)
+    parts, proposer = engine.parts, engine.parts.proposer
+    assert isinstance(proposer, DraftModel)
+    drafting = DraftModel(
+        _compiled(parts, proposer.model, backend), parts.ops, proposer.shared_vocab, proposer.max_length
+    )
+    return replace(engine, parts=replace(parts, target=_compiled(parts, parts.target, backend), proposer=drafting))
+
+
+def _compiled(parts: Parts, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
+    positions = model._cos.shape[0]
+    ops = compiled(parts.ops)
+    return CompiledDecoder(
+        model.spec, model.weights, model.cache, ops, max_positions=positions, batch=8, max_queries=5, backend=backend
+    )
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return int(counters["stats"]["unique_graphs"])

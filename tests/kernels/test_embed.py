@@ -1,0 +1,106 @@
+"""Rows of the embedding, row-major and packed, alone and with the rows of a pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from tests.helpers.devices import devices
+from tests.helpers.states import assert_same, copy_of, random_state
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels.embed import embed, feed_embed
+
+
+def table(vocab: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+    """No two entries alike, as far as the dtype goes; bits do not change on the way."""
+    generator = torch.Generator().manual_seed(vocab)
+    return torch.randn(vocab, width, generator=generator).to(dtype).to(device)
+
+
+def packed(weight: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    return weight.view(rows // 16, 16, columns // 32, 32).transpose(1, 2).contiguous()
+
+
+CASES = [(48, 64, torch.float32), (112, 128, torch.bfloat16), (64, 1056, torch.float16)]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("vocab", "width", "dtype"), CASES)
+def test_rows_come_out_as_they_are(vocab: int, width: int, dtype: torch.dtype, device: str) -> None:
+    weight = table(vocab, width, dtype, device)
+    ids = torch.tensor([[0, vocab - 1, 17], [16, 15, 31]], device=device)
+    for stored in (weight, packed(weight)):
+        assert torch.equal(embed(stored, ids), weight[ids])
+        assert torch.equal(reference.embed(stored, ids), weight[ids])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_ids_out_of_range_read_the_nearest_row(device: str) -> None:
+    weight = table(32, 64, torch.float32, device)
+    ids = torch.tensor([[-1, 32, 2**40, -(2**40)]], device=device)
+    for stored in (weight, packed(weight)):
+        assert torch.equal(embed(stored, ids), weight[torch.tensor([[0, 31, 31, 0]])])
+        assert torch.equal(embed(stored, ids), reference.embed(stored, ids))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_an_awkward_row_major_width(device: str) -> None:
+    weight = table(19, 111, torch.float32, device)
+    ids = torch.tensor([[18], [3]], device=device)
+    assert torch.equal(embed(weight, ids), weight[ids])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("first", "queries"), [(-2, 2), (-1, 4), (1, 1)])
+def test_fused_with_the_rows_of_a_pass(first: int, queries: int, device: str) -> None:
+    weight = table(64, 1056, torch.bfloat16, device)
+    for stored in (weight, packed(weight)):
+        whole, rows = random_state(first, batch=5, k=3, vocab=90, device=device, before=1)
+        rows.lengths[1] = 1
+        twin = copy_of(whole)
+        results = []
+        for op, view in ((feed_embed, rows), (reference.feed_embed, twin.rows(1, 6))):
+            counted = {"draft_counts": view.draft_counts, "num_drafts": 3} if first == -2 else {}
+            results.append(
+                op(
+                    stored,
+                    view.tokens,
+                    view.lengths,
+                    view.finish,
+                    view.draft_tokens,
+                    first=first,
+                    queries=queries,
+                    limit=20,
+                    vocab=64,
+                    **counted,
+                )
+            )
+        for ours, theirs in zip(*results, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+        assert_same(whole, twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_table_beyond_two_to_the_31_elements(is_packed: bool) -> None:
+    width = 8192
+    vocab = 2**31 // width + 64
+    weight = torch.zeros(vocab, width, dtype=torch.bfloat16, device="cuda")
+    row = torch.randn(width).to(torch.bfloat16).cuda()
+    weight[-1] = row
+    stored = packed(weight) if is_packed else weight
+    assert torch.equal(embed(stored, torch.tensor([[vocab - 1]], device="cuda"))[0, 0], row)
+
+
+def test_layout_is_checked() -> None:
+    weight = table(32, 64, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="embedding must be contiguous"):
+        embed(weight.T, torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="ids must be contiguous"):
+        embed(weight, torch.zeros(4, 2, dtype=torch.int64).T)
