@@ -9,10 +9,10 @@ import torch
 from fastspec.engine import Engine
 from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
-from fastspec.kernels import ops_for
+from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
-from fastspec.models.decoder import Decoder
+from fastspec.models.decoder import CompiledDecoder, Decoder
 from fastspec.models.sources import Checkpoint
 from fastspec.models.weights import load_weights
 from fastspec.proposers.draft_model import DraftModel
@@ -44,9 +44,11 @@ def build(
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
     layout, device, length = settings.layout, settings.device, settings.max_length
-    ops = ops_for(device)
+    ops = layout.ops
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
+
+    inside, model = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
         spec = checkpoint.spec
@@ -56,7 +58,7 @@ def build(
             device=device,
             progress=progress,
             release_source=release_source,
-            store=ops.store,
+            store=inside.store,
         )
         cache = PagedKVCache.allocate(
             spec.num_layers,
@@ -67,11 +69,11 @@ def build(
             dtype=dtype,
             device=device,
         )
-        return Decoder(
+        return model(
             spec,
             weights,
             cache,
-            ops,
+            inside,
             max_positions=layout.pages_per_row(length) * layout.page_size,
             batch=layout.batch,
             max_queries=max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first

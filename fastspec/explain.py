@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fastspec.engine import Engine
-from fastspec.memory import weight_bytes
-from fastspec.models.decoder import Decoder
+from fastspec.memory import Layout, weight_bytes
 from fastspec.models.sources import Checkpoint
+from fastspec.output import Stats
 from fastspec.settings import Settings
+
+_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
 def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
@@ -26,6 +28,22 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"memory     {settings.memory}",
     ]
     return "\n".join(lines)
+
+
+def break_even_advice(stats: Stats, layout: Layout) -> str | None:
+    """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
+    if layout.draft is None or not stats.drafted or stats.steps < _STEPS_TO_JUDGE:
+        return None
+    draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
+    needed = 1 + stats.drafted / stats.steps * draft_pass
+    gained = stats.emitted / stats.steps
+    if gained >= needed:
+        return None
+    return (
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, "
+        f"but the {stats.k} draft passes of a step alone cost as much as {needed - 1:.2f} tokens of plain decoding; "
+        "use a smaller or better draft, or fewer num_speculative_tokens (0 decodes plainly)"
+    )
 
 
 def _chunks(engine: Engine) -> str:
@@ -56,12 +74,15 @@ def _drafting(settings: Settings, target: Checkpoint, draft: Checkpoint | None, 
 
 
 def _attention(engine: Engine) -> str:
-    target = engine.parts.target
-    assert isinstance(target, Decoder), "a generator's target is a Decoder"
-    return {"triton": "Triton kernel over pages", "torch": "torch, over gathered pages"}[target.ops.name]
+    return {"triton": "Triton kernel over pages", "torch": "torch, over gathered pages"}[engine.parts.ops.name]
 
 
 def _products(settings: Settings) -> str:
+    if settings.compiled:
+        return (
+            "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
+            "depend on k and on its neighbours"
+        )
     rows = settings.decode_tiling.rows
     if rows is None:
         return "exact=False: any shape; a row's bits may depend on k and on its neighbours"

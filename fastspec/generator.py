@@ -21,17 +21,15 @@ from fastspec import inputs, options
 from fastspec.build import build
 from fastspec.engine import Engine
 from fastspec.errors import UnsupportedOption
-from fastspec.explain import explain
+from fastspec.explain import break_even_advice, explain
 from fastspec.loop import DecodeLoop, Request
-from fastspec.memory import MemoryPlan, weight_bytes
+from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS
 from fastspec.settings import announce, settings_of
-
-_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 Source = str | os.PathLike[str] | PreTrainedModel
 
@@ -56,6 +54,7 @@ class FastSpecGenerator:
             False lets matrix products take any shape, which may be faster.
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
+        compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
         nvtx: name steps and their phases to a profiler, as NVTX ranges.
         progress: show progress bars and the chosen max_length on stderr.
 
@@ -81,6 +80,7 @@ class FastSpecGenerator:
         release_source: bool = False,
         exact: bool = True,
         graphs: bool | None = None,
+        compile: bool = False,
         nvtx: bool = False,
         progress: bool = True,
     ) -> None:
@@ -98,6 +98,7 @@ class FastSpecGenerator:
             device=device,
             exact=exact,
             graphs=graphs,
+            compile=compile,
         )
         if progress:
             announce(self._settings)
@@ -150,6 +151,7 @@ class FastSpecGenerator:
             device=device,
             exact=True,
             graphs=None,
+            compile=False,
         ).memory
 
     @property
@@ -208,7 +210,8 @@ class FastSpecGenerator:
             streamer.end()
         k = self._drafts(chosen.num_speculative_tokens)
         stats = Stats.of(tuple(request.stats() for request in requests), k, time.perf_counter() - start)
-        self._warn_below_break_even(stats)
+        if advice := break_even_advice(stats, self._settings.layout):
+            warnings.warn(advice, stacklevel=2)
         return _output(requests, chosen, stats, input_ids)
 
     def stream(
@@ -318,23 +321,6 @@ class FastSpecGenerator:
             rows = min(len(requests), self._settings.layout.batch)
             self._capture(engine, rows, {k}, sampler, chosen.top_logprobs)
             yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
-
-    def _warn_below_break_even(self, stats: Stats) -> None:
-        """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
-        if not stats.drafted or stats.steps < _STEPS_TO_JUDGE:
-            return
-        layout = self._settings.layout
-        assert layout.draft is not None, "drafted tokens come from a draft"
-        draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
-        needed = 1 + stats.drafted / stats.steps * draft_pass
-        if (gained := stats.emitted / stats.steps) < needed:
-            warnings.warn(
-                f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of "
-                f"{stats.acceptance_rate:.1%}, but the {stats.k} draft passes of a step alone cost as much as "
-                f"{needed - 1:.2f} tokens of plain decoding; use a smaller or better draft, or fewer "
-                "num_speculative_tokens (0 decodes plainly)",
-                stacklevel=3,
-            )
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import psutil
 import torch
 
-from fastspec.kernels.reference import KEY_BLOCK
+from fastspec.kernels import Ops
 from fastspec.models.spec import ModelSpec
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
@@ -67,6 +67,7 @@ class Layout:
         target, draft: specs; draft is None for plain decoding.
         target_dtype, draft_dtype: of weights and caches.
         chunks: prompt tokens that one pass may feed, ascending.
+        ops: whose kernels run.
     """
 
     batch: int
@@ -77,6 +78,7 @@ class Layout:
     draft: ModelSpec | None
     draft_dtype: torch.dtype
     chunks: tuple[int, ...]
+    ops: Ops
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -129,12 +131,17 @@ class Layout:
         rows = self.batch * (self.max_drafts + 1)
         # logits, their padded and scaled copies, sort with its int64 ids, softmaxes and masks: about 14 words
         step = rows * (wide * size + 14 * 4 * spec.vocab_size)
-        # attention's fp32 partial sums: a tile of 32 query rows for every KEY_BLOCK keys (kernels/paged_attention.py)
-        tiles = -(-(self.max_drafts + 1) * spec.num_heads // spec.num_kv_heads // 32)
-        step += self.batch * spec.num_kv_heads * tiles * -(-max_length // KEY_BLOCK) * 32 * spec.head_dim * 4
         # a chunk attends to everything so far, in fp32 partial sums of every head
         chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
-        return max(step, chunk) + _LIBRARY_WORKSPACE
+        return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
+
+    def _kernels_bytes(self, max_length: int) -> int:
+        """What the kernels of both models work in."""
+        positions = self.pages_per_row(max_length) * self.page_size
+        specs = [spec for spec in (self.target, self.draft) if spec]
+        heads = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        queries = max(2, self.max_drafts + 1)
+        return sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
         """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""

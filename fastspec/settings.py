@@ -34,6 +34,7 @@ class Settings:
         length_reason: why max_length is what it is, for people.
         decode_tiling: shapes of a step's matrix products.
         graphs: capture steps as CUDA graphs.
+        compiled: run the models' passes through torch.compile.
         memory: the plan.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     length_reason: str
     decode_tiling: Tiling
     graphs: bool
+    compiled: bool
     memory: MemoryPlan
 
 
@@ -58,6 +60,7 @@ def settings_of(
     device: torch.device | str | None,
     exact: bool,
     graphs: bool | None,
+    compile: bool,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
@@ -78,11 +81,13 @@ def settings_of(
         draft=draft.spec if draft else None,
         draft_dtype=_dtype(dtype, (draft or target).spec, on),
         chunks=_CHUNKS[on.type],
+        ops=ops_for(on),
     )
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), memory)
+    _check_compile(compile, exact, on)
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory)
 
 
 def announce(settings: Settings) -> None:
@@ -124,6 +129,16 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
     if asked and not possible:
         raise ValueError("graphs=True needs Triton; install it (pip install triton), or leave graphs unset")
     return possible if asked is None else asked
+
+
+def _check_compile(compile: bool, exact: bool, device: torch.device) -> None:
+    if compile and exact:
+        raise ValueError(
+            "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "
+            "it"
+        )
+    if compile and device.type == "cuda" and ops_for(device).name != "triton":
+        raise ValueError("compile=True on CUDA needs Triton; install it (pip install triton), or leave compile unset")
 
 
 def _dtype(dtype: torch.dtype | str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:

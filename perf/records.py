@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def git_commit() -> str:
 
 def _version(package: str) -> str:
     try:
-        return version(package)
+        # of what is loaded, if it is: it tells builds apart (2.11.0+cu130), which the metadata may not
+        return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
     except PackageNotFoundError:
         return "not installed"
 

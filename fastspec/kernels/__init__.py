@@ -26,6 +26,7 @@ class Ops:
         store: (weight, gated) -> the form in which `linear`, `pick` and `embed` want it.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
+        workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
         commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
         compiling: a context in which ops compute nothing, and their kernels are compiled.
     """
@@ -33,6 +34,7 @@ class Ops:
     name: str
     store: Callable[[Tensor, bool], Tensor]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
+    workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Tensor, Tensor], Tensor]
@@ -49,6 +51,7 @@ TORCH_OPS = Ops(
     name="torch",
     store=lambda weight, gated: weight,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
+    workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     commit_scratch=lambda batch, max_drafts, device: None,
     feed_rows=reference.feed_rows,
     embed=reference.embed,

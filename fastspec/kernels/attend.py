@@ -40,7 +40,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragments import fragment_kernel
-from fastspec.kernels.attend_parts import FAN, attended, finish, keep, merged, peek
+from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.kernels.paged_attention import LOG2E, Launch, check_cache, paged_attention
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
@@ -54,14 +54,16 @@ LAUNCH = {
     (2, 32): Launch(32, 64, 4, 3),
     (2, 64): Launch(32, 64, 4, 3),
     (2, 128): Launch(32, 64, 4, 3),
-    (2, 256): Launch(32, 32, 4, 3),
+    (2, 256): Launch(32, 32, 4, 2),
     (4, 16): Launch(32, 16, 4, 1),
     (4, 32): Launch(32, 16, 4, 1),
     (4, 64): Launch(32, 16, 4, 1),
-    (4, 128): Launch(32, 16, 8, 1),
-    (4, 256): Launch(32, 16, 8, 1),
+    (4, 128): Launch(16, 16, 8, 1),
+    (4, 256): Launch(16, 16, 8, 1),
 }
-FRAGMENTS = {64: 2, 128: 2}  # head_dim of attend_fragments.py: blocks of keys in flight
+FRAGMENT_DIMS = (64, 128)  # head_dim of attend_fragments.py
+FRAGMENT_SPLIT = 256  # largest split_keys there: its loop over a split is unrolled
+FRAGMENT_WARPS = 4  # along the keys; part of what the bits of a row depend on
 
 
 @triton.jit(do_not_specialize=["num_queries", "split_keys", "table_stride", "table_width", "num_pages", "num_angles"])
@@ -77,11 +79,11 @@ def _decode_kernel(
     position_ptr,
     write_ptr,
     out_ptr,  # [B, Q, H * D]
-    partial_ptr,  # fp32 [B * Hkv, splits + groups, Q * GROUP, D]: weighted values, relative to their top; then two of
-    # [B * Hkv, splits + groups, Q * GROUP]: the largest score, times log2(e), and the sum of weights
+    partial_ptr,  # fp32 [B * Hkv, splits + groups, Q * GROUP, D]: averages of values; then [B * Hkv, splits + groups,
+    # Q * GROUP]: log2 of the sums of their weights
     count_ptr,  # int32 [B * Hkv * tiles, 1 + groups]: arrivals; zero between launches
-    num_queries,
     split_keys,
+    num_queries,
     table_stride,
     table_width,
     num_pages,
@@ -139,7 +141,6 @@ def _decode_kernel(
 
     table_ptr += batch * table_stride
     q1, q2 = turned(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
-    q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
     append(
         qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
         batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
@@ -152,22 +153,21 @@ def _decode_kernel(
             KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
         )  # fmt: skip
     tl.debug_barrier()  # what other threads stored is read below
-    top, total, out = attended(
-        q, key_ptr, value_ptr, table_ptr, position, kv_head, begin, stop, table_width, num_pages, scale,
+    mean, weight = attended(
+        q1, q2, key_ptr, value_ptr, table_ptr, position, kv_head, begin, stop, table_width, num_pages, scale,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
     )  # fmt: skip
 
     if first == last:
-        finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
         return
     splits = tl.num_programs(1)
     groups = tl.cdiv(splits, FAN)
     nodes = (tl.num_programs(0) // tiles).to(tl.int64) * (splits + groups) * rows
-    top_ptr = partial_ptr + nodes * HEAD_DIM
-    total_ptr = top_ptr + nodes
-    node = pair * (splits + groups)
+    base = pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base * HEAD_DIM, partial_ptr + (nodes * HEAD_DIM + base)
     count_ptr += tl.program_id(0) * (1 + groups)
-    keep(partial_ptr, top_ptr, total_ptr, node + split, row, valid, rows, top, total, out, HEAD_DIM, BLOCK_D)
+    keep(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
     group = split // FAN
     begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)
     tl.debug_barrier()  # the counter is raised by one thread, for all
@@ -176,20 +176,12 @@ def _decode_kernel(
     tl.store(count_ptr + 1 + group, 0)
     tl.debug_barrier()
     only = first // FAN == last // FAN
-    MERGE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows that FAN partial sums of are held at a time
-    stop_row = tl.minimum(rows, tile * ROWS + ROWS)
-    for merge_row in tl.range(tile * ROWS, stop_row, MERGE, disable_licm=True):
-        some = merge_row + tl.arange(0, MERGE)
-        high, whole, sums = merged(
-            partial_ptr, top_ptr, total_ptr, node, begin, end, some, some < stop_row, rows, HEAD_DIM, BLOCK_D
-        )
-        if only:
-            finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        else:
-            keep(
-                partial_ptr, top_ptr, total_ptr, node + splits + group, some, some < stop_row, rows,
-                high, whole, sums, HEAD_DIM, BLOCK_D,
-            )  # fmt: skip
+    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows of which FAN averages are held
+    row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
+    combine(
+        mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+    )  # fmt: skip
     if only:
         return
     tl.debug_barrier()
@@ -197,13 +189,10 @@ def _decode_kernel(
         return
     tl.store(count_ptr, 0)
     tl.debug_barrier()
-    for merge_row in tl.range(tile * ROWS, stop_row, MERGE, disable_licm=True):
-        some = merge_row + tl.arange(0, MERGE)
-        high, whole, sums = merged(
-            partial_ptr, top_ptr, total_ptr, node + splits, first // FAN, last // FAN, some, some < stop_row, rows,
-            HEAD_DIM, BLOCK_D,
-        )  # fmt: skip
-        finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+    combine(
+        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +212,8 @@ class AttendWork:
 
 def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
+    if max_positions <= 4096:
+        return 128
     return 256 if max_positions <= 16384 else 1024
 
 
@@ -232,7 +223,7 @@ def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tu
     splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions))
     groups = triton.cdiv(splits, FAN.value)
     tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
-    return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 2) if splits > 1 else 0
+    return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 1) if splits > 1 else 0
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
@@ -298,52 +289,77 @@ def attend(
     return _decode(*tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work)
 
 
-def _rows_of(num_rows: int, fragments: bool, launch: Launch) -> int:
-    """Query rows of a tile for num_rows = Q * H / Hkv; the bits of a row are the same in every one."""
-    if not fragments:
-        return launch.rows
-    return 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
+    """Whether a model's decoding passes run as attend_fragments.py: never by what a pass holds."""
+    fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS and split_keys <= FRAGMENT_SPLIT
+    return fits and device.type == "cuda"
+
+
+def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """(constants, options) of attend_fragments.py for num_rows = Q * H / Hkv; all give a row the same bits."""
+    rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    across = max(1, rows // 16)
+    ahead = 1 if rows * dim > 2048 else 2  # as far as registers go
+    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": across, "AHEAD": ahead}
+    # the cap only tells the assembler that it may have them all: it would rather spill than lose a resident program
+    return constants, {"num_warps": FRAGMENT_WARPS * across, "maxnreg": 255}
+
+
+def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """(constants, options) of `_decode_kernel`."""
+    block_d = max(16, triton.next_power_of_2(dim))
+    entry = LAUNCH[dtype.itemsize, block_d]
+    tiles = {"ROWS": entry.rows, "BLOCK_N": entry.block_n, "STAGES": entry.num_stages}
+    return {"HEAD_DIM": dim, "BLOCK_D": block_d, **tiles}, {"num_warps": entry.num_warps}
 
 
 def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork) -> Tensor:
-    qkv, cos, keys, block_table, positions = (tensors[i] for i in (0, 1, 5, 7, 8))
+    qkv, cos, q_norm, keys, block_table, positions = (tensors[i] for i in (0, 1, 3, 5, 7, 8))
     batch, num_queries = positions.shape
     num_pages, page_size, kv_heads, dim = keys.shape
     group = num_heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(dim))
-    entry = LAUNCH[qkv.dtype.itemsize, block_d]
-    fragments = uses_fragments(qkv.device, qkv.dtype, dim, work.split_keys)
-    rows = _rows_of(num_queries * group, fragments, entry)
+    sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
+    sizes = (num_queries, *sizes, dim**-0.5 * LOG2E, eps)
+    if uses_fragments(qkv.device, qkv.dtype, dim, work.split_keys):
+        kernel: Any = fragment_kernel
+        constants, options = fragment_launch(num_queries * group, dim, work.split_keys)
+        rows = constants["R"]
+    else:
+        kernel = _decode_kernel
+        constants, options = tile_launch(qkv.dtype, dim)
+        constants["NORM"], rows = q_norm is not None, constants["ROWS"]
+        sizes = (work.split_keys, *sizes)
     splits = triton.cdiv(num_blocks * KEY_BLOCK, work.split_keys)
-    groups = triton.cdiv(splits, FAN.value)
     tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
-    partials = batch * num_queries * num_heads * (splits + groups) * (dim + 2)
-    if splits > 1 and (work.counters.numel() < tiles * (1 + groups) or work.partials.numel() < partials):
-        raise ValueError(
-            f"work has {work.counters.numel()} counters and {work.partials.numel()} partials; {batch} x {num_queries} "
-            f"tokens over {splits} splits need {tiles * (1 + groups)} and {partials}"
-        )
+    _check_room(work, tiles, splits, batch * num_queries * num_heads * (dim + 1))
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     pdl = has_pdl(qkv.device)
-    sizes = (num_queries, block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0], dim**-0.5 * LOG2E, eps)
-    shape = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "PDL": pdl}
-    options = {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
-    if fragments:
-        along, ahead = 4, FRAGMENTS[dim]
-        across = max(1, rows // 16)
-        shape |= {"SPLIT": work.split_keys, "D": dim, "R": rows, "S": along, "RW": across, "AHEAD": ahead}
-        options["num_warps"] = along * across
-        kernel = fragment_kernel
-    else:
-        shape |= {"HEAD_DIM": dim, "BLOCK_D": block_d, "ROWS": rows, "BLOCK_N": entry.block_n}
-        shape |= {"STAGES": entry.num_stages, "NORM": tensors[3] is not None}
-        sizes = (sizes[0], work.split_keys, *sizes[1:])
-        options["num_warps"] = entry.num_warps
-        kernel = _decode_kernel
-    launch(kernel, (tiles, splits), *tensors, out, work.partials, work.counters, *sizes, **shape, **options)
+    launch(
+        kernel,
+        (tiles, splits),
+        *tensors,
+        out,
+        work.partials,
+        work.counters,
+        *sizes,
+        WINDOW=window or 0,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        PAGE_SIZE=page_size,
+        PDL=pdl,
+        enable_fp_fusion=False,
+        **constants,
+        **options,
+        **({"launch_pdl": True} if pdl else {}),
+    )
     return out
 
 
-def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
-    """Whether a generator's decoding passes run as attend_fragments.py: never by what a pass holds."""
-    return device.type == "cuda" and dtype.itemsize == 2 and dim in FRAGMENTS and split_keys <= 256
+def _check_room(work: AttendWork, tiles: int, splits: int, row_size: int) -> None:
+    groups = triton.cdiv(splits, FAN.value)
+    counters, partials = tiles * (1 + groups), row_size * (splits + groups)
+    if splits > 1 and (work.counters.numel() < counters or work.partials.numel() < partials):
+        raise ValueError(
+            f"work has {work.counters.numel()} counters and {work.partials.numel()} partials; this pass needs "
+            f"{counters} and {partials}: make it with attend_work for passes as large"
+        )

@@ -210,7 +210,7 @@ def places_of(
     S: gl.constexpr,
     RW: gl.constexpr,
 ):
-    """Where K [S, KEYS, D / 2] (its first halves) and V [S, D, KEYS] of the keys first.. are, and which keys those are."""
+    """Where K [S, KEYS, D / 2] (first halves) and V [S, D, KEYS] of the keys first.. are, and which keys they are."""
     kl: gl.constexpr = gl.DotOperandLayout(0, operands(S, RW), 8)
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, kl))), 1), 2)
     n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, kl))), 0), 2)
@@ -245,7 +245,7 @@ def read(places, low, high, old, HALF: gl.constexpr):
 
 @gluon.jit
 def _rows_of_values(v, layout: gl.constexpr):
-    """V [S, D, KEYS] in the layout of the left operand, its rows d = (c, g, e) as (c, e, g): no instruction moves it."""
+    """V [S, D, KEYS] as left operand, its rows d = (c, g, e) as (c, e, g): no instruction moves it."""
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[1]
     apart = gl.permute(gl.reshape(v, [S, D // 64, 8, 8, KEYS]), (0, 1, 3, 2, 4))
@@ -279,8 +279,15 @@ def advanced(state, block, q1, q2, first, position, scale, WINDOW: gl.constexpr,
 
 
 @gluon.jit
+def _averaged(out, top, total):
+    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    average = out / gl.expand_dims(gl.where(total == 0.0, 1.0, total), 1)
+    return average, top + gl.log2(total)
+
+
+@gluon.jit
 def together(top, total, out, RW: gl.constexpr):
-    """(top [R], total [R], out [R, D]) of the S warps' own, added up from the first to the last.
+    """(averages [R, D], their weights as log2 [R]) of what the S warps have, added up from the first to the last.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
     """
@@ -297,59 +304,93 @@ def together(top, total, out, RW: gl.constexpr):
     heads = gl.permute(gl.reshape(out, [S, D // 64, 8, 8, R]), (0, 4, 1, 3, 2))
     out = gl.sum(gl.convert_layout(gl.reshape(heads, [S, R, D]), layout), axis=0)
     row: gl.constexpr = gl.SliceLayout(1, out.type.layout)
-    return gl.convert_layout(all_top, row), gl.convert_layout(gl.sum(total * weights, axis=0), row), out
+    total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
+    return _averaged(out, gl.convert_layout(all_top, row), total)
 
 
 @gluon.jit
-def keep(sum_ptr, top_ptr, total_ptr, at, valid, top, total, out):
-    """Stores the partial sums of rows as numbers `at`."""
-    D: gl.constexpr = out.shape[1]
-    gl.store(top_ptr + at, top, mask=valid)
-    gl.store(total_ptr + at, total, mask=valid)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
-    gl.store(sum_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0), out, mask=gl.expand_dims(valid, 1))
+def keep(mean_ptr, weight_ptr, at, valid, mean, weight):
+    """Stores what `together` returned of rows, as numbers `at`."""
+    D: gl.constexpr = mean.shape[1]
+    gl.store(weight_ptr + at, weight, mask=valid)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
+    gl.store(mean_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0), mean, mask=gl.expand_dims(valid, 1))
 
 
 @gluon.jit
-def finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Stores out / total as the output of rows."""
-    D: gl.constexpr = out.shape[1]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
+def finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Stores the output of rows."""
+    D: gl.constexpr = mean.shape[1]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
-    value = (out / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
     mask = gl.expand_dims(row < num_queries * GROUP, 1)
-    gl.store(out_ptr + gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0), value, mask=mask)
+    at = gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0)
+    gl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def merged(sum_ptr, top_ptr, total_ptr, first, last, rows, row, valid, layout: gl.constexpr, D: gl.constexpr):
-    """Partial sums `first` .. `last` of rows [M] added up in ascending order.
+def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, layout: gl.constexpr, D: gl.constexpr):
+    """Numbers `first` .. `last` of what `keep` stored of rows [M], together in ascending order.
 
     Read past L1, where an older content of the same memory may lie. A lane has all FAN of a sum.
     """
     M: gl.constexpr = row.shape[0]
-    sums_of: gl.constexpr = gl.SliceLayout(2, layout)
-    part = gl.arange(0, FAN, layout=gl.SliceLayout(0, sums_of))
+    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
+    part = gl.arange(0, FAN, layout=gl.SliceLayout(0, of_parts))
     d = gl.expand_dims(gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
-    rows_of: gl.constexpr = gl.SliceLayout(1, sums_of)
-    top = gl.full([M], -float("inf"), gl.float32, rows_of)
-    total = gl.zeros([M], gl.float32, rows_of)
+    top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, of_parts))
+    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, of_parts))
     out = gl.zeros([M, D], gl.float32, gl.SliceLayout(1, layout))
     for begin in range(first // FAN * FAN, last + 1, FAN):
         number = gl.expand_dims(begin + part, 0)
         there = gl.expand_dims(valid, 1) & (number >= first) & (number <= last)
         at = number * rows + gl.expand_dims(row, 1)
-        tops = gl.load(top_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
         mask = gl.expand_dims(there, 2)
-        sums = gl.load(sum_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(tops, axis=1))
+        means = gl.load(mean_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(weights, axis=1))
         shift = gl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = gl.exp2(tops - gl.expand_dims(shift, 1))
-        keep = gl.exp2(top - shift)
-        total = total * keep + gl.sum(totals * weights, axis=1)
-        keep = gl.convert_layout(keep, gl.SliceLayout(1, gl.SliceLayout(1, layout)))
-        out = out * gl.expand_dims(keep, 1) + gl.sum(sums * gl.expand_dims(weights, 2), axis=1)
+        weights = gl.exp2(weights - gl.expand_dims(shift, 1))
+        fade = gl.exp2(top - shift)
+        total = total * fade + gl.sum(weights, axis=1)
+        fade = gl.expand_dims(gl.convert_layout(fade, of_rows), 1)
+        out = out * fade + gl.sum(means * gl.expand_dims(weights, 2), axis=1)
         top = new_top
-    row_of: gl.constexpr = gl.SliceLayout(1, out.type.layout)
-    return gl.convert_layout(top, row_of), gl.convert_layout(total, row_of), out
+    return _averaged(out, gl.convert_layout(top, of_rows), gl.convert_layout(total, of_rows))
+
+
+@gluon.jit
+def combine(
+    mean_ptr,
+    weight_ptr,
+    source,
+    begin,
+    end,
+    target,
+    final,
+    out_ptr,
+    batch,
+    kv_head,
+    row_start,
+    row_stop,
+    rows,
+    num_queries,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
+    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
+    layout: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
+    M: gl.constexpr = WARPS * lanes[0]
+    source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
+    for first_row in range(row_start, row_stop, M):
+        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, layout, D)
+        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
+        if final:
+            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
+        else:
+            keep(mean_ptr, weight_ptr, target * rows + row, row < row_stop, mean, weight)

@@ -23,10 +23,10 @@ from fastspec.kernels.attend_fragment_parts import (
     NEW_ROWS,
     advanced,
     append,
+    combine,
     finish,
     head_layout,
     keep,
-    merged,
     operands,
     peek,
     places_of,
@@ -176,20 +176,18 @@ def fragment_kernel(
         top, totals, out = advanced(
             (top, totals, out), block, q1, q2, start + i * BLOCK, position, scale, WINDOW, S, RW
         )
-    top, total, out = together(top, gl.sum(totals, axis=1), out, RW)
+    mean, weight = together(top, gl.sum(totals, axis=1), out, RW)
 
-    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, out.type.layout))
+    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, mean.type.layout))
     if first == last:
-        finish(out_ptr, batch, kv_head, row, num_queries, total, out, KV_HEADS, GROUP)
+        finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
         return
     groups = (splits + FAN - 1) // FAN
-    pairs = (gl.num_programs(0) // tiles).to(gl.int64)
-    top_ptr = partial_ptr + pairs * (splits + groups) * rows * D
-    total_ptr = top_ptr + pairs * (splits + groups) * rows
+    nodes = (gl.num_programs(0) // tiles).to(gl.int64) * (splits + groups) * rows
     base = pair * (splits + groups) * rows
-    sum_ptr, top_ptr, total_ptr = partial_ptr + base * D, top_ptr + base, total_ptr + base
+    mean_ptr, weight_ptr = partial_ptr + base * D, partial_ptr + (nodes * D + base)
     count_ptr += gl.program_id(0) * (1 + groups)
-    keep(sum_ptr, top_ptr, total_ptr, split * rows + row, row < rows, top, total, out)
+    keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
     group = split // FAN
     begin, end = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
     gl.thread_barrier()  # the counter is raised by one thread, for all
@@ -198,18 +196,11 @@ def fragment_kernel(
     gl.store(count_ptr + 1 + group, 0)
     gl.thread_barrier()
     only = first // FAN == last // FAN
-    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
-    fan_of: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
-    M: gl.constexpr = WARPS * lanes[0]
-    stop_row = gl.minimum(rows, tile * R + R)
-    for merge_row in range(tile * R, stop_row, M):
-        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, fan_of)))
-        high, whole, sums = merged(sum_ptr, top_ptr, total_ptr, begin, end, rows, some, some < stop_row, fan_of, D)
-        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, fan_of)))
-        if only:
-            finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP)
-        else:
-            keep(sum_ptr, top_ptr, total_ptr, (splits + group) * rows + some, some < stop_row, high, whole, sums)
+    row_start, row_stop = tile * R, gl.minimum(rows, tile * R + R)
+    combine(
+        mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
+    )  # fmt: skip
     if only:
         return
     gl.thread_barrier()
@@ -217,11 +208,7 @@ def fragment_kernel(
         return
     gl.store(count_ptr, 0)
     gl.thread_barrier()
-    for merge_row in range(tile * R, stop_row, M):
-        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, fan_of)))
-        high, whole, sums = merged(
-            sum_ptr + splits * rows * D, top_ptr + splits * rows, total_ptr + splits * rows,
-            first // FAN, last // FAN, rows, some, some < stop_row, fan_of, D,
-        )  # fmt: skip
-        some = merge_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, fan_of)))
-        finish(out_ptr, batch, kv_head, some, num_queries, whole, sums, KV_HEADS, GROUP)
+    combine(
+        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
+    )  # fmt: skip

@@ -61,69 +61,17 @@ def peek(
 
 
 @triton.jit
-def merged(
-    sum_ptr,
-    top_ptr,
-    total_ptr,
-    node,
-    first,
-    last,
-    row,
-    valid,
-    rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Partial sums `first` .. `last`, of which number 0 is at `node`, of some of the `rows`, [R]: added up in order.
-
-    Read past L1, where an older content of the same memory may lie.
-    """
-    R: tl.constexpr = row.shape[0]
-    dim, inside = columns(HEAD_DIM, BLOCK_D)
-    top = tl.full([R], -float("inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    out = tl.zeros([R, BLOCK_D], tl.float32)
-    part = tl.arange(0, FAN)
-    at = row[:, None] + part[None, :] * rows  # the sums lie along axis 1: there threads keep all of them to themselves
-    for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
-        there = valid[:, None] & ((begin + part >= first) & (begin + part <= last))[None, :]
-        place = (node + begin) * rows  # int64 from node
-        mask = there[:, :, None] & inside[None, None, :]
-        where = sum_ptr + place * HEAD_DIM + (at[:, :, None] * HEAD_DIM + dim[None, None, :])
-        sums = tl.load(where, mask=mask, other=0.0, cache_modifier=".cg")
-        tops = tl.load(top_ptr + place + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        totals = tl.load(total_ptr + place + at, mask=there, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, axis=1))
-        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(tops - shift[:, None])
-        keep = tl.exp2(top - shift)
-        total = total * keep + tl.sum(totals * weights, axis=1)
-        out = out * keep[:, None] + tl.sum(sums * weights[:, :, None], axis=1)
-        top = new_top
-    return top, total, out
+def averaged(out, top, total):
+    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
 @triton.jit
-def keep(
-    sum_ptr,
-    top_ptr,
-    total_ptr,
-    node,
-    row,
-    valid,
-    rows,
-    top,
-    total,
-    out,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Stores the partial sums of the `valid` ones of `row` as those of `node`, which has `rows`."""
+def keep(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores averages of rows [R] and their weights as numbers `at`."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
-    at = node * rows + row
-    tl.store(top_ptr + at, top, mask=valid)
-    tl.store(total_ptr + at, total, mask=valid)
-    tl.store(sum_ptr + at[:, None] * HEAD_DIM + dim[None, :], out, mask=valid[:, None] & inside[None, :])
+    tl.store(weight_ptr + at, weight, mask=valid)
+    tl.store(mean_ptr + at[:, None] * HEAD_DIM + dim[None, :], mean, mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -133,24 +81,88 @@ def finish(
     kv_head,
     row,
     num_queries,
-    total,
-    out,
+    mean,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores out / total as the output of rows."""
+    """Stores averages as the output of rows."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
-    value = (out / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], value, mask=mask)
+    tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], mean.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Numbers `first` .. `last` of what `keep` stored of rows [R], together in ascending order.
+
+    Read past L1, where an older content of the same memory may lie.
+    """
+    R: tl.constexpr = row.shape[0]
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    top = tl.full([R], -float("inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    out = tl.zeros([R, BLOCK_D], tl.float32)
+    part = tl.arange(0, FAN)
+    for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
+        number = begin + part[None, :]  # along axis 1: there a thread keeps all of them to itself
+        there = valid[:, None] & (number >= first) & (number <= last)
+        at = number * rows + row[:, None]
+        mask = there[:, :, None] & inside[None, None, :]
+        means = tl.load(
+            mean_ptr + (at[:, :, None] * HEAD_DIM + dim[None, None, :]), mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        weights = tl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(weights, axis=1))
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(weights - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        out = out * fade[:, None] + tl.sum(means * weights[:, :, None], axis=1)
+        top = new_top
+    return averaged(out, top, total)
+
+
+@triton.jit
+def combine(
+    mean_ptr,
+    weight_ptr,
+    source,
+    begin,
+    end,
+    target,
+    final,
+    out_ptr,
+    batch,
+    kv_head,
+    row_start,
+    row_stop,
+    rows,
+    num_queries,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
+    source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
+    for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
+        row = first_row + tl.arange(0, R)
+        valid = row < row_stop
+        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, valid, HEAD_DIM, BLOCK_D)
+        if final:
+            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        else:
+            keep(mean_ptr, weight_ptr, target * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def attended(
-    q,
+    q1,
+    q2,
     key_ptr,
     value_ptr,
     table_ptr,
@@ -170,21 +182,37 @@ def attended(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Largest score, sum of weights and weighted values of rows q over the keys begin .. stop-1 (online softmax)."""
+    """What rows see of the keys begin .. stop-1 (online softmax): averages of values and their weights as log2.
+
+    q1 and q2 [ROWS, BLOCK_D / 2] are the halves of the queries.
+    """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     totals = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end: a sum over threads less in the loop
     out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    HALVES: tl.constexpr = (
+        BLOCK_D > 128 and q1.dtype.primitive_bitwidth == 32
+    )  # a product without tensor cores holds rows
+    if not HALVES:
+        q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         page = pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE, BLOCK_N)
-        place, slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
-        slot = slot + dim[None, :]
+        place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
+        slot = row_slot + dim[None, :]
         at = first + tl.arange(0, BLOCK_N)
         # the slots of later positions hold anything, NaN included: they must not come into a product
         mask = (at < stop)[:, None] & inside[None, :]
-        k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
+        if HALVES:
+            column = tl.arange(0, BLOCK_D // 2)
+            half_mask = (at < stop)[:, None] & (column < HEAD_DIM // 2)[None, :]
+            half = key_ptr + place + (row_slot + column[None, :])
+            scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0)), input_precision="ieee")
+            k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+        else:
+            k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         v = tl.load(value_ptr + place + slot, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = at[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
@@ -195,6 +223,6 @@ def attended(
         weights = tl.exp2(scores - shift[:, None])
         keep = tl.exp2(top - shift)[:, None]
         totals = totals * keep + weights
-        out = tl.dot(weights.to(q.dtype), v, out * keep, input_precision="ieee")
+        out = tl.dot(weights.to(q1.dtype), v, out * keep, input_precision="ieee")
         top = new_top
-    return top, tl.sum(totals, axis=1), out
+    return averaged(out, top, tl.sum(totals, axis=1))

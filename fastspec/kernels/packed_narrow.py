@@ -2,8 +2,8 @@
 
 One program owns R weight rows. S warps take slabs of KT values of K in turn, a slab's 16 contiguous bytes of a lane
 are that lane's operands of the tensor core, and no byte of weights or of x passes through shared memory. D slabs of
-weights are on their way before the kernel waits for the one before it. With a norm the squares of x are summed first:
-that takes about as long as the first weights do to arrive.
+weights are on their way before the kernel waits for the one before it. With a norm the squares of x are summed beside
+the products, or AHEAD of them, while the first weights are still to arrive.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from fastspec.kernels.packed_parts import (
     addends,
     enter_keys,
     folded,
+    loaded_factor,
     no_squares,
+    root_scale,
+    row_factor,
     row_operand,
-    row_scale,
     settle_keys,
     times_gamma,
     weight_operand,
@@ -72,7 +74,7 @@ def _runs(words):
 
 @gluon.jit
 def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of squares [BM] of rows of x: of every run of 8 values, of runs as neighbours, of warps in order."""
+    """Sums of squares of rows of x, of every run of 8 values that a lane loads at once: [S, KT / 32, 4, BM]."""
     total = no_squares(_runs(_words(at, of, k, RAGGED, "")))
     FULL: gl.constexpr = (T - 1 if RAGGED else T) // SQUARED
     if T <= UNROLLED:
@@ -84,6 +86,12 @@ def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexp
             total = _next_squares(total, here, of, k, STEP, SQUARED, False, DTYPE)
             here += SQUARED * STEP
     total = _next_squares(total, at, of + FULL * SQUARED * STEP, k, STEP, T - FULL * SQUARED, RAGGED, DTYPE)
+    return total
+
+
+@gluon.jit
+def _row_sums(total):
+    """Sums of squares [S, KT / 32, 4, BM] of runs of 8 values -> [BM]: runs as neighbours, then the S in order."""
     S: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[3]
     RUNS: gl.constexpr = total.shape[1] * 4
@@ -103,12 +111,16 @@ def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED:
 
 
 @gluon.jit
-def _step(acc, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """One slab: acc + weight rows^T."""
+def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
+    """One slab: weight rows^T is added to sums[0], and to sums[1], where there is one, the squares of the rows."""
     rows = given[0]
     if len(given) == 2:
         rows = times_gamma(given[0], given[1], DTYPE)
-    return mma_v2(weight_operand(weight, DTYPE, left), row_operand(rows, DTYPE, right), acc)
+    acc = mma_v2(weight_operand(weight, DTYPE, left), row_operand(rows, DTYPE, right), sums[0])
+    if len(sums) == 2:
+        return acc, add_squares(sums[1], _runs(given[0]), DTYPE)
+    else:
+        return (acc,)
 
 
 @gluon.jit
@@ -130,6 +142,7 @@ def narrow_kernel(
     x_ptr,  # int32 words [M, K / 2]
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     gamma_ptr,  # int32 words [K / 2] or None
+    scale_ptr,  # fp32 [M] or None: factors of the rows of x, where gamma is in them already
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
@@ -147,6 +160,7 @@ def narrow_kernel(
     BM: gl.constexpr,
     D: gl.constexpr,  # slabs of weights in flight
     XD: gl.constexpr,  # slabs of x in flight
+    AHEAD: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -187,34 +201,42 @@ def narrow_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    acc = gl.zeros([S, R, BM], gl.float32, mma)
-    loaded = addends(_tile(acc), tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
-    if gamma_ptr is not None:
-        scale = row_scale(_squares(at[1], of[1], x_in, STEP, T, RAGGED, DTYPE), _tile(acc), K, eps)
+    sums = (gl.zeros([S, R, BM], gl.float32, mma),)
+    like = _tile(sums[0])
+    loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+    if scale_ptr is not None:
+        factor = loaded_factor(scale_ptr, first_row, M, like)
+    if gamma_ptr is not None and AHEAD:
+        squares = _row_sums(_squares(at[1], of[1], x_in, STEP, T, RAGGED, DTYPE))
+        factor = row_factor(root_scale(squares, K, eps), like)
     xs = ()
     for i in gl.static_range(XD):
         xs = xs + (_rows(at, of, i * STEP, x_in, RAGGED and i == T - 1),)
+    if gamma_ptr is not None and not AHEAD:
+        sums = sums + (no_squares(_runs(xs[0][0])),)
 
     LOOPS: gl.constexpr = (T - D - 1) // D if T > UNROLLED else 0
     REST: gl.constexpr = T - LOOPS * D
     if LOOPS > 0:
         for _turn in range(loops):
             for i in gl.static_range(D):
-                acc = _step(acc, ws[0], xs[0], left, right, DTYPE)
+                sums = _step(sums, ws[0], xs[0], left, right, DTYPE)
                 ws = ws[1:] + (_weights(at, of, (i + D) * STEP, w_in, False),)
                 xs = xs[1:] + (_rows(at, of, (i + XD) * STEP, x_in, False),)
             at = _moved(at, D * STEP)
     for i in gl.static_range(REST):
-        acc = _step(acc, ws[0], xs[0], left, right, DTYPE)
+        sums = _step(sums, ws[0], xs[0], left, right, DTYPE)
         ws, xs = ws[1:], xs[1:]
         if i + D < REST:
             ws = ws + (_weights(at, of, (i + D) * STEP, w_in, RAGGED and i + D == REST - 1),)
         if i + XD < REST:
             xs = xs + (_rows(at, of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1),)
 
-    total = _tile(acc)
-    if gamma_ptr is not None:
-        total = total * scale
+    total = _tile(sums[0])
+    if gamma_ptr is not None and not AHEAD:
+        factor = row_factor(root_scale(_row_sums(sums[1]), K, eps), total)
+    if gamma_ptr is not None or scale_ptr is not None:
+        total = total * factor
     if keys_ptr is not None:
         enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
         settle_keys(keys_ptr, out_ptr, out_stride, M, S)

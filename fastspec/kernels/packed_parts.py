@@ -132,13 +132,25 @@ def column_layout(tile):
 
 
 @gluon.jit
-def row_scale(squares, like, K: gl.constexpr, eps):
-    """Sums of squares [BM] over K -> 1 / root of mean square, as a factor [1, 1, 1, BM] of tiles like `like`."""
-    scale = gl.rsqrt(squares * (1.0 / K) + eps)
+def root_scale(squares, K: gl.constexpr, eps):
+    """Sums of squares over K -> 1 / root of mean square."""
+    return gl.rsqrt(squares * (1.0 / K) + eps)
+
+
+@gluon.jit
+def row_factor(scale, like):
+    """A factor for each row of x, [BM], as [1, 1, 1, BM] for tiles like `like`."""
     columns: gl.constexpr = column_layout(like.type.layout)
     if scale.type.layout != columns:
         scale = gl.convert_layout(scale, columns)
     return gl.expand_dims(gl.expand_dims(gl.expand_dims(scale, 0), 0), 0)
+
+
+@gluon.jit
+def loaded_factor(scale_ptr, first_row, M, like):
+    """`row_factor` of rows first_row and on of scale_ptr fp32 [M]."""
+    row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
+    return row_factor(gl.load(scale_ptr + row, mask=row < M, other=0.0), like)
 
 
 @gluon.jit

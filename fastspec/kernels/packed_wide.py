@@ -1,37 +1,34 @@
-"""Packed product for 17 rows of x and more: x through shared memory, every warp with 32 rows of the weight.
+"""Packed product for 17 rows of x and more: weights and x through shared memory, every warp with 32 weight rows.
 
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same. There each of
 S warps takes every S-th slab of K; here that is one program of a cluster, which also keeps what it reads of x an S-th
 (a cluster owns R weight rows, partial tiles meet in `parts` behind its barrier, and each program finishes its share),
 or, for weights with enough rows to keep a device busy, one pass of S over K by one program.
+
+Weights come by asynchronous copies, D slabs deep, the first of them before the kernel waits for the one before it.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.packed_parts import (
-    add_squares,
     addends,
-    column_layout,
     enter_keys,
-    folded,
     in_order,
-    no_squares,
+    loaded_factor,
     row_numbers,
     row_operand,
-    row_scale,
     settle_keys,
-    times_gamma,
     weight_numbers,
     weight_operand,
     write_tile,
 )
 
-UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
+UNROLLED = gl.constexpr(8)  # more slabs than this, and the loop over them is one
 
 
 @gluon.constexpr_function
@@ -43,11 +40,6 @@ def _cluster(programs, rank):
 @gluon.constexpr_function
 def _mma_layout(S, warps):
     return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8], _cluster(S, 3))
-
-
-@gluon.constexpr_function
-def _blocked(S, each, lanes, warps, order):
-    return gl.BlockedLayout(each, lanes, warps, order, _cluster(S, len(order)))
 
 
 @gluon.constexpr_function
@@ -68,6 +60,26 @@ def _shared_layout(S, BM, W):
     bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
     # odd rows swap their halves of 32 bytes: 2 rows by 4 lanes lie in different banks
     bits += [[0, 1, 2]] + [[0, 1 << bit, 0] for bit in range(1, BM.bit_length() - 1)]
+    return gl.SharedLinearLayout(bits, _cluster(S, 3))
+
+
+@gluon.constexpr_function
+def _copy_layout(S, R, W, warps):
+    """Of weights [S, R, W] on their way: a warp copies 512 bytes in one piece."""
+    steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
+    steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
+    steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
+    held = 5 + warps.bit_length() - 1
+    each = [[0, 0, 1], [0, 0, 2]] + steps[held:]
+    return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], _cluster(S, 3), [S, R, W])
+
+
+@gluon.constexpr_function
+def _weight_layout(S, R, W):
+    """Weights in shared memory lie as they do in memory: what a warp loads of a fragment is one piece of 512 bytes."""
+    bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
+    bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
+    bits += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
     return gl.SharedLinearLayout(bits, _cluster(S, 3))
 
 
@@ -99,60 +111,36 @@ def _cluster_barrier():
 
 
 @gluon.jit
-def _rows(at, of, first: gl.constexpr, valid, k, ragged: gl.constexpr):
-    """Words of each group of rows of x, [C, GROUP, W], zero where there is no row, and with a norm of gamma [C, 1, W]."""
+def _buffers(C: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, GROUPS: gl.constexpr):
+    """Shared memory for one slab of each group of rows of x."""
+    buffers = ()
+    for _i in gl.static_range(GROUPS):
+        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, W], _shared_layout(C, GROUP, W)),)
+    return buffers
+
+
+@gluon.constexpr_function
+def _turns(depth):
+    """Buffers of x that take turns: they come round within `depth` slabs."""
+    return min(count for count in range(2, depth + 1) if depth % count == 0)
+
+
+@gluon.jit
+def _fetched(at, of, valid, k, ragged: gl.constexpr):
+    """Words of each group of rows of x, [C, GROUP, W], zero where there is no row and beyond K."""
     loaded = ()
     for i in gl.static_range(len(valid)):
-        mask = valid[i] & k if ragged else valid[i]
-        loaded = loaded + (gl.load(at[1] + (of[i + 1] + first), mask=mask, other=0),)
-    if len(at) == 3:
-        gamma_at = at[2] + (of[len(of) - 1] + first)
-        loaded = loaded + (gl.load(gamma_at, mask=k, other=0) if ragged else gl.load(gamma_at),)
+        loaded = loaded + (gl.load(at + of[i], mask=valid[i] & k if ragged else valid[i], other=0),)
     return loaded
 
 
 @gluon.jit
-def _weights(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
-    if ragged:
-        return gl.load(at[0] + (of[0] + first * 16), mask=k, other=0, eviction_policy="evict_first")
-    else:
-        return gl.load(at[0] + (of[0] + first * 16), eviction_policy="evict_first")
-
-
-@gluon.jit
-def _moved(at, words: gl.constexpr):
-    if len(at) == 3:
-        return at[0] + words * 16, at[1] + words, at[2] + words
-    else:
-        return at[0] + words * 16, at[1] + words
-
-
-@gluon.jit
-def _runs(words):
-    """[C, BM, W] -> [C, BM, W / 16, 4, 4]: the four words that a lane loads at once come last."""
-    return gl.reshape(words, [words.shape[0], words.shape[1], words.shape[2] // 16, 4, 4])
-
-
-@gluon.jit
-def _passed_on(squares, given, shared, DTYPE: gl.constexpr):
-    """Puts one slab of x where the warps read it, times gamma with a norm; returns the sums of squares."""
-    if len(squares) > 0:
-        new = ()
-        for i in gl.static_range(len(shared)):
-            gamma = gl.broadcast(given[len(shared)], given[i])[0]
-            shared[i].store(times_gamma(given[i], gamma, DTYPE))
-            new = new + (add_squares(squares[i], _runs(given[i]), DTYPE),)
-        return new
-    else:
-        for i in gl.static_range(len(shared)):
-            shared[i].store(given[i])
-        return squares
-
-
-@gluon.jit
-def _products(accs, weight, shared, left: gl.constexpr, right: gl.constexpr, x: gl.constexpr, DTYPE: gl.constexpr):
+def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
     """accs + weight rows^T, one group of rows after the other: the operands of one are alive at a time."""
-    values = weight_operand(weight, DTYPE, left)
+    w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # of words: half as many contiguous ones
+    x: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
+    # the compiler copies what 16 bytes bring into the registers of an operand for each product: not what it computes
+    values = weight_operand(weight.load(w) ^ nil, DTYPE, left)
     new = ()
     for i in gl.static_range(len(accs)):
         rows = row_operand(shared[i].permute((0, 2, 1)).load(x), DTYPE, right)
@@ -162,22 +150,20 @@ def _products(accs, weight, shared, left: gl.constexpr, right: gl.constexpr, x: 
 
 @gluon.jit
 def _slabs(
-    ws,
-    xs,
     accs,
-    squares,
-    at,  # where the slab that comes first begins: in the weights, x and with a norm gamma
-    following,  # as `at`, of the next pass
-    of,  # offsets from there: of weights, each group of rows of x, gamma
-    more,  # whether there is one
+    rows,  # of x, for the slab that comes first
+    at,  # where that slab begins, in the weights and in x
+    following,  # the same for the first slab of the next pass
+    more,  # whether there is one, as a mask
+    of,  # offsets from there: of weights, of each group of rows of x
+    w_end,  # pointers of the last slab of all, none of them beyond K
     valid,  # rows of x
-    w_in,  # what lies within K of the last slab of all, for the weights
-    x_in,  # and for x
-    even,
-    odd,
+    x_in,  # what lies within K of the last slab of all
+    ring,
+    shared,
+    nil,  # zero, but the compiler does not know
     left: gl.constexpr,
     right: gl.constexpr,
-    x: gl.constexpr,
     COUNT: gl.constexpr,
     LAST: gl.constexpr,  # these slabs are the last of their pass
     PASSES: gl.constexpr,
@@ -185,40 +171,29 @@ def _slabs(
     STEP: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """COUNT slabs: each is multiplied, and one further on is fetched."""
-    D: gl.constexpr = len(ws)
-    XD: gl.constexpr = len(xs)
+    """COUNT slabs, the first of them in ring[0]: each is multiplied, and one further on is fetched."""
+    D: gl.constexpr = len(ring)
     for i in gl.static_range(COUNT):
-        shared = even if i % 2 == 0 else odd
-        squares = _passed_on(squares, xs[0], shared, DTYPE)
-        xs = xs[1:]
-        if not LAST or i + XD < COUNT:
-            xs = xs + (_rows(at, of, (i + XD) * STEP, valid, x_in, RAGGED and LAST and i + XD == COUNT - 1),)
+        here = shared[i % len(shared)]
+        for j in gl.static_range(len(here)):
+            here[j].store(rows[j])
+        # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is not read
+        async_copy.wait_group(D - 2)
+        if not LAST or i + D - 1 < COUNT:
+            if RAGGED and LAST and i + D - 1 == COUNT - 1:
+                async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], w_end)
+            else:
+                async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], at[0] + (of[0] + (i + D - 1) * STEP * 16))
         elif PASSES > 1:
-            xs = xs + (_rows(following, of, (i + XD - COUNT) * STEP, valid, x_in, False),)
-        accs = _products(accs, ws[0], shared, left, right, x, DTYPE)
-        ws = ws[1:]
-        if not LAST or i + D < COUNT:
-            ws = ws + (_weights(at, of, (i + D) * STEP, w_in, RAGGED and LAST and i + D == COUNT - 1),)
+            further = following[0] + (of[0] + (i + D - 1 - COUNT) * STEP * 16)
+            async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], further, mask=more)
+        async_copy.commit_group()
+        if not LAST or i + 1 < COUNT:
+            rows = _fetched(at[1] + (i + 1) * STEP, of[1], valid, x_in, RAGGED and LAST and i + 1 == COUNT - 1)
         elif PASSES > 1:
-            ws = ws + (_weights(following, of, (i + D - COUNT) * STEP, more, True),)
-    return ws, xs, accs, squares
-
-
-@gluon.jit
-def _folded_runs(squares, C: gl.constexpr, WARPS: gl.constexpr):
-    RUNS: gl.constexpr = squares.shape[2] * 4
-    together: gl.constexpr = _blocked(C, [1, 1, RUNS // 4, 4], [1, 32, 1, 1], [1, WARPS, 1, 1], [2, 3, 1, 0])
-    return folded(gl.reshape(gl.convert_layout(squares, together), [C * squares.shape[1], RUNS]))
-
-
-@gluon.jit
-def _whole_squares(squares, C: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of squares [C, GROUP, W / 16, 4] of runs -> [C * GROUP], runs added as neighbours, for each group."""
-    whole = ()
-    for i in gl.static_range(len(squares)):
-        whole = whole + (_folded_runs(squares[i], C, WARPS),)
-    return whole
+            rows = _fetched(following[1], of[1], valid, x_in, False)
+        accs = _products(accs, ring[i % D], here, nil, left, right, DTYPE)
+    return accs, rows
 
 
 @gluon.jit
@@ -230,8 +205,9 @@ def _added(first, second):
 
 
 @gluon.jit
-def _handed_over(accs, squares, base, M, S: gl.constexpr):
-    """Stores a program's partial tiles [S, R, GROUP] at base[group, s, m, r], its sums of squares at [group, s, m]."""
+def _handed_over(accs, base, M):
+    """Stores a program's partial tiles [S, R, GROUP] at base[group, s, m, r]."""
+    S: gl.constexpr = accs[0].shape[0]
     R: gl.constexpr = accs[0].shape[1]
     GROUP: gl.constexpr = accs[0].shape[2]
     mma: gl.constexpr = accs[0].type.layout
@@ -239,49 +215,38 @@ def _handed_over(accs, squares, base, M, S: gl.constexpr):
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
     for i in gl.static_range(len(accs)):
-        part = base + i * (S * GROUP * (R + 1))
-        gl.store(part + (s * (R * GROUP) + m * R + r), accs[i], mask=i * GROUP + m < M)
-        if len(squares) > 0:
-            at = gl.arange(0, S * GROUP, layout=squares[i].type.layout)
-            gl.store(part + (S * GROUP * R + at), squares[i])
+        gl.store(base + (i * S + s) * (GROUP * R) + m * R + r, accs[i], mask=i * GROUP + m < M)
 
 
 @gluon.jit
-def _taken_over(like, base, M, S: gl.constexpr, NORM: gl.constexpr):
-    """Whole tile [R / 16, 2, 8, GROUP] in the layout of `like`, and with a norm sums of squares [GROUP]."""
+def _taken_over(like, base, M, S: gl.constexpr):
+    """The S partial tiles at `base` added in order: [R / 16, 2, 8, GROUP] in the layout of `like`."""
     R: gl.constexpr = like.shape[0] * 16
     GROUP: gl.constexpr = like.shape[3]
     row = row_numbers(like)
-    at = base + (row * R + weight_numbers(like, 0, 16, 8))
-    row_at = base + (S * GROUP * R + gl.arange(0, GROUP, layout=column_layout(like.type.layout)))
-    parts, squares = (), ()
+    at = base + row * R + weight_numbers(like, 0, 16, 8)
+    parts = ()
     for i in gl.static_range(S):
         # past L1: another multiprocessor has written this
-        parts = parts + (gl.load(at + i * (R * GROUP), mask=row < M, other=0.0, cache_modifier=".cg"),)
-        if NORM:
-            squares = squares + (gl.load(row_at + i * GROUP, cache_modifier=".cg"),)
-    if NORM:
-        return in_order(parts), in_order(squares)
-    else:
-        return (in_order(parts),)
+        parts = parts + (gl.load(at + i * (GROUP * R), mask=row < M, other=0.0, cache_modifier=".cg"),)
+    return in_order(parts)
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
 def wide_kernel(
     x_ptr,  # int32 words [M, K / 2]
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
-    gamma_ptr,  # int32 words [K / 2] or None
+    scale_ptr,  # fp32 [M] or None: factors of the rows of x
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
     keys_ptr,  # int64 [65] or None; C is 1 then
-    parts_ptr,  # fp32 [blocks of rows, tiles, GROUPS, S * GROUP * (R + 1)], None where C is 1
+    parts_ptr,  # fp32 [blocks of rows, tiles, GROUPS, S, GROUP, R], None where C is 1
     M,
     N,
-    eps,
     limit,
     out_stride,
-    loops,  # LOOPS: a compiler that knew it would unroll them and run out of registers
+    loops,  # LOOPS: a compiler that knew it would unroll them
     K: gl.constexpr,
     S: gl.constexpr,
     C: gl.constexpr,  # programs of a cluster: S, or 1 for S passes over K
@@ -289,8 +254,7 @@ def wide_kernel(
     R: gl.constexpr,
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     GROUPS: gl.constexpr,
-    D: gl.constexpr,  # slabs of weights in flight, even
-    XD: gl.constexpr,  # slabs of x in flight
+    D: gl.constexpr,  # slabs of weights in shared memory, one of them in use
     WARPS: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -299,105 +263,94 @@ def wide_kernel(
     mma: gl.constexpr = _mma_layout(C, WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    w: gl.constexpr = gl.DotOperandLayout(0, mma, 4)  # of words: half as many contiguous ones
-    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
     STEP: gl.constexpr = S * W
     PASSES: gl.constexpr = S // C
-    gl.static_assert(PASSES == 1 or (T % 2 == 0 and not RAGGED))
+    gl.static_assert(PASSES == 1 or (T % D == 0 and not RAGGED))
+    copy: gl.constexpr = _copy_layout(C, R, W, WARPS)
     stage: gl.constexpr = _stage_layout(C, GROUP, W, WARPS)
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * (GROUP * GROUPS)
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1), 2)
-    r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
+    s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, copy))), 1), 2)
+    r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy))), 0), 2)
+    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy))), 0), 1)
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-    of = (group * (8 * K) + (s * (W * 16) + k // 16 * 256 + r % 16 * 16 + k % 16),)
-    w_in = (T - 1) * STEP + s * W + k < K // 2
-    any_k = k
+    of_row = group * (8 * K) + r % 16 * 16
+    w_of = of_row + (s * (W * 16) + k // 16 * 256 + k % 16)
+    at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))
+    # x is zero beyond K: what it meets there of the weights must only be a weight of the same row
+    w_end = at[0] + gl.where((T - 1) * STEP + s * W + k < K // 2, w_of + (T - 1) * STEP * 16, of_row + k % 16)
+    more = k >= 0
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, stage))), 1), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, stage))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, stage))), 0), 1)
     x_in = (T - 1) * STEP + s * W + k < K // 2
-    at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))
-    valid, even, odd = (), (), ()
+    x_of, valid, zeros, ring, shared = (), (), (), (), ()
     for i in gl.static_range(GROUPS):
-        of = of + (m * (K // 2) + (i * (GROUP * K // 2) + s * W + k),)
+        x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + s * W + k),)
         valid = valid + (m < M - first_row - i * GROUP,)
-        even = even + (gl.allocate_shared_memory(gl.int32, [C, GROUP, W], _shared_layout(C, GROUP, W)),)
-        odd = odd + (gl.allocate_shared_memory(gl.int32, [C, GROUP, W], _shared_layout(C, GROUP, W)),)
-    if gamma_ptr is not None:
-        at = at + (gamma_ptr,)
-        of = of + (s * W + k,)
-
-    ws = ()
+        zeros = zeros + (gl.zeros([C, R, GROUP], gl.float32, mma),)
+    of = (w_of, x_of)
     for i in gl.static_range(D):
-        ws = ws + (_weights(at, of, i * STEP, w_in, RAGGED and i == T - 1),)
+        ring = ring + (gl.allocate_shared_memory(gl.int32, [C, R, W], _weight_layout(C, R, W)),)
+    for i in gl.static_range(_turns(D)):
+        shared = shared + (_buffers(C, GROUP, W, GROUPS),)
+
+    for i in gl.static_range(D - 1):
+        if RAGGED and i == T - 1:
+            async_copy.async_copy_global_to_shared(ring[i], w_end)
+        elif i < T:
+            async_copy.async_copy_global_to_shared(ring[i], at[0] + (w_of + i * STEP * 16))
+        async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    xs = ()
-    for i in gl.static_range(XD):
-        xs = xs + (_rows(at, of, i * STEP, valid, x_in, RAGGED and i == T - 1),)
-    zeros, no = (), ()
-    for _ in gl.static_range(GROUPS):
-        zeros = zeros + (gl.zeros([C, R, GROUP], gl.float32, mma),)
-        if gamma_ptr is not None:
-            no = no + (no_squares(_runs(xs[0][0])),)
+    rows = _fetched(at[1], x_of, valid, x_in, RAGGED and T == 1)
 
-    LOOPS: gl.constexpr = (T - D) // D if T * PASSES > UNROLLED else 0
-    REST: gl.constexpr = T - LOOPS * D
-    norms = ()
+    LOOPS: gl.constexpr = (T - D + 1) // D if T * PASSES > UNROLLED else 0
+    FIXED: gl.constexpr = T - LOOPS * D
     if PASSES == 1:
-        here = at
         if LOOPS > 0:
             for _turn in range(loops):
-                ws, xs, zeros, no = _slabs(
-                    *(ws, xs, zeros, no, here, here, of, w_in, valid, w_in, x_in, even, odd, left, right, x),
-                    *(D, False, 1, RAGGED, STEP, DTYPE),
+                zeros, rows = _slabs(
+                    *(zeros, rows, at, at, more, of, w_end, valid, x_in, ring, shared, M >> 31),
+                    *(left, right, D, False, 1, RAGGED, STEP, DTYPE),
                 )
-                here = _moved(here, D * STEP)
-        ws, xs, totals, no = _slabs(
-            *(ws, xs, zeros, no, here, here, of, w_in, valid, w_in, x_in, even, odd, left, right, x),
-            *(REST, True, 1, RAGGED, STEP, DTYPE),
+                at = at[0] + D * STEP * 16, at[1] + D * STEP
+        totals, rows = _slabs(
+            *(zeros, rows, at, at, more, of, w_end, valid, x_in, ring, shared, M >> 31),
+            *(left, right, FIXED, True, 1, RAGGED, STEP, DTYPE),
         )
-        if gamma_ptr is not None:
-            norms = _whole_squares(no, C, WARPS)
     else:
         totals = zeros
-        if gamma_ptr is not None:
-            norms = _whole_squares(no, C, WARPS)
         for number in range(PASSES):
-            accs, squares = zeros, no
+            accs = zeros
             here = at
-            following = _moved(at, W)
-            more = (any_k >= 0) & (number < PASSES - 1)
+            at = at[0] + W * 16, at[1] + W
+            another = more & (number < PASSES - 1)
             if LOOPS > 0:
                 for _turn in range(loops):
-                    ws, xs, accs, squares = _slabs(
-                        *(ws, xs, accs, squares, here, following, of, more, valid, w_in, x_in, even, odd, left, right, x),
-                        *(D, False, PASSES, RAGGED, STEP, DTYPE),
+                    accs, rows = _slabs(
+                        *(accs, rows, here, at, another, of, w_end, valid, x_in, ring, shared, M >> 31),
+                        *(left, right, D, False, PASSES, RAGGED, STEP, DTYPE),
                     )
-                    here = _moved(here, D * STEP)
-            ws, xs, accs, squares = _slabs(
-                *(ws, xs, accs, squares, here, following, of, more, valid, w_in, x_in, even, odd, left, right, x),
-                *(REST, True, PASSES, RAGGED, STEP, DTYPE),
+                    here = here[0] + D * STEP * 16, here[1] + D * STEP
+            accs, rows = _slabs(
+                *(accs, rows, here, at, another, of, w_end, valid, x_in, ring, shared, M >> 31),
+                *(left, right, FIXED, True, PASSES, RAGGED, STEP, DTYPE),
             )
             totals = _added(totals, accs)
-            if gamma_ptr is not None:
-                norms = _added(norms, _whole_squares(squares, C, WARPS))
-            at = following
 
     if C > 1:
-        SIZE: gl.constexpr = S * GROUP * (R + 1)
+        SIZE: gl.constexpr = S * GROUP * R
         block = (gl.program_id(1) * gl.num_programs(0) + tile) * GROUPS
         base = parts_ptr + block.to(gl.int64) * SIZE
         like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=_share_layout(S, R, GROUP, WARPS))
-        _handed_over(totals, norms, base, M - first_row, S)
+        _handed_over(totals, base, M - first_row)
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
         if C == 1:
@@ -406,14 +359,11 @@ def wide_kernel(
         if C > 1:
             if i == 0:
                 _cluster_barrier()
-            sums = _taken_over(like, base + i * SIZE, M - row, S, gamma_ptr is not None)
-        elif gamma_ptr is not None:
-            sums = like, norms[i]
+            total = _taken_over(like, base + i * SIZE, M - row, S)
         else:
-            sums = (like,)
-        total = sums[0]
-        if gamma_ptr is not None:
-            total = total * row_scale(sums[1], like, K, eps)
+            total = like
+        if scale_ptr is not None:
+            total = total * loaded_factor(scale_ptr, row, M, like)
         if keys_ptr is not None:
             enter_keys(total, tile, row, keys_ptr, M, N, limit)
         else:

@@ -39,15 +39,9 @@ class Tile:
     cost: float
 
 
-# cost: microseconds of a tile of depth 4096 on an H200 with all multiprocessors at work
-TILES = (
-    Tile(128, 256, 4, 42.8),
-    Tile(128, 128, 6, 26.0),
-    Tile(128, 64, 8, 20.0),
-    Tile(64, 256, 4, 24.5),
-    Tile(64, 128, 6, 16.0),
-    Tile(64, 64, 8, 12.0),
-)
+# cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Other tiles were
+# timed and never came first: 128 rows by 128 or 64 columns, 64 by 64, and 128 by 192 as two products
+TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
 
 
 @gluon.jit
@@ -58,6 +52,26 @@ def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: g
     rows = gl.minimum(gl.cdiv(num_rows, ROWS) - first, GROUP)
     tile_m = first + tile % per_group % rows
     return tile_m * ROWS, tile % per_group // rows * COLUMNS
+
+
+@gluon.jit
+def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
+    """Starts the copies of one step's x and weights into a slot of the ring."""
+    mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
+    tma.async_copy_global_to_shared(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
+    for half in gl.static_range(2):
+        block = [n // 16, (2 * step + half) * 8, 0]
+        tma.async_copy_global_to_shared(weight_desc, block, full.index(slot), ws.index(slot * 2 + half), pred=there)
+
+
+@gluon.jit
+def _multiply(out, x, ws, slot):
+    """out += x [ROWS, 64] times a slot's weights, as two products of depth 32."""
+    columns: gl.constexpr = out.shape[1]
+    for half in gl.static_range(2):
+        rows = ws.index(slot * 2 + half)._reinterpret(ws.dtype, [columns, 32], gl.NVMMASharedLayout(64, 16, 2))
+        out = warpgroup_mma(x.slice(32 * half, 32, 1), rows.permute((1, 0)), out, is_async=True)
+    return out
 
 
 @gluon.jit
@@ -111,57 +125,6 @@ def _finish(
         _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, WARPS)
 
 
-@gluon.jit
-def _fetch(
-    x_desc, weight_desc, xs, ws, full, empty, num_rows,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One warp keeps a ring of steps filled, 64 deep each, on from tile to tile."""
-    tiles_n: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    at = 0
-    for tile in range(gl.program_id(0), gl.cdiv(num_rows, ROWS) * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, num_rows, ROWS, COLUMNS, tiles_n)
-        for step in range(K // 64):
-            slot = at % STAGES
-            mbarrier.wait(empty.index(slot), (at // STAGES + 1) % 2)
-            mbarrier.expect(full.index(slot), (ROWS + COLUMNS) * 128)
-            tma.async_copy_global_to_shared(x_desc, [m, step * 64], full.index(slot), xs.index(slot))
-            for half in gl.static_range(2):
-                block = [n // 16, (2 * step + half) * 8, 0]
-                tma.async_copy_global_to_shared(weight_desc, block, full.index(slot), ws.index(slot * 2 + half))
-            at += 1
-
-
-@gluon.jit
-def _multiply(
-    bias_ptr, residual_ptr, out_ptr, xs, ws, full, empty, num_rows,
-    N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """The other warps multiply what is there and store it."""
-    tiles_n: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    spread: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    at = 0
-    for tile in range(gl.program_id(0), gl.cdiv(num_rows, ROWS) * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, num_rows, ROWS, COLUMNS, tiles_n)
-        out = gl.zeros([ROWS, COLUMNS], gl.float32, spread)
-        for step in range(K // 64):
-            slot = at % STAGES
-            mbarrier.wait(full.index(slot), at // STAGES % 2)
-            for half in gl.static_range(2):
-                x = xs.index(slot).slice(32 * half, 32, 1)
-                weight = ws.index(slot * 2 + half)._reinterpret(ws.dtype, [COLUMNS, 32], swizzled)
-                out = warpgroup_mma(x, weight.permute((1, 0)), out, is_async=True)
-            # all but this step's products are done: the slot before is free
-            out = warpgroup_mma_wait(2, deps=(out,))
-            mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
-            at += 1
-        out = warpgroup_mma_wait(0, deps=(out,))
-        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1)
-        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def _hopper_kernel(
     x_desc,  # [R, K] by [ROWS, 64]
@@ -181,25 +144,46 @@ def _hopper_kernel(
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    bias_ptr, residual_ptr, out_ptr, xs, ws, full, empty, num_rows,
-                    N, K, ROWS, COLUMNS, STAGES, GATED, WARPS,
-                ),
-            ),
-            (_fetch, (x_desc, weight_desc, xs, ws, full, empty, num_rows, N, K, ROWS, COLUMNS, STAGES)),
-        ],
-        [1],
-        [40],
-    )  # fmt: skip
+
+    STEPS: gl.constexpr = K // 64
+    TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tiles = gl.cdiv(num_rows, ROWS) * TILES_N
+    programs = gl.num_programs(0)
+    # the ring runs on from tile to tile: the next one's first steps arrive while this one is stored
+    ahead = gl.program_id(0)
+    ahead_step = 0
+    ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+    for stage in gl.static_range(STAGES - 1):
+        _fetch(x_desc, weight_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_step, ahead < tiles)
+        ahead_step += 1
+        if ahead_step == STEPS:
+            ahead_step = 0
+            ahead += programs
+            ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+    at = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        m, n = _place(tile, num_rows, ROWS, COLUMNS, TILES_N)
+        out = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
+        for _ in range(STEPS):
+            slot = at % STAGES
+            mbarrier.wait(full.index(slot), at // STAGES % 2)
+            out = _multiply(out, xs.index(slot), ws, slot)
+            # all but this step's products are done, and after the barrier those of every warp: the slot before is free
+            out = warpgroup_mma_wait(2, deps=(out,))
+            gl.thread_barrier()
+            free = (at + STAGES - 1) % STAGES
+            _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
+            ahead_step += 1
+            if ahead_step == STEPS:
+                ahead_step = 0
+                ahead += programs
+                ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+            at += 1
+        out = warpgroup_mma_wait(0, deps=(out,))
+        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
 
 
 def tile_of(num_rows: int, n: int, programs: int) -> Tile:

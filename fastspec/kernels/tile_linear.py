@@ -49,8 +49,8 @@ BLOCK_K = {2: 128, 4: 512}
 LAUNCH = {
     (2, False): (Tile(8, 16, 1, 6), Tile(16, 32, 2, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
     (2, True): (Tile(8, 32, 2, 5), Tile(16, 32, 2, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
-    (4, False): (Tile(1, 4, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
-    (4, True): (Tile(1, 4, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
+    (4, False): (Tile(1, 8, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
+    (4, True): (Tile(1, 8, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
 }
 WIDE = 8192  # columns from which larger tiles still fill a device
 FUSED_ROWS = 16  # up to here a 16-bit product norms its rows itself; more are normed once, by a kernel in front

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import Ops, reference
-from fastspec.kernels.attend import AttendWork, attend_work
+from fastspec.kernels.attend import AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attend import attend as attend_paged
 from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.device import compiling, has_pdl
@@ -44,6 +44,11 @@ def workspace(
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), pick)
 
 
+def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
+    """Bytes of `workspace`."""
+    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
+
+
 def attend(*tensors: Tensor | None, work: Workspace, **options: Any) -> Tensor:
     """As `reference.attend`, which defines it."""
     return attend_paged(*tensors, work=work.attend, **options)
@@ -67,13 +72,14 @@ def pick(
     out: Tensor,
 ) -> None:
     """As `reference.pick`, which defines it."""
-    tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device), out=out)
+    out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
 
 
 TRITON_OPS = Ops(
     name="triton",
     store=lambda weight, gated: weight,
     workspace=workspace,
+    workspace_bytes=workspace_bytes,
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,

@@ -4,7 +4,7 @@ Microseconds a product from graph replays (perf.timing), taking turns over more 
 `ratio` is ours over F.linear's, both of this run; the gated product is compared with F.linear and silu(gate) * up
 left out of it. --sweep times every tile on Hopper instead, which is where the costs in its table come from.
 
-Usage: python -m perf.kernels.prefill [--rows 256 1024 2048] [--repeats 15] [--sweep]
+Usage: python -m perf.kernels.prefill [--rows 256 1024 2048] [--only qkv o] [--repeats 15] [--sweep]
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ def sweep(x: Tensor, weights: list[Tensor], gated: bool, repeats: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--only", choices=PRODUCTS, nargs="+", default=list(PRODUCTS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--sweep", action="store_true")
     given = parser.parse_args()
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
-    for name, (n, k, gated) in PRODUCTS.items():
+    for name in given.only:
+        n, k, gated = PRODUCTS[name]
         count = min(8, timing.copies_for(n * k * 2))
         plain = [(torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16) for _ in range(count)]
         weights = [packed(rows) for rows in plain]

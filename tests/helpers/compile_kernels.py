@@ -5,6 +5,7 @@ Usage: python -m tests.helpers.compile_kernels 90
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -19,33 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastspec.kernels import paged_attention as attention
-
-ELEMENT = {2: "*bf16", 4: "*fp32"}
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 
 
-def attention_entries() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]]:
-    """(kernel, signature, constants, options, element size) of every launch entry, windowed and not."""
-    for (size, block_d), entry in attention.LAUNCH.items():
-        shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": block_d, "BLOCK_D": block_d, "ROWS": entry.rows}
-        for window in (0, 4096):
-            constants = {"WINDOW": window, "PAGE_SIZE": 64, "BLOCK_N": entry.block_n, **shape}
-            signature = {
-                **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), ELEMENT[size]),
-                **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
-                **dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32"),
-                **dict.fromkeys(("num_queries", "table_stride", "table_width", "num_pages", "split_keys"), "i32"),
-                "scale": "fp32",
-            }
-            options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
-            yield attention._split_kernel, signature, constants, options, size
-        signature = {
-            **dict.fromkeys(("sum_ptr", "top_ptr", "total_ptr"), "*fp32"),
-            "position_ptr": "*i64",
-            "out_ptr": ELEMENT[size],
-            **dict.fromkeys(("num_queries", "num_splits", "split_keys"), "i32"),
-        }
-        yield attention._combine_kernel, signature, shape, {"num_warps": 1}, size
+def entries(arch: int) -> Iterator[Entry]:
+    """(kernel, signature, constants, options, element size) of every launch entry of every kernel."""
+    for path in sorted(Path(__file__).parent.glob("compile_*.py")):
+        if path.stem != Path(__file__).stem:
+            yield from importlib.import_module(f"{__package__}.{path.stem}").entries(arch)
 
 
 def compiled(
@@ -74,7 +56,7 @@ def spilled_bytes(cubin: bytes) -> int:
 
 def main() -> None:
     arch = int(sys.argv[1])
-    for kernel, signature, constants, options, size in attention_entries():
+    for kernel, signature, constants, options, size in entries(arch):
         code = compiled(kernel, signature, constants, options, arch)
         ptx = code.asm["ptx"]
         print(

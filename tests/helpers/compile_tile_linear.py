@@ -72,13 +72,27 @@ def _of_tile(
 
 
 def main() -> None:
-    """A JSON line a tile of 16-bit weights: its rows of x, and the matrix instructions that it is made of."""
+    """A JSON line a tile: its rows of x, and what the order of its sums follows from."""
     arch = int(sys.argv[1])
     for kernel, signature, constants, options, size in entries(arch):
-        if size == 2 and kernel is tile.tile_kernel:
-            ptx = compiled(kernel, signature, constants, options, arch).asm["ptx"]
-            found = sorted(set(re.findall(r"(?:wgmma|tcgen05|mma)\.[\w.:]*?mma[\w.:]*|mma\.sync[\w.:]*", ptx)))
-            print(json.dumps({"rows": constants["ROWS"], "instructions": found}))
+        if kernel in (tile.tile_kernel, tile.tile_pick_kernel, fp32_kernel, fp32_pick_kernel):
+            code = compiled(kernel, signature, constants, options, arch).asm
+            order = _instructions(code["ptx"]) if size == 2 else _reductions(code["ttgir"])
+            print(json.dumps({"element": size, "rows": constants["ROWS"], "order": order}))
+
+
+def _instructions(ptx: str) -> list[str]:
+    """The matrix instructions."""
+    return sorted(set(re.findall(r"(?:wgmma|tcgen05)\.mma[\w.:]*|mma\.sync[\w.:]*", ptx)))
+
+
+def _reductions(ttgir: str) -> list[str]:
+    """How the numbers that sums over threads are made of lie in them: the layouts of fp32 operands of reductions."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r"\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\) ->", ttgir)
+    assert operands
+    assert "convert_layout" not in ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]
+    return sorted({f"{size} {layouts[name]}" for size, name in operands})
 
 
 if __name__ == "__main__":

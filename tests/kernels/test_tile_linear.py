@@ -188,7 +188,6 @@ def test_pick_of_ties_and_nan(device: str) -> None:
     """Logits of one-hot rows are the weight's own numbers."""
     columns = {
         "ties": ([1.0, 5.0, 5.0, 2.0, 5.0], 1),
-        "zeros of both signs": ([-1.0, -0.0, 0.0, -0.0, -2.0], 1),
         "all negative": ([-9.0, -3.0, -2.0, -4.0, -2.0], 2),
         "NaN is largest": ([1.0, float("inf"), NAN, 2.0, NAN], 2),
         "negative NaN too": ([1.0, float("inf"), 3.0, -NAN, 2.0], 3),
@@ -209,6 +208,18 @@ def test_pick_of_ties_and_nan(device: str) -> None:
             assert not scratch.any()
 
 
+@pytest.mark.parametrize("device", devices())
+def test_pick_of_zeros_of_both_signs(device: str) -> None:
+    """A square beyond fp32 makes the norm's scale 0, and logits zeros with the signs of the sums."""
+    x, weight = torch.full((1, 1), 1e30, device=device), torch.tensor([[-1.0], [1.0], [1.0]], device=device)
+    norm = torch.ones(1, device=device), 1e-5
+    logits = tile.tile_linear(x, weight, norm=norm)
+    assert logits.signbit().tolist() == [[True, False, False]]
+    ids = tile.tile_pick(x, weight, 3, torch.zeros(2, dtype=torch.int64, device=device), norm=norm)
+    assert ids.tolist() == [0]
+    assert torch.equal(ids, reference.tile_pick(x, weight, 3, norm=norm))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pick_at_real_sizes(dtype: torch.dtype) -> None:
@@ -222,12 +233,16 @@ def test_pick_at_real_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_every_number_of_rows_takes_the_same_instruction(arch: int) -> None:
-    """What row invariance stands on where no test of bits can run: another instruction may add in another order."""
+def test_sums_take_the_same_way_however_many_rows(arch: int) -> None:
+    """What row invariance stands on, where no test of bits can run: one instruction, or one layout, of every tile."""
     reports = module_output("tests.helpers.compile_tile_linear", str(arch))
-    assert {report["rows"] for report in reports} == {8, 16, 32, 64}
-    (instructions,) = {tuple(report["instructions"]) for report in reports}
-    assert instructions == ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)
+    for element, rows in ((2, {8, 16, 32, 64}), (4, {1, 2, 4, 8})):
+        of_element = [report for report in reports if report["element"] == element]
+        assert {report["rows"] for report in of_element} == rows
+        (order,) = {tuple(report["order"]) for report in of_element}
+        assert len(order) == 1, order
+    (report,) = {report["order"][0] for report in reports if report["element"] == 2}
+    assert report == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
 def test_tables_are_complete() -> None:
@@ -240,7 +255,7 @@ def test_tables_are_complete() -> None:
             assert any(each.rows == tile.FUSED_ROWS for each in tiles)
         else:
             # where a thread's numbers of k lie follows from the warps
-            assert {each.num_warps for each in tiles} == {4}
+            assert {(each.num_warps, each.block_n) for each in tiles} == {(4, 8)}
 
 
 def test_arguments_are_checked() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec.explain import break_even_advice
 from fastspec.output import RowStats, Stats
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.devices import devices
@@ -407,15 +408,11 @@ def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
 def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:
     with FastSpecGenerator(directory, max_length=400, device="cpu", progress=False) as gen:
         cheap = Stats.of((RowStats(100, 0, 400, 300, 400, 0, (25, 0, 0, 0, 75)),), 4, 1.0)
-        gen._settings = dataclasses.replace(
-            gen._settings,
-            layout=dataclasses.replace(
-                gen._settings.layout, draft=dataclasses.replace(gen._target.spec, num_layers=1, vocab_size=10)
-            ),
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            gen._warn_below_break_even(cheap)
+        small = dataclasses.replace(gen._target.spec, num_layers=1, vocab_size=10)
+        layout = dataclasses.replace(gen._settings.layout, draft=small)
+    assert break_even_advice(cheap, layout) is None
+    costly = Stats.of((RowStats(100, 0, 400, 0, 100, 0, (100, 0, 0, 0, 0)),), 4, 1.0)
+    assert "drafting does not pay" in (break_even_advice(costly, layout) or "")
 
 
 def test_logprobs_equal_a_teacher_forced_pass(gen: FastSpecGenerator, directory: Path) -> None:
@@ -443,3 +440,8 @@ def test_exact_off_still_decodes(directory: Path) -> None:
         loose = full(gen).new_tokens
     with FastSpecGenerator(directory, max_length=64, device="cpu", progress=False) as gen:
         assert full(gen).new_tokens == loose  # these texts have no near-ties
+
+
+def test_compile_needs_what_it_cannot_promise_to_be_waived(directory: Path) -> None:
+    with pytest.raises(ValueError, match="compile=True needs exact=False"):
+        FastSpecGenerator(directory, compile=True, device="cpu", max_length=64, progress=False)

@@ -303,7 +303,7 @@ def test_run_measures_us_and_the_peers(tmp_path: Path, capsys: pytest.CaptureFix
     assert ours["text_equal"] == "2 of 2"
     assert ours["new_tokens"] == 16
     assert 1 < ours["tokens_per_pass"] <= 3
-    assert ours["step_over_floor"] == pytest.approx(ours["ms_step"] / ours["floor_ms"], abs=1e-3)
+    assert ours["step_over_floor"] == pytest.approx(ours["ms_step"] / ours["floor_ms"], rel=1e-2)
     assert ours["floor_ms"] > by_name["fastspec plain"]["floor_ms"]
     assert ours["over"] in ("fastspec plain", "fastspec plain, exact=False")
     assert max(row["speed_up"] for row in rows[:2]) == 1

@@ -1,0 +1,90 @@
+"""Gluon kernels in Triton's interpreter: what they compute, without the layouts that they compute it in.
+
+Gluon has no interpreter of its own. A kernel's source is run with Triton's language in the place of Gluon's: every
+layout is ignored, a conversion between layouts is the identity, and a product of fragments is a batched product.
+What only the compiler sees stays unseen here: that layouts fit, and what they cost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+import fastspec.kernels
+
+SAME = (
+    *("atomic_add", "broadcast", "constexpr", "exp2", "expand_dims", "float32", "int32", "int64", "load", "log2", "max"),
+    *("maximum", "min", "minimum", "num_programs", "permute", "program_id", "reshape", "rsqrt", "static_range"),
+    *("store", "sum", "where"),
+)
+
+
+class _Language:
+    """triton.language under Gluon's names; looked up at each use, for the interpreter replaces its functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in SAME:
+            raise AttributeError(f"Gluon's {name} has no counterpart here yet; add it")
+        return getattr(tl, name)
+
+    def arange(self, start: int, end: int, layout: object = None) -> Any:
+        return tl.arange(start, end)
+
+    def full(self, shape: list[int], value: float, dtype: Any, layout: object = None) -> Any:
+        return tl.full(shape, value, dtype)
+
+    def zeros(self, shape: list[int], dtype: Any, layout: object = None) -> Any:
+        return tl.zeros(shape, dtype)
+
+    def convert_layout(self, x: Any, layout: object) -> Any:
+        return x
+
+    def thread_barrier(self) -> None:
+        tl.debug_barrier()
+
+    def layout(self, *args: object, **options: object) -> None:
+        """Any layout."""
+
+    BlockedLayout = SliceLayout = DotOperandLayout = NVMMADistributedLayout = DistributedLinearLayout = layout
+
+
+gl = _Language()
+gluon = SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)
+
+
+def product(a: Any, b: Any, acc: Any) -> Any:
+    """The product of fragments a [S, M, K] and b [S, K, N] added to acc; fp32 without loss."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def interpreted(*stems: str) -> ModuleType:
+    """One module with the content of these files of fastspec/kernels, of which each may import from those before it."""
+    folder = Path(fastspec.kernels.__file__).parent
+    text = "\n".join(_translated((folder / f"{stem}.py").read_text(encoding="utf-8")) for stem in stems)
+    head = f"import triton\nimport triton.language as tl\nfrom {__name__} import gl, gluon, product as mma_v2\n"
+    path = Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stems)}.py"  # a file: the interpreter reads the source
+    path.write_text(head + text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    # the layout of a tensor's type, which only a Gluon tensor has
+    tl.block_type.layout = None  # type: ignore[attr-defined]
+    return module
+
+
+def _translated(source: str) -> str:
+    """`source` without its imports: what they bring is there already."""
+    source = source.replace("gl.constexpr", "tl.constexpr")  # by this name the interpreter knows it
+    source = re.sub(r"^(\w+) = tl\.constexpr\(([^)]*)\)", r"\1 = \2", source, flags=re.MULTILINE)
+    body = re.sub(r"^from [\w.]+ import (\([^)]*\)|[^\n(]*)\n", "", source, flags=re.MULTILINE)
+    return re.sub(r'\A""".*?"""\n', "", body, flags=re.DOTALL)
