@@ -11,6 +11,9 @@ A product may take its inner index in any order, as long as both sides agree: K 
 a head. And the rows of V^T in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
 """
 
+# mypy: disable-error-code="assignment, misc"
+# tuples of blocks grow and shrink in unrolled loops
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -39,8 +39,8 @@ class Tile:
     cost: float
 
 
-# cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Other tiles were
-# timed and never came first: 128 rows by 128 or 64 columns, 64 by 64, and 128 by 192 as two products
+# cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
+# timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
 TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
 
 

@@ -1,75 +1,76 @@
-"""Every launch entry of attention: decoding, prompt chunks, rotation with K/V append."""
+"""Launch entries of attention, for compile_kernels: decoding, prompt chunks, rotation with K/V append."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from fastspec.kernels import attend, paged_attention, rope
+from fastspec.kernels.attend_fragments import fragment_kernel
 
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ELEMENT = {2: "*bf16", 4: "*fp32"}
-QKV = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr")
-TABLES = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "table_ptr": "*i64", "position_ptr": "*i64", "write_ptr": "*i1"}
+PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
+LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
+
+ROWS = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr", "query_ptr")
+POINTERS = {
+    **dict.fromkeys(("cos_ptr", "sin_ptr", "partial_ptr"), "*fp32"),
+    **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
+    **{"write_ptr": "*i1", "count_ptr": "*i32", "scale": "fp32", "eps": "fp32"},
+}
 COUNTS = ("num_queries", "split_keys", "limit", "table_stride", "table_width", "num_pages", "num_angles")
-SCALARS = {**dict.fromkeys(COUNTS, "i32"), "scale": "fp32", "eps": "fp32"}
+# (window, norm, page_size, how much narrower than a power of two)
+PLAIN = (0, False, 64, 0)
+FULL = (4096, True, 80, 1)
 
 
-def entries(arch: int = 80) -> Iterator[Entry]:
+def entries(arch: int) -> Iterator[Entry]:
     """(kernel, signature, constants, options, element size) of every launch on a GPU of this architecture."""
-    pdl = arch >= 90
-    for (size, block_d), entry in attend.LAUNCH.items():
-        for window, norm, page_size, narrow in ((0, False, 64, 0), (4096, True, 16, 0), (0, True, 80, block_d // 4)):
-            shape = {
-                "KV_HEADS": 8,
-                "GROUP": 4,
-                "HEAD_DIM": block_d - narrow,
-                "BLOCK_D": block_d,
-                "PAGE_SIZE": page_size,
-            }
-            flags = {"WINDOW": window, "NORM": norm, "PDL": pdl}
-            yield _decode(size, entry, {**shape, **flags})
-            for flash in _flash_launches(size, block_d, arch):
-                yield _flash(size, flash, {**shape, "WINDOW": window, "PDL": pdl})
-            if entry is attend.LAUNCH[size, block_d]:
-                yield _rotate(size, {**shape, "NORM": norm, "PDL": pdl})
+    for size, block_d in attend.LAUNCH:
+        for variant in (PLAIN, FULL):
+            yield from _of_heads(size, block_d, variant, arch)
+    for dim in attend.FRAGMENT_DIMS:
+        for rows, split in ((8, 128), (16, 256), (32, 128), (32, 256)):
+            constants, options = attend.fragment_launch(rows, dim, split)
+            for variant in (PLAIN, FULL):
+                yield _entry(fragment_kernel, 2, constants, options, variant, arch)
 
 
-def _flash_launches(size: int, block_d: int, arch: int) -> list[paged_attention.Launch]:
-    large = paged_attention.LARGE.get((size, block_d))
-    small = [paged_attention.LAUNCH[size, block_d]]
-    return [*small, large] if large and arch in (90, 100) else small
+def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:
+    narrow = variant[3] * block_d // 4
+    constants, options = attend.tile_launch(DTYPES[size], block_d - narrow)
+    yield _entry(attend._decode_kernel, size, constants, options, variant, arch)
+    heads = {"HEAD_DIM": block_d - narrow, "BLOCK_D": block_d}
+    yield _entry(rope._rotate_kernel, size, heads, {"num_warps": rope.NUM_WARPS}, variant, arch)
+    launches = [paged_attention.LAUNCH[size, block_d]]
+    if arch in LARGE_ON and (size, block_d) in paged_attention.LARGE:
+        launches.append(paged_attention.LARGE[size, block_d])
+    for launch in launches:
+        tiles = {"ROWS": launch.rows, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages}
+        options = {"num_warps": launch.num_warps}
+        yield _entry(paged_attention._flash_kernel, size, {**heads, **tiles}, options, variant, arch)
 
 
-def _tiles(entry: paged_attention.Launch, **more: int) -> dict[str, int]:
-    return {"ROWS": entry.rows, "BLOCK_N": entry.block_n, **more}
-
-
-def _signature(kernel: Any, size: int, constants: dict[str, Any], extra: dict[str, str]) -> dict[str, str]:
-    known = {**dict.fromkeys(QKV, ELEMENT[size]), **TABLES, **SCALARS, **extra}
-    return {name: known[name] for name in kernel.arg_names if name not in constants}
-
-
-def _entry(kernel: Any, size: int, constants: dict[str, Any], extra: dict[str, str], options: dict[str, Any]) -> Entry:
-    if not constants.get("NORM", True):
-        constants = {**constants, "q_norm_ptr": None, "k_norm_ptr": None}
-    return kernel, _signature(kernel, size, constants, extra), constants, options, size
-
-
-def _decode(size: int, entry: paged_attention.Launch, shape: dict[str, Any]) -> Entry:
-    extra = {"partial_ptr": "*fp32", "count_ptr": "*i32"}
-    options = {"num_warps": entry.num_warps, "enable_fp_fusion": False}
-    return _entry(attend._decode_kernel, size, {**shape, **_tiles(entry, STAGES=entry.num_stages)}, extra, options)
-
-
-def _flash(size: int, entry: paged_attention.Launch, shape: dict[str, Any]) -> Entry:
-    extra = {"query_ptr": ELEMENT[size]}
-    options = {"num_warps": entry.num_warps}
-    shape = {**shape, **_tiles(entry, STAGES=entry.num_stages)}
-    return _entry(paged_attention._flash_kernel, size, shape, extra, options)
-
-
-def _rotate(size: int, shape: dict[str, Any]) -> Entry:
-    options = {"num_warps": rope.NUM_WARPS, "enable_fp_fusion": False}
-    shape = {name: value for name, value in shape.items() if name != "WINDOW"}
-    return _entry(rope._rotate_kernel, size, shape, {}, options)
+def _entry(
+    kernel: Any,
+    size: int,
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    variant: tuple[int, bool, int, int],
+    arch: int,
+) -> Entry:
+    window, norm, page_size, _narrow = variant
+    pdl = arch >= PDL_FROM
+    given = {"WINDOW": window, "NORM": norm, "PAGE_SIZE": page_size, "KV_HEADS": 8, "GROUP": 4, "PDL": pdl, **constants}
+    if not norm:
+        given |= {"q_norm_ptr": None, "k_norm_ptr": None}
+    given = {name: value for name, value in given.items() if name in kernel.arg_names}
+    known = {**dict.fromkeys(ROWS, ELEMENT[size]), **POINTERS, **dict.fromkeys(COUNTS, "i32")}
+    signature = {name: known[name] for name in kernel.arg_names if name not in given}
+    if kernel is not paged_attention._flash_kernel:
+        options = {**options, "enable_fp_fusion": False}
+    return kernel, signature, given, {**options, "launch_pdl": pdl}, size

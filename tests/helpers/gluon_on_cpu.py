@@ -21,7 +21,19 @@ import triton.language as tl
 import fastspec.kernels
 
 SAME = (
-    *("atomic_add", "broadcast", "constexpr", "exp2", "expand_dims", "float32", "int32", "int64", "load", "log2", "max"),
+    *(
+        "atomic_add",
+        "broadcast",
+        "constexpr",
+        "exp2",
+        "expand_dims",
+        "float32",
+        "int32",
+        "int64",
+        "load",
+        "log2",
+        "max",
+    ),
     *("maximum", "min", "minimum", "num_programs", "permute", "program_id", "reshape", "rsqrt", "static_range"),
     *("store", "sum", "where"),
 )
