@@ -230,11 +230,6 @@ def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
     if not gpus:
         yield Line("note", "attention", "torch; Triton kernels run on CUDA only, and the rest here is for them")
     worse: Status = "warn" if gpus else "note"
-    needs = _attempt(probes.launch_bytes, "kernels", worse, 'pip install -U "triton>=3.6"')
-    if isinstance(needs, Line):
-        yield needs
-    else:
-        yield from (_fit_line(gpu, needs) for gpu in gpus)
     cache = _attempt(probes.cache, "cache", worse, 'pip install -U "triton>=3.6"')
     yield cache if isinstance(cache, Line) else _cache_line(cache, worse)
     compiler = _attempt(probes.compiler, "C compiler", worse, "install gcc")
@@ -251,16 +246,6 @@ def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
     elif not headers:
         fix = "install Python's development files (apt install python3-dev, dnf install python3-devel)"
         yield Line(worse, "Python.h", "not found; Triton needs it at the first launch of a kernel", fix)
-
-
-def _fit_line(gpu: Gpu, needs: Mapping[tuple[int, int], int]) -> Line:
-    name = f"cuda:{gpu.index} kernels"
-    limit = f"{gpu.shared // 1024} KiB of shared memory"
-    misfits = [f"{8 * size}-bit with head_dim {dim}" for (size, dim), need in needs.items() if need > gpu.shared]
-    if gpu.shared and misfits:
-        fix = "use models with smaller heads or a 16-bit dtype, or device='cpu'"
-        return Line("warn", name, f"probably too large for {limit}: {', '.join(misfits)}", fix)
-    return Line("ok", name, f"all {len(needs)} launch settings should fit in {limit}")
 
 
 def _cache_line(cache: Path, worse: Status) -> Line:

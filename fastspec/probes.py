@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -106,17 +106,6 @@ def gpus() -> tuple[Gpu, ...]:
         free, total = torch.cuda.mem_get_info(index)
         found.append(Gpu(index, properties.name, (properties.major, properties.minor), free, total, shared))
     return tuple(found)
-
-
-def launch_bytes() -> dict[tuple[int, int], int]:
-    """Shared memory that each attention launch takes, by (element size, head_dim): tiles of Q, K, V and weights."""
-    from fastspec.kernels.paged_attention import LAUNCH
-
-    return {
-        (size, dim): size * (dim * (entry.rows + 2 * entry.block_n * max(1, entry.num_stages - 1)))
-        + size * entry.rows * entry.block_n
-        for (size, dim), entry in LAUNCH.items()
-    }
 
 
 def triton_cache() -> Path:
@@ -228,7 +217,6 @@ class Probes:
     driver: Callable[[], str | None] = nvidia_driver
     cpu: Callable[[], str] = cpu
     gpus: Callable[[], tuple[Gpu, ...]] = gpus
-    launch_bytes: Callable[[], Mapping[tuple[int, int], int]] = launch_bytes
     cache: Callable[[], Path] = triton_cache
     compiler: Callable[[], str | None] = c_compiler
     headers: Callable[[], bool] = python_headers

@@ -42,7 +42,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attend_fragments import fragment_kernel
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.paged_attention import LOG2E, Launch, check_cache, paged_attention
+from fastspec.kernels.paged_attention import LOG2E, MAX_REGISTERS, Launch, check_cache, paged_attention
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
 from fastspec.kernels.rope import NEW_ROWS, append, rope, turned
 
@@ -301,8 +301,7 @@ def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str,
     across = max(1, rows // 16)
     ahead = 1 if rows * dim > 2048 else 2  # as far as registers go
     constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": across, "AHEAD": ahead}
-    # the cap only tells the assembler that it may have them all: it would rather spill than lose a resident program
-    return constants, {"num_warps": FRAGMENT_WARPS * across, "maxnreg": 255}
+    return constants, {"num_warps": FRAGMENT_WARPS * across, "maxnreg": MAX_REGISTERS}
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -310,7 +309,7 @@ def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str,
     block_d = max(16, triton.next_power_of_2(dim))
     entry = LAUNCH[dtype.itemsize, block_d]
     tiles = {"ROWS": entry.rows, "BLOCK_N": entry.block_n, "STAGES": entry.num_stages}
-    return {"HEAD_DIM": dim, "BLOCK_D": block_d, **tiles}, {"num_warps": entry.num_warps}
+    return {"HEAD_DIM": dim, "BLOCK_D": block_d, **tiles}, {"num_warps": entry.num_warps, "maxnreg": MAX_REGISTERS}
 
 
 def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork) -> Tensor:

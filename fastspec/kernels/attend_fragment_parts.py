@@ -226,21 +226,25 @@ def places_of(
 
 
 @gluon.jit
-def read(places, low, high, old, HALF: gl.constexpr):
-    """(halves of K, V) at `places`, of which the keys low .. high-1 are loaded and the others as in `old`, or 0.
+def keys_at(places, low, high, old, HALF: gl.constexpr):
+    """Halves of K at `places`, of which the keys low .. high-1 are loaded and the others as in `old`, or 0.
 
     The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
     """
-    k_at, k_key, v_at, v_key = places
-    k_in, v_in = (k_key >= low) & (k_key < high), (v_key >= low) & (v_key < high)
+    at, key, _v_at, _v_key = places
+    inside = (key >= low) & (key < high)
     if old is None:
-        k1 = gl.load(k_at, mask=k_in, other=0.0)
-        k2 = gl.load(k_at + HALF, mask=k_in, other=0.0)
-        return k1, k2, gl.load(v_at, mask=v_in, other=0.0)
+        return gl.load(at, mask=inside, other=0.0), gl.load(at + HALF, mask=inside, other=0.0)
     else:
-        k1 = gl.load(k_at, mask=k_in, other=old[0])
-        k2 = gl.load(k_at + HALF, mask=k_in, other=old[1])
-        return k1, k2, gl.load(v_at, mask=v_in, other=old[2])
+        return gl.load(at, mask=inside, other=old[0]), gl.load(at + HALF, mask=inside, other=old[1])
+
+
+@gluon.jit
+def values_at(places, low, high, old):
+    """V at `places`, as `keys_at`."""
+    _k_at, _k_key, at, key = places
+    inside = (key >= low) & (key < high)
+    return gl.load(at, mask=inside, other=0.0 if old is None else old)
 
 
 @gluon.jit
@@ -253,29 +257,32 @@ def _rows_of_values(v, layout: gl.constexpr):
 
 
 @gluon.jit
-def advanced(state, block, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr, RW: gl.constexpr):
-    """The online softmax `state` (top, totals, out) after another block of keys."""
-    top, totals, out = state
+def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr, RW: gl.constexpr):
+    """Scores [S, KEYS, R] of the keys first.., times log2(e); -inf where a row does not see a key."""
     mma: gl.constexpr = operands(S, RW)
-    R: gl.constexpr = out.shape[2]
-    k1, k2, v = block
-    scores = mma_v2(k1, q1, gl.zeros([S, KEYS, R], gl.float32, mma))
-    scores = mma_v2(k2, q2, scores) * scale
+    scores = mma_v2(keys[0], q1, gl.zeros([S, KEYS, q1.shape[2]], gl.float32, mma))
+    scores = mma_v2(keys[1], q2, scores) * scale
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
     n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
     at = first + s * KEYS + n
     seen = at <= position
     if WINDOW > 0:
         seen = seen & (at > position - WINDOW)
-    scores = gl.where(seen, scores, -float("inf"))
+    return gl.where(seen, scores, -float("inf"))
+
+
+@gluon.jit
+def advanced(top, totals, out, scores, v, S: gl.constexpr, RW: gl.constexpr):
+    """The online softmax (top, totals, out) with another block of keys."""
+    mma: gl.constexpr = operands(S, RW)
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
     shift = gl.where(new_top == -float("inf"), 0.0, new_top)
     weights = gl.exp2(scores - gl.expand_dims(shift, 1))
-    keep = gl.expand_dims(gl.exp2(top - shift), 1)
-    p = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(1, mma, 2))
-    out = mma_v2(_rows_of_values(v, gl.DotOperandLayout(0, mma, 2)), p, out * keep)
-    return new_top, totals * keep + weights, out
+    fade = gl.expand_dims(gl.exp2(top - shift), 1)
+    right = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(1, mma, 2))
+    out = mma_v2(_rows_of_values(v, gl.DotOperandLayout(0, mma, 2)), right, out * fade)
+    return new_top, totals * fade + weights, out
 
 
 @gluon.jit

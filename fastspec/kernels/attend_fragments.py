@@ -30,12 +30,14 @@ from fastspec.kernels.attend_fragment_parts import (
     finish,
     head_layout,
     keep,
+    keys_at,
     operands,
     peek,
     places_of,
-    read,
+    scored,
     together,
     turned,
+    values_at,
 )
 
 FED = gl.constexpr(32)  # positions of a row's pass, padded
@@ -132,14 +134,15 @@ def fragment_kernel(
     stop = gl.minimum(start + SPLIT, newest + 1)
 
     # what earlier passes stored is on its way now, the rest once this pass has stored it
-    places, blocks = (), ()
+    places, keys, values = (), (), ()
     for i in gl.static_range(FIRST):
         where = places_of(
             key_ptr, value_ptr, table_ptr, start + i * BLOCK, kv_head, table_width, num_pages,
             KV_HEADS, D, PAGE_SIZE, S, RW,
         )  # fmt: skip
         places += (where,)
-        blocks += (read(where, oldest, gl.minimum(fresh, stop), None, HALF),)
+        keys += (keys_at(where, 0, gl.minimum(fresh, stop), None, HALF),)
+        values += (values_at(where, 0, gl.minimum(fresh, stop), None),)
     q1, q2 = turned(q1, q2, q_position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HALF)
     new: gl.constexpr = head_of
     append(
@@ -159,26 +162,27 @@ def fragment_kernel(
     q1, _a = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q1, (1, 0)), flat), 0), everywhere)
     q2, _b = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q2, (1, 0)), flat), 0), everywhere)
     gl.thread_barrier()  # what other threads stored is read below
-    patched = ()
+    old_keys, old_values, keys, values = keys, values, (), ()
     for i in gl.static_range(FIRST):
-        patched += (read(places[i], gl.maximum(fresh, oldest), stop, blocks[i], HALF),)
-    blocks = patched
+        keys += (keys_at(places[i], fresh, stop, old_keys[i], HALF),)
+        values += (values_at(places[i], fresh, stop, old_values[i]),)
 
     top = gl.full([S, R], -float("inf"), gl.float32, gl.SliceLayout(1, mma))
     totals = gl.zeros([S, KEYS, R], gl.float32, mma)
     out = gl.zeros([S, D, R], gl.float32, mma)
     for i in gl.static_range(STEPS):
-        block = blocks[0]
-        blocks = blocks[1:]
         if i + AHEAD < STEPS:
             where = places_of(
                 key_ptr, value_ptr, table_ptr, start + (i + AHEAD) * BLOCK, kv_head, table_width, num_pages,
                 KV_HEADS, D, PAGE_SIZE, S, RW,
             )  # fmt: skip
-            blocks += (read(where, oldest, stop, None, HALF),)
-        top, totals, out = advanced(
-            (top, totals, out), block, q1, q2, start + i * BLOCK, position, scale, WINDOW, S, RW
-        )
+            keys += (keys_at(where, 0, stop, None, HALF),)
+        scores = scored(keys[0], q1, q2, start + i * BLOCK, position, scale, WINDOW, S, RW)
+        keys = keys[1:]
+        if i + AHEAD < STEPS:  # not sooner: the keys of this block have left their registers
+            values += (values_at(where, 0, stop, None),)
+        top, totals, out = advanced(top, totals, out, scores, values[0], S, RW)
+        values = values[1:]
     mean, weight = together(top, gl.sum(totals, axis=1), out, RW)
 
     row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, mean.type.layout))

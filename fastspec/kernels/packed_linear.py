@@ -12,7 +12,7 @@
 | out      | [..., N or N/2], x's dtype or fp32      | one rounding, from fp32                           |
 
 Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once, while the squares of x are
-summed in fp32 beside them, and the sum is scaled at the end.
+summed in fp32, and the sum of products is scaled at the end. In fp16 x * gamma must be in fp16's range.
 
 Row invariance: a sum over K is S sums, of every S-th slab of KT values, each in ascending order, then added in order.
 S and KT belong to the weight's shape. How many rows run together, which kernel runs them and how they are cut into
@@ -21,78 +21,72 @@ tiles has no say, so a row's bits depend on that row alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.packed_narrow import narrow_kernel
-from fastspec.kernels.packed_wide import wide_kernel
-
-GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+from fastspec.kernels.packed_launch import GLUON_TYPE, Call, run
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a sum over K is cut: what a row's bits depend on.
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    pdl: bool,
+) -> Tensor:
+    """As `reference.packed_linear`, which defines it.
 
-    Attributes:
-        ways: S, a power of two. slab: KT, 64 or 128.
+    Args:
+        pdl: the kernels may start before the one in front of them ends, and let the next one start early; every
+            kernel of the chain must be launched so. Needs sm_90.
+
+    Raises:
+        TypeError: dtypes that do not go together.
+        ValueError: shapes that do not, or a weight that is not packed.
     """
-
-    ways: int
-    slab: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a launch is cut: no bit depends on it.
-
-    Attributes:
-        weight_rows: rows of the weight of one program, or of one cluster of programs.
-        rows: rows of x that are multiplied together.
-        depth: slabs of the weight in flight in each warp. row_depth: slabs of x.
-        groups: of `rows` rows of x in one program. warps, registers: of the wide kernel; 0 is no limit.
-        cluster: programs that share weight rows: one for each way of the split, or 1; 0 is the narrow kernel.
-    """
-
-    weight_rows: int
-    rows: int
-    depth: int
-    row_depth: int
-    groups: int = 1
-    warps: int = 0
-    cluster: int = 0
-    registers: int = 0
-
-
-def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: tuple[Tensor, float] | None, residual: Tensor | None,
-    gated: bool, out: Tensor, keys: Tensor | None, limit: int, pdl: bool, split: Split, tile: Tile,
-) -> None:
-    rows, k = x.shape
+    rows = checked_rows(x, weight, norm)
     n = weight.shape[0] * 16
-    steps = triton.cdiv(k, split.ways * split.slab)
-    depth = min(tile.depth, steps)
-    grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
-    gamma, eps = (norm[0].view(torch.int32), norm[1]) if norm is not None else (None, 0.0)
-    shared = [x.view(torch.int32), weight.view(torch.int32), gamma, bias, residual, out, keys]
-    numbers = [rows, n, eps, limit, 0 if keys is None else out.stride(0)]
-    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    if tile.registers:
-        options["maxnreg"] = tile.registers
-    shape = {"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows, "D": depth,
-             "XD": min(tile.row_depth, steps), "GATED": gated, "PDL": pdl, "DTYPE": GLUON_TYPE[x.dtype]}
-    if tile.cluster == 0:
-        loops = max(0, (steps - depth - 1) // depth)
-        narrow_kernel[grid](*shared, *numbers, loops, **shape, BM=tile.rows, num_warps=split.ways, **options)
-        return
-    parts = None
-    if tile.cluster > 1:
-        parts = x.new_empty(grid[0] * grid[1] * tile.groups * split.ways * tile.rows * (tile.weight_rows + 1), dtype=torch.float32)
-    loops = max(0, (steps - depth) // depth)
-    wide_kernel[grid](*shared, parts, *numbers, loops, **shape, C=tile.cluster, GROUP=tile.rows, GROUPS=tile.groups, WARPS=tile.warps,
-                      num_warps=tile.warps, num_ctas=tile.cluster, **options)
+    width = n // 2 if gated else n
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; it can be x's own, {x.dtype}, or float32")
+    if bias is not None:
+        _check("bias", bias, (n,), x.dtype)
+        bias = bias.contiguous()
+    if residual is not None:
+        _check("residual", residual, (*x.shape[:-1], width), x.dtype)
+        residual = residual.contiguous()
+    out = x.new_empty(*x.shape[:-1], width, dtype=out_dtype or x.dtype)
+    if rows.shape[0] > 0:
+        run(Call(rows, weight, out, bias, norm, residual, gated=gated), pdl)
+    return out
+
+
+def checked_rows(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    """x [..., K] as contiguous rows [M, K]; what the kernels are given must go together."""
+    if weight.dim() != 4 or weight.shape[2:] != (16, 32) or not weight.is_contiguous():
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; pack it first: `packing.pack` gives [N/16, K/32, 16, 32]"
+        )
+    if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
+        raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
+    k = weight.shape[1] * 32
+    if k % 128 != 0:
+        raise ValueError(f"weight has K = {k}; packed products need a multiple of 128, see `packing.can_pack`")
+    if x.shape[-1] != k:
+        raise ValueError(f"x has {x.shape[-1]} columns and weight {k}; they must be equal")
+    if norm is not None:
+        _check("norm's weight", norm[0], (k,), x.dtype)
+        if not norm[0].is_contiguous():
+            raise ValueError("norm's weight must be contiguous")
+    return x.reshape(-1, k).contiguous()
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with this x and weight it must be {shape}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be x's dtype, {dtype}")

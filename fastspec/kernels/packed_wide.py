@@ -5,7 +5,7 @@ S warps takes every S-th slab of K; here that is one program of a cluster, which
 (a cluster owns R weight rows, partial tiles meet in `parts` behind its barrier, and each program finishes its share),
 or, for weights with enough rows to keep a device busy, one pass of S over K by one program.
 
-Weights come by asynchronous copies, D slabs deep, the first of them before the kernel waits for the one before it.
+Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastspec.kernels.packed_parts import (
     write_tile,
 )
 
-UNROLLED = gl.constexpr(8)  # more slabs than this, and the loop over them is one
+WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a slab of 128
 
 
 @gluon.constexpr_function
@@ -110,12 +110,19 @@ def _cluster_barrier():
     )
 
 
+@gluon.constexpr_function
+def _steps(K, S, KT, depth):
+    """Steps of a pass over K, a multiple of `depth`: those that are too many multiply zeros."""
+    steps = -(-K // (S * KT)) * (KT // 64)
+    return -(-steps // depth) * depth
+
+
 @gluon.jit
-def _buffers(C: gl.constexpr, GROUP: gl.constexpr, W: gl.constexpr, GROUPS: gl.constexpr):
-    """Shared memory for one slab of each group of rows of x."""
+def _buffers(C: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Shared memory for what a step needs of each group of rows of x."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
-        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, W], _shared_layout(C, GROUP, W)),)
+        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, WORDS], _shared_layout(C, GROUP, WORDS)),)
     return buffers
 
 
@@ -126,11 +133,29 @@ def _turns(depth):
 
 
 @gluon.jit
-def _fetched(at, of, valid, k, ragged: gl.constexpr):
-    """Words of each group of rows of x, [C, GROUP, W], zero where there is no row and beyond K."""
+def _place(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+    """Where in K the step begins, in words: passes have STEPS steps, and each starts one slab further on."""
+    HALVES: gl.constexpr = SLAB // WORDS
+    within = step % STEPS
+    return step // STEPS * SLAB + within // HALVES * (S * SLAB) + within % HALVES * WORDS
+
+
+@gluon.jit
+def _copied(to, at, of, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+    """Sends for the weights of a step; zeros come where there is none, of the pass or of K."""
+    place = _place(step, STEPS, SLAB, S)
+    there = (s * SLAB + place < K // 2) & (step < S // C * STEPS)
+    async_copy.async_copy_global_to_shared(to, at + place * 16 + of, mask=there)
+
+
+@gluon.jit
+def _fetched(at, of, valid, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+    """Words of each group of rows of x, [C, GROUP, WORDS]; zero where there is no row and beyond K."""
+    place = _place(step, STEPS, SLAB, S)
+    there = s * SLAB + place < K // 2
     loaded = ()
     for i in gl.static_range(len(valid)):
-        loaded = loaded + (gl.load(at + of[i], mask=valid[i] & k if ragged else valid[i], other=0),)
+        loaded = loaded + (gl.load(at + place + of[i], mask=valid[i] & there, other=0),)
     return loaded
 
 
@@ -149,59 +174,69 @@ def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr
 
 
 @gluon.jit
-def _slabs(
+def _passed(
     accs,
-    rows,  # of x, for the slab that comes first
-    at,  # where that slab begins, in the weights and in x
-    following,  # the same for the first slab of the next pass
-    more,  # whether there is one, as a mask
-    of,  # offsets from there: of weights, of each group of rows of x
-    w_end,  # pointers of the last slab of all, none of them beyond K
-    valid,  # rows of x
-    x_in,  # what lies within K of the last slab of all
+    rows,  # of x, for the first step
+    number,  # of the pass
+    turns,
+    w_at,
+    x_at,
+    w_of,
+    x_of,
+    valid,
+    w_s,  # which of the ways a program takes, for weights
+    x_s,  # and for x
     ring,
     shared,
-    nil,  # zero, but the compiler does not know
+    nil,
     left: gl.constexpr,
     right: gl.constexpr,
-    COUNT: gl.constexpr,
-    LAST: gl.constexpr,  # these slabs are the last of their pass
-    PASSES: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STEP: gl.constexpr,
+    K: gl.constexpr,
+    STEPS: gl.constexpr,
+    SLAB: gl.constexpr,
+    S: gl.constexpr,
+    C: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """COUNT slabs, the first of them in ring[0]: each is multiplied, and one further on is fetched."""
+    """One pass over K: its sums, and x for the first step of the next."""
     D: gl.constexpr = len(ring)
-    for i in gl.static_range(COUNT):
-        here = shared[i % len(shared)]
-        for j in gl.static_range(len(here)):
-            here[j].store(rows[j])
-        # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is not read
-        async_copy.wait_group(D - 2)
-        if not LAST or i + D - 1 < COUNT:
-            if RAGGED and LAST and i + D - 1 == COUNT - 1:
-                async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], w_end)
-            else:
-                async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], at[0] + (of[0] + (i + D - 1) * STEP * 16))
-        elif PASSES > 1:
-            further = following[0] + (of[0] + (i + D - 1 - COUNT) * STEP * 16)
-            async_copy.async_copy_global_to_shared(ring[(i + D - 1) % D], further, mask=more)
-        async_copy.commit_group()
-        if not LAST or i + 1 < COUNT:
-            rows = _fetched(at[1] + (i + 1) * STEP, of[1], valid, x_in, RAGGED and LAST and i + 1 == COUNT - 1)
-        elif PASSES > 1:
-            rows = _fetched(following[1], of[1], valid, x_in, False)
-        accs = _products(accs, ring[i % D], here, nil, left, right, DTYPE)
+    for turn in range(turns):
+        first = number * STEPS + turn * D
+        for i in gl.static_range(D):
+            here = shared[i % len(shared)]
+            for j in gl.static_range(len(here)):
+                here[j].store(rows[j])
+            # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is read
+            async_copy.wait_group(D - 2)
+            _copied(ring[(i + D - 1) % D], w_at, w_of, w_s, first + (i + D - 1), K, STEPS, SLAB, S, C)
+            async_copy.commit_group()
+            rows = _fetched(x_at, x_of, valid, x_s, first + (i + 1), K, STEPS, SLAB, S)
+            accs = _products(accs, ring[i], here, nil, left, right, DTYPE)
     return accs, rows
 
 
 @gluon.jit
-def _added(first, second):
-    sums = ()
-    for i in gl.static_range(len(first)):
-        sums = sums + (first[i] + second[i],)
-    return sums
+def _stashes(like):
+    """Shared memory for sums that are complete, while a thread's registers hold those of the pass at hand."""
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [2, 1, 0])
+    stashes = ()
+    for i in gl.static_range(len(like)):
+        stashes = stashes + (gl.allocate_shared_memory(gl.float32, like[i].shape, swizzled, like[i]),)
+    return stashes
+
+
+@gluon.jit
+def _stashed(stashes, accs):
+    for i in gl.static_range(len(accs)):
+        stashes[i].store(stashes[i].load(accs[i].type.layout) + accs[i])
+
+
+@gluon.jit
+def _unstashed(stashes, like):
+    totals = ()
+    for i in gl.static_range(len(like)):
+        totals = totals + (stashes[i].load(like[i].type.layout),)
+    return totals
 
 
 @gluon.jit
@@ -232,7 +267,7 @@ def _taken_over(like, base, M, S: gl.constexpr):
     return in_order(parts)
 
 
-@gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
+@gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
 def wide_kernel(
     x_ptr,  # int32 words [M, K / 2]
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
@@ -246,7 +281,7 @@ def wide_kernel(
     N,
     limit,
     out_stride,
-    loops,  # LOOPS: a compiler that knew it would unroll them
+    turns,  # of D steps in a pass: a compiler that knew would unroll them
     K: gl.constexpr,
     S: gl.constexpr,
     C: gl.constexpr,  # programs of a cluster: S, or 1 for S passes over K
@@ -254,7 +289,7 @@ def wide_kernel(
     R: gl.constexpr,
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     GROUPS: gl.constexpr,
-    D: gl.constexpr,  # slabs of weights in shared memory, one of them in use
+    D: gl.constexpr,  # steps whose weights are in shared memory, one of them in use
     WARPS: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -263,87 +298,56 @@ def wide_kernel(
     mma: gl.constexpr = _mma_layout(C, WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    W: gl.constexpr = KT // 2
-    T: gl.constexpr = (K + S * KT - 1) // (S * KT)
-    RAGGED: gl.constexpr = K % (S * KT) != 0
-    STEP: gl.constexpr = S * W
-    PASSES: gl.constexpr = S // C
-    gl.static_assert(PASSES == 1 or (T % D == 0 and not RAGGED))
-    copy: gl.constexpr = _copy_layout(C, R, W, WARPS)
-    stage: gl.constexpr = _stage_layout(C, GROUP, W, WARPS)
+    SLAB: gl.constexpr = KT // 2  # words
+    STEPS: gl.constexpr = _steps(K, S, KT, D)
+    copy: gl.constexpr = _copy_layout(C, R, WORDS, WARPS)
+    stage: gl.constexpr = _stage_layout(C, GROUP, WORDS, WARPS)
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * (GROUP * GROUPS)
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, copy))), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy))), 0), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy))), 0), 1)
+    k = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy))), 0), 1)
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-    of_row = group * (8 * K) + r % 16 * 16
-    w_of = of_row + (s * (W * 16) + k // 16 * 256 + k % 16)
-    at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))
-    # x is zero beyond K: what it meets there of the weights must only be a weight of the same row
-    w_end = at[0] + gl.where((T - 1) * STEP + s * W + k < K // 2, w_of + (T - 1) * STEP * 16, of_row + k % 16)
-    more = k >= 0
+    w_at = weight_ptr + tile.to(gl.int64) * (R * K // 2)
+    w_of = group * (8 * K) + (s * (SLAB * 16) + k // 16 * 256 + r % 16 * 16 + k % 16)
+    w_s = s
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, stage))), 1), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, stage))), 0), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, stage))), 0), 1)
-    x_in = (T - 1) * STEP + s * W + k < K // 2
+    k = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, stage))), 0), 1)
+    x_at = x_ptr + first_row.to(gl.int64) * (K // 2)
     x_of, valid, zeros, ring, shared = (), (), (), (), ()
     for i in gl.static_range(GROUPS):
-        x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + s * W + k),)
+        x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + s * SLAB + k),)
         valid = valid + (m < M - first_row - i * GROUP,)
         zeros = zeros + (gl.zeros([C, R, GROUP], gl.float32, mma),)
-    of = (w_of, x_of)
     for i in gl.static_range(D):
-        ring = ring + (gl.allocate_shared_memory(gl.int32, [C, R, W], _weight_layout(C, R, W)),)
+        ring = ring + (gl.allocate_shared_memory(gl.int32, [C, R, WORDS], _weight_layout(C, R, WORDS)),)
     for i in gl.static_range(_turns(D)):
-        shared = shared + (_buffers(C, GROUP, W, GROUPS),)
+        shared = shared + (_buffers(C, GROUP, GROUPS),)
 
     for i in gl.static_range(D - 1):
-        if RAGGED and i == T - 1:
-            async_copy.async_copy_global_to_shared(ring[i], w_end)
-        elif i < T:
-            async_copy.async_copy_global_to_shared(ring[i], at[0] + (w_of + i * STEP * 16))
+        _copied(ring[i], w_at, w_of, w_s, i, K, STEPS, SLAB, S, C)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    rows = _fetched(at[1], x_of, valid, x_in, RAGGED and T == 1)
-
-    LOOPS: gl.constexpr = (T - D + 1) // D if T * PASSES > UNROLLED else 0
-    FIXED: gl.constexpr = T - LOOPS * D
-    if PASSES == 1:
-        if LOOPS > 0:
-            for _turn in range(loops):
-                zeros, rows = _slabs(
-                    *(zeros, rows, at, at, more, of, w_end, valid, x_in, ring, shared, M >> 31),
-                    *(left, right, D, False, 1, RAGGED, STEP, DTYPE),
-                )
-                at = at[0] + D * STEP * 16, at[1] + D * STEP
-        totals, rows = _slabs(
-            *(zeros, rows, at, at, more, of, w_end, valid, x_in, ring, shared, M >> 31),
-            *(left, right, FIXED, True, 1, RAGGED, STEP, DTYPE),
+    rows = _fetched(x_at, x_of, valid, s, 0, K, STEPS, SLAB, S)
+    if S == C:
+        totals, rows = _passed(
+            *(zeros, rows, 0, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
+            *(left, right, K, STEPS, SLAB, S, C, DTYPE),
         )
     else:
-        totals = zeros
-        for number in range(PASSES):
-            accs = zeros
-            here = at
-            at = at[0] + W * 16, at[1] + W
-            another = more & (number < PASSES - 1)
-            if LOOPS > 0:
-                for _turn in range(loops):
-                    accs, rows = _slabs(
-                        *(accs, rows, here, at, another, of, w_end, valid, x_in, ring, shared, M >> 31),
-                        *(left, right, D, False, PASSES, RAGGED, STEP, DTYPE),
-                    )
-                    here = here[0] + D * STEP * 16, here[1] + D * STEP
-            accs, rows = _slabs(
-                *(accs, rows, here, at, another, of, w_end, valid, x_in, ring, shared, M >> 31),
-                *(left, right, FIXED, True, PASSES, RAGGED, STEP, DTYPE),
+        stashes = _stashes(zeros)
+        for number in range(S // C):
+            accs, rows = _passed(
+                *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
+                *(left, right, K, STEPS, SLAB, S, C, DTYPE),
             )
-            totals = _added(totals, accs)
+            _stashed(stashes, accs)
+        totals = _unstashed(stashes, zeros)
 
     if C > 1:
         SIZE: gl.constexpr = S * GROUP * R

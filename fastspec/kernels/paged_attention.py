@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import has_pdl
+from fastspec.kernels.device import launch as start
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
 
 LOG2E = 1.4426950408889634
@@ -50,13 +51,13 @@ LAUNCH = {
     (2, 16): Launch(64, 64, 4, 3),
     (2, 32): Launch(64, 64, 4, 3),
     (2, 64): Launch(64, 64, 4, 3),
-    (2, 128): Launch(64, 64, 4, 2),
+    (2, 128): Launch(64, 32, 4, 3),
     (2, 256): Launch(32, 32, 4, 2),
     (4, 16): Launch(32, 16, 4, 1),
     (4, 32): Launch(32, 16, 4, 1),
-    (4, 64): Launch(32, 16, 2, 1),
+    (4, 64): Launch(32, 16, 4, 1),
     (4, 128): Launch(32, 16, 8, 1),
-    (4, 256): Launch(32, 16, 8, 1),
+    (4, 256): Launch(16, 16, 8, 1),
 }
 # for warpgroup products: where a block may have LARGE_SHARED bytes
 LARGE = {
@@ -65,6 +66,7 @@ LARGE = {
     (2, 256): Launch(128, 32, 8, 2),
 }
 LARGE_SHARED = 200 * 1024
+MAX_REGISTERS = 255  # all there are: left alone, the assembler spills rather than lose a resident program
 
 
 @triton.jit
@@ -270,7 +272,9 @@ def paged_attention(
     block_d = max(16, triton.next_power_of_2(dim))
     launch = launch_of(query.device, query.dtype.itemsize, block_d)
     pdl = has_pdl(query.device)
-    _flash_kernel[(num_heads, triton.cdiv(num_queries, launch.rows), batch)](
+    start(
+        _flash_kernel,
+        (num_heads, triton.cdiv(num_queries, launch.rows), batch),
         query,
         keys,
         values,
@@ -294,6 +298,7 @@ def paged_attention(
         STAGES=launch.num_stages,
         PDL=pdl,
         num_warps=launch.num_warps,
+        maxnreg=MAX_REGISTERS,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fastspec.kernels.device import launch as start
+
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
 
 
@@ -211,7 +213,7 @@ def run(
     pairs = weight.view(n // 16, k // 4, 64)
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
     warps = tile.rows // 16
-    _hopper_kernel[(min(tiles, programs),)](
+    start(_hopper_kernel, (min(tiles, programs),),
         _described(rows, [tile.rows, 64]), _described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
         rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
         num_warps=warps,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels import prefill_hopper as hopper
+from fastspec.kernels.device import launch as start
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def run(
     """One launch of the product at any tile: what a sweep of tiles calls."""
     n, k = weight.shape[0] * 16, weight.shape[1] * 32
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
-    _prefill_kernel[(tiles,)](
+    start(_prefill_kernel, (tiles,),
         rows, weight, bias, residual, out, rows.shape[0],
         N=n, K=k, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
@@ -228,7 +229,7 @@ def _rms_norm(rows: Tensor, gamma: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(rows)
     block = triton.next_power_of_2(rows.shape[1])
     warps = min(max(block // 1024, 1), 8)
-    _rms_norm_kernel[(rows.shape[0],)](rows, gamma, out, eps, K=rows.shape[1], BLOCK=block, num_warps=warps)
+    start(_rms_norm_kernel, (rows.shape[0],), rows, gamma, out, eps, K=rows.shape[1], BLOCK=block, num_warps=warps)
     return out
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.device import has_pdl
+from fastspec.kernels.device import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
 CHUNK_ROWS = tl.constexpr(32)  # rows of one head that one program of a prompt chunk takes
@@ -219,7 +219,9 @@ def rope(
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     pdl = has_pdl(qkv.device)
     grid = (triton.cdiv(num_queries, CHUNK_ROWS.value), num_heads + kv_heads, batch)
-    _rotate_kernel[grid](
+    launch(
+        _rotate_kernel,
+        grid,
         qkv,
         cos,
         sin,

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.device import launch
 from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
 from fastspec.kernels.tile_parts import finish, norm_kernel, offer, rms_scale, settle, weighted
 
@@ -232,9 +233,9 @@ def tile_linear(
     grid = (triton.cdiv(width, tile.block_n) * triton.cdiv(rows.shape[0], tile.rows),)
     shape = {"WIDTH": width, "K": k, "GATED": gated, **_constants(x.dtype, tile, pdl)}
     if x.dtype == torch.float32:
-        fp32_kernel[grid](rows, weight, scale, bias, residual, out, rows.shape[0], **shape)
+        launch(fp32_kernel, grid, rows, weight, scale, bias, residual, out, rows.shape[0], **shape)
     else:
-        tile_kernel[grid](rows, weight, gamma, scale, bias, residual, out, rows.shape[0], eps, **shape)
+        launch(tile_kernel, grid, rows, weight, gamma, scale, bias, residual, out, rows.shape[0], eps, **shape)
     return out
 
 
@@ -281,9 +282,9 @@ def tile_pick(
     shape = {"WIDTH": width, "K": k, **_constants(x.dtype, tile, pdl)}
     best = scratch.view(torch.uint64)
     if x.dtype == torch.float32:
-        fp32_pick_kernel[grid](rows, weight, scale, best, out, num_rows, limit, **shape)
+        launch(fp32_pick_kernel, grid, rows, weight, scale, best, out, num_rows, limit, **shape)
     else:
-        tile_pick_kernel[grid](rows, weight, gamma, scale, best, out, num_rows, limit, eps, **shape)
+        launch(tile_pick_kernel, grid, rows, weight, gamma, scale, best, out, num_rows, limit, eps, **shape)
     return out
 
 
@@ -309,7 +310,7 @@ def _normed(
     weighted_rows = torch.empty_like(rows)
     scale = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     constants = {**_sums(x.dtype), "STAGES": NORM_STAGES, **_options(pdl), "num_warps": NORM_WARPS[x.element_size()]}
-    norm_kernel[(rows.shape[0],)](rows, gamma, weighted_rows, scale, eps, K=rows.shape[1], **constants)
+    launch(norm_kernel, (rows.shape[0],), rows, gamma, weighted_rows, scale, eps, K=rows.shape[1], **constants)
     return weighted_rows, None, scale, eps
 
 

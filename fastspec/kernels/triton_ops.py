@@ -55,8 +55,11 @@ def attend(*tensors: Tensor | None, work: Workspace, **options: Any) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
-    """As `reference.linear`, which defines it; `tiling.rows` says whether the rows are a prompt's or a step's."""
-    if tiling.rows is None or tiling.rows > DECODE_ROWS:
+    """As `reference.linear`, which defines it; `tiling.rows` says whether the rows are a prompt's or a step's.
+
+    A library's product is as good for a prompt's many rows, and for fp32, padded to always as many rows.
+    """
+    if x.dtype == torch.float32 or tiling.rows is None or tiling.rows > DECODE_ROWS:
         return reference.linear(x, weight, bias, tiling, **options)
     return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
 
@@ -72,7 +75,10 @@ def pick(
     out: Tensor,
 ) -> None:
     """As `reference.pick`, which defines it."""
-    out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
+    if x.dtype == torch.float32 or tiling.rows is None:
+        reference.pick(x, weight, limit, tiling, norm=norm, out=out)
+    else:
+        out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
 
 
 TRITON_OPS = Ops(

@@ -51,7 +51,7 @@ def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch
         launches.append(paged_attention.LARGE[size, block_d])
     for launch in launches:
         tiles = {"ROWS": launch.rows, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages}
-        options = {"num_warps": launch.num_warps}
+        options = {"num_warps": launch.num_warps, "maxnreg": paged_attention.MAX_REGISTERS}
         yield _entry(paged_attention._flash_kernel, size, {**heads, **tiles}, options, variant, arch)
 
 

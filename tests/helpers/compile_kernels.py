@@ -19,6 +19,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 
@@ -38,7 +39,8 @@ def compiled(
     # tensors are allocated at multiples of 16 bytes, and the compiler may know
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in full.items() if kind.startswith("*")}
     constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=full, constexprs=constexprs, attrs=aligned)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(fn=kernel, signature=full, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -67,7 +69,7 @@ def main() -> None:
                     "constants": constants,
                     "shared": code.metadata.shared,
                     "spills": spilled_bytes(code.asm["cubin"]),
-                    "mma": "mma.sync" in ptx or "wgmma" in ptx,
+                    "mma": any(kind in ptx for kind in ("mma.sync", "wgmma", "tcgen05.mma")),
                     "vector": ".v4.b32" in ptx or "cp.async.cg.shared.global [" in ptx,
                 }
             )

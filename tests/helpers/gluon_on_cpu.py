@@ -85,7 +85,8 @@ def interpreted(*stems: str) -> ModuleType:
     path = Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stems)}.py"  # a file: the interpreter reads the source
     path.write_text(head + text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

@@ -1,0 +1,139 @@
+"""Compiles what the packed products launch, for one CUDA architecture and without a GPU; prints a JSON line each.
+
+Usage: python -m tests.helpers.compile_packed_linear 90
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fastspec.kernels import packed_launch, packed_norm
+from fastspec.kernels.packed_launch import Call
+from tests.helpers.compile_kernels import spilled_bytes
+
+KIND = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weight there is
+LAYERS = [
+    (6144, 4096, "norm"),
+    (4096, 4096, "residual"),
+    (28672, 4096, "norm+gated"),
+    (4096, 14336, "residual"),
+    (128256, 4096, "norm+fp32"),
+    (128256, 4096, "norm+pick"),
+    (3072, 2048, "norm"),
+    (16384, 2048, "norm+gated"),
+    (2048, 8192, "residual"),
+    (10240, 8192, "norm+bias"),
+    (1152, 896, "norm+bias"),
+    (9728, 896, "norm+gated"),
+    (3584, 18944, "residual"),
+    (16, 128, "norm+bias"),
+]
+FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
+
+def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: int) -> list[Launch]:
+    """What one call would launch, caught in front of the launcher, with tensors that have no data."""
+    words = fused.split("+")
+    width = n // 2 if "gated" in words else n
+    out_dtype = torch.float32 if "fp32" in words else torch.int64 if "pick" in words else dtype
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    call = Call(
+        empty(rows, k),
+        empty(n // 16, k // 32, 16, 32),
+        empty(rows, of=out_dtype) if "pick" in words else empty(rows, width, of=out_dtype),
+        empty(n) if "bias" in words else None,
+        (empty(k), 1e-5) if "norm" in words else None,
+        empty(rows, width) if "residual" in words else None,
+        empty(65, of=torch.int64) if "pick" in words else None,
+        gated="gated" in words,
+    )
+    caught: list[Launch] = []
+    packed_launch.launch = packed_norm.launch = lambda kernel, grid, *given, **options: caught.append(  # type: ignore[assignment]
+        (kernel, grid, given, options)
+    )
+    packed_launch.capability_of = lambda device: divmod(arch, 10)
+    packed_launch.run(call, pdl=arch >= 90)
+    return caught
+
+
+def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch: int) -> Any:
+    names = kernel.arg_names
+    signature, constants, aligned = {}, {}, {}
+    for place, (name, value) in enumerate(zip(names, given, strict=False)):
+        if value is None:
+            signature[name], constants[(place,)] = "constexpr", None
+        elif isinstance(value, Tensor):
+            # tensors are allocated at multiples of 16 bytes, and the compiler may know
+            signature[name], aligned[(place,)] = KIND[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if name == "N":
+                aligned[(place,)] = [["tt.divisibility", 16]]
+    for name in names[len(given) :]:
+        signature[name], constants[(names.index(name),)] = "constexpr", options[name]
+    left = {name: value for name, value in options.items() if name not in names}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=left)
+
+
+def facts(ptx: str) -> dict[str, Any]:
+    wait = ptx.find("griddepcontrol.wait")
+    before = ptx[: max(wait, 0)]
+    weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10"
+    return {
+        "mma": "mma.sync.aligned.m16n8k16" in ptx,
+        "wide_loads": len(re.findall(weights, ptx)),
+        "narrow_loads": len(re.findall(r"evict_first\.L2::cache_hint\.(?:v2\.)?b32|cp\.async\.ca", ptx)),
+        "starts_early": 0 < ptx.find("griddepcontrol.launch_dependents") < wait,
+        "weights_before": len(re.findall(weights, before)),
+        "others_before": len(re.findall(r"ld\.global(?!\.L1::evict_first)", before)),
+    }
+
+
+def entries(arch: int) -> Iterator[tuple[str, Launch]]:
+    for n, k, fused in LAYERS if arch == 90 else FEW:
+        for rows in (8, 16, 32, 64):
+            for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
+                yield f"{n}x{k} {fused} {rows}", launch
+    for rows in (8, 64):
+        for launch in launches(3072, 2048, "norm+gated+bias+residual", rows, torch.float16, arch):
+            yield f"fp16 {rows}", launch
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    seen = set()
+    for name, (kernel, _, given, options) in entries(arch):
+        kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
+        key = (kernel.__name__, kinds, str(options))
+        if key in seen:
+            continue
+        seen.add(key)
+        code = compiled(kernel, given, options, arch)
+        report = {
+            "name": name,
+            "kernel": kernel.__name__,
+            "shared": code.metadata.shared,
+            "spills": spilled_bytes(code.asm["cubin"]),
+            **facts(code.asm["ptx"]),
+        }
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

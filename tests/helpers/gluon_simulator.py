@@ -1,0 +1,419 @@
+"""Runs the Gluon kernels of the packed products on a CPU, where Triton has no interpreter for them.
+
+Their sources are executed with stand-ins for Gluon's language, in numpy. A tensor is an array; layouts say where its
+elements lie and are not modelled. Loads and stores outside of an array raise, shared memory begins as NaN, and an
+asynchronous copy lands as late as a wait allows, or at once: both must give the same. The tensor core's sums are
+modelled as rounded to fp32 once for every 16 values of K, so that an order of summation shows in the bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
+MODULES = ["parts", "narrow", "wide", "norm", "launch", "linear", "pick"]
+KINDS = {
+    "int1": np.bool_,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+OF_TORCH = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+def widened(values: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def rounded(values: np.ndarray, kind: str) -> np.ndarray:
+    """fp32 -> `kind`, to nearest even; a bfloat16 is held as its 16 bits."""
+    if kind == "bfloat16":
+        as_torch = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
+        return as_torch.view(torch.int16).numpy().view(np.uint16)
+    return values.astype(KINDS[kind])
+
+
+class Layout:
+    """Any layout: none is modelled."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.parent = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Values:
+    """A tensor of the language."""
+
+    def __init__(self, array: Any, kind: str) -> None:
+        self.array, self.kind = np.asarray(array, dtype=KINDS[kind]), kind
+        self.shape, self.type = list(self.array.shape), SimpleNamespace(layout=Layout())
+
+    def to(self, kind: str, bitcast: bool = False) -> Values:
+        if bitcast:
+            return Values(np.ascontiguousarray(self.array).view(KINDS[kind]), kind)
+        if kind in ("bfloat16", "float16"):
+            return Values(rounded(self.array, kind), kind)
+        return Values(widened(self.array, self.kind) if kind == "float32" else self.array.astype(KINDS[kind]), kind)
+
+    def _with(self, other: Any, operation: Any, kind: str | None = None) -> Values:
+        theirs = other.array if isinstance(other, Values) else np.asarray(other, dtype=self.array.dtype)
+        wide = isinstance(other, Values) and other.kind == "int64"
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return Values(operation(self.array, theirs), kind or ("int64" if wide else self.kind))
+
+    def __add__(self, other: Any) -> Any:
+        return other + self if isinstance(other, Pointer) else self._with(other, np.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Values:
+        return self._with(other, np.subtract)
+
+    def __rsub__(self, other: Any) -> Values:
+        return self._with(other, lambda mine, theirs: theirs - mine)
+
+    def __mul__(self, other: Any) -> Values:
+        return self._with(other, np.multiply)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Values:
+        return self._with(other, np.divide)
+
+    def __floordiv__(self, other: Any) -> Values:
+        return self._with(other, np.floor_divide)
+
+    def __mod__(self, other: Any) -> Values:
+        return self._with(other, np.mod)
+
+    def __and__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_and)
+
+    def __or__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_or)
+
+    def __xor__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_xor)
+
+    def __lshift__(self, other: Any) -> Values:
+        return self._with(other, np.left_shift)
+
+    def __rshift__(self, other: Any) -> Values:
+        return self._with(other, np.right_shift)
+
+    def __neg__(self) -> Values:
+        return Values(-self.array, self.kind)
+
+    def __lt__(self, other: Any) -> Values:
+        return self._with(other, np.less, "int1")
+
+    def __ge__(self, other: Any) -> Values:
+        return self._with(other, np.greater_equal, "int1")
+
+    def __eq__(self, other: Any) -> Values:  # type: ignore[override]
+        return self._with(other, np.equal, "int1")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Number(int):
+    """An integer that a kernel computes with: it can be converted."""
+
+    def to(self, _: str) -> Number:
+        return self
+
+    def _kept(self, result: Any) -> Any:
+        return result if result is NotImplemented else Number(result)
+
+    def __add__(self, other: Any) -> Any:
+        return self._kept(int.__add__(self, other))
+
+    def __sub__(self, other: Any) -> Any:
+        return self._kept(int.__sub__(self, other))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._kept(int.__mul__(self, other))
+
+
+class Pointer:
+    """Places in the memory of one tensor."""
+
+    def __init__(self, memory: np.ndarray, kind: str, at: Any = 0) -> None:
+        self.memory, self.kind, self.at = memory, kind, np.asarray(at, dtype=np.int64)
+        self.dtype = SimpleNamespace(element_ty=kind)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.kind, self.at + (offset.array if isinstance(offset, Values) else offset))
+
+    def chosen(self, mask: Values | None) -> tuple[np.ndarray, np.ndarray]:
+        seen = np.ones(self.at.shape, bool) if mask is None else np.broadcast_to(mask.array, self.at.shape)
+        at = np.broadcast_to(self.at, seen.shape)
+        outside = seen & ((at < 0) | (at >= self.memory.size))
+        assert not outside.any(), f"{outside.sum()} places outside of {self.memory.size} elements"
+        return np.where(seen, at, 0), seen
+
+
+class Shared:
+    """Shared memory: what nothing was stored in is NaN."""
+
+    def __init__(self, kind: str, shape: list[int], value: Values | None = None) -> None:
+        self.kind, self.shape = kind, list(shape)
+        empty = np.full(shape, np.nan, np.float32) if kind == "float32" else np.full(shape, 0x7FC07FC0, np.int32)
+        self.array = empty if value is None else value.array.copy()
+
+    def store(self, value: Values) -> None:
+        assert list(value.array.shape) == self.shape
+        self.array[...] = value.array
+
+    def load(self, _: Layout) -> Values:
+        return Values(self.array.copy(), self.kind)
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.kind, [self.shape[axis] for axis in order], Values(self.array.transpose(order), self.kind))
+
+
+class Machine:
+    """The program that runs, and its asynchronous copies."""
+
+    def __init__(self) -> None:
+        self.ids, self.counts, self.late = (0, 0), (1, 1), True
+        self.open: list[Any] = []
+        self.groups: deque[list[Any]] = deque()
+
+    def copy(self, to: Shared, pointer: Pointer, mask: Values | None = None) -> None:
+        value = load(pointer, mask, 0)
+        if self.late:
+            self.open.append((to, value))
+        else:
+            to.store(value)
+
+    def commit(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait(self, pending: int) -> None:
+        while len(self.groups) > pending:
+            for to, value in self.groups.popleft():
+                to.store(value)
+
+
+MACHINE = Machine()
+
+
+def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any) -> Values:
+    at, seen = pointer.chosen(mask)
+    return Values(np.where(seen, pointer.memory[at], np.asarray(other).astype(pointer.memory.dtype)), pointer.kind)
+
+
+def store(pointer: Pointer, value: Values, mask: Values | None = None) -> None:
+    assert value.kind == pointer.kind or pointer.kind == "int64", (value.kind, pointer.kind)
+    at, seen = pointer.chosen(mask)
+    pointer.memory[at[seen]] = np.broadcast_to(value.array, seen.shape)[seen]
+
+
+def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """The few instructions that the kernels spell out, told by their names."""
+    if "barrier.cluster" in text or "griddepcontrol" in text:
+        return None
+    kind = "bfloat16" if "bf16x2" in text else "float16"
+    halves = [[np.ascontiguousarray(each.array).view(KINDS[kind])[..., half::2] for half in (0, 1)] for each in given]
+    if "cvt.f32" in text:
+        return tuple(Values(widened(half, kind), "float32") for half in halves[0])
+    assert "fma.rn.bf16x2" in text or "mul.rn.f16x2" in text
+    products = [rounded(widened(halves[0][half], kind) * widened(halves[1][half], kind), kind) for half in (0, 1)]
+    return Values(np.stack(products, -1).reshape(*products[0].shape[:-1], -1).view(np.int32), "int32")
+
+
+def mma(left: Values, right: Values, total: Values) -> Values:
+    """16 values of K at a time: of 64, those whose words are equally placed in the two halves."""
+    a, b = widened(left.array, left.kind).astype(np.float64), widened(right.array, right.kind).astype(np.float64)
+    out = total.array
+    for first in range(0, a.shape[2], 64):
+        for pair in range(4):
+            at = [first + half * 32 + lane * 8 + pair * 2 + one for half in (0, 1) for lane in range(4) for one in (0, 1)]
+            with np.errstate(invalid="ignore", over="ignore"):
+                out = (out + a[:, :, at] @ b[:, at, :]).astype(np.float32)
+    return Values(out, "float32")
+
+
+def fused(a: Values, b: Values, c: Values) -> Values:
+    exact = a.array.astype(np.float64) * b.array.astype(np.float64) + c.array.astype(np.float64)
+    return Values(exact.astype(np.float32), "float32")
+
+
+def atomic(pointer: Pointer, value: Any, operation: Any, mask: Values | None) -> Any:
+    at, seen = pointer.chosen(mask)
+    old = pointer.memory[at].copy()
+    values = np.broadcast_to(value.array if isinstance(value, Values) else value, seen.shape)
+    pointer.memory[at[seen]] = operation(old, values)[seen]
+    return Values(old, pointer.kind) if old.ndim else int(old)
+
+
+def _language() -> ModuleType:
+    gl = ModuleType("simulated.language")
+    for kind in KINDS:
+        setattr(gl, kind, kind)
+    for name in ("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout"):
+        setattr(gl, name, Layout)
+    for name in ("DistributedLinearLayout", "SharedLinearLayout", "SwizzledSharedLayout"):
+        setattr(gl, name, Layout)
+
+    def array(value: Any) -> np.ndarray:
+        return value.array if isinstance(value, Values) else np.asarray(value)
+
+    def full(shape: list[int], value: Any, kind: str, layout: Any = None) -> Values:
+        return Values(np.full(shape, value), kind)
+
+    def same(operation: Any) -> Any:
+        def apply(*given: Any) -> Any:
+            if not any(isinstance(each, Values) for each in given):
+                return Number(operation(*given))
+            kind = next(each.kind for each in given if isinstance(each, Values))
+            return Values(operation(*(array(each) for each in given)), kind)
+
+        return apply
+
+    def where(mask: Values, left: Any, right: Any) -> Values:
+        kind = next((each.kind for each in (left, right) if isinstance(each, Values)), "int64")
+        return Values(np.where(mask.array, array(left), array(right)), kind)
+
+    def broadcast(left: Values, right: Values) -> tuple[Values, Values]:
+        shape = np.broadcast_shapes(left.array.shape, right.array.shape)
+        return tuple(Values(np.broadcast_to(each.array, shape), each.kind) for each in (left, right))  # type: ignore[return-value]
+
+    plain = {
+        "constexpr": lambda value: value,
+        "static_range": range,
+        "static_assert": lambda *given: None,
+        "program_id": lambda axis: Number(MACHINE.ids[axis]),
+        "num_programs": lambda axis: Number(MACHINE.counts[axis]),
+        "arange": lambda first, last, layout=None: Values(np.arange(first, last), "int32"),
+        "expand_dims": lambda value, axis: Values(np.expand_dims(value.array, axis), value.kind),
+        "reshape": lambda value, shape: Values(value.array.reshape(shape), value.kind),
+        "permute": lambda value, order: Values(value.array.transpose(order), value.kind),
+        "join": lambda left, right: Values(np.stack((left.array, right.array), -1), left.kind),
+        "split": lambda value: tuple(Values(value.array[..., half], value.kind) for half in (0, 1)),
+        "convert_layout": lambda value, layout, assert_trivial=False: value,
+        "broadcast": broadcast,
+        "zeros": lambda shape, kind, layout=None: full(shape, 0, kind),
+        "full": full,
+        "full_like": lambda value, fill: full(value.shape, fill, value.kind),
+        "minimum": same(np.minimum),
+        "where": where,
+        "fma": fused,
+        "exp": lambda value: Values(np.exp(value.array), value.kind),
+        "rsqrt": lambda value: Values(1 / np.sqrt(value.array), value.kind),
+        "max": lambda value, axis: Values(value.array.max(axis), value.kind),
+        "load": load,
+        "store": store,
+        "inline_asm_elementwise": assembly,
+        "thread_barrier": lambda: None,
+        "allocate_shared_memory": lambda kind, shape, layout, value=None: Shared(kind, shape, value),
+        "atomic_max": lambda at, value, mask=None, sem=None: atomic(at, value, np.maximum, mask),
+        "atomic_add": lambda at, value, mask=None, sem=None: atomic(at, value, np.add, mask),
+        "atomic_xchg": lambda at, value, mask=None, sem=None: atomic(at, value, lambda old, new: new, mask),
+    }
+    for name, function in plain.items():
+        setattr(gl, name, function)
+    return gl
+
+
+def _stand_ins() -> dict[str, ModuleType]:
+    def decorate(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else lambda real: real
+
+    gluon, language = ModuleType("gluon"), _language()
+    gluon.jit = gluon.constexpr_function = decorate  # type: ignore[attr-defined]
+    gluon.language = language  # type: ignore[attr-defined]
+    experimental, ampere, cuda = ModuleType("experimental"), ModuleType("ampere"), ModuleType("cuda")
+    experimental.gluon = gluon  # type: ignore[attr-defined]
+    ampere.mma_v2 = mma  # type: ignore[attr-defined]
+    ampere.async_copy = SimpleNamespace(  # type: ignore[attr-defined]
+        async_copy_global_to_shared=MACHINE.copy, commit_group=MACHINE.commit, wait_group=MACHINE.wait
+    )
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
+    triton = ModuleType("triton")
+    triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    return {
+        "triton": triton,
+        "triton.experimental": experimental,
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia.ampere": ampere,
+        "triton.language.extra.cuda": cuda,
+    }
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
+    """Every program in turn, the last one first: they may not depend on an order."""
+    for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion"):
+        options.pop(name, None)
+    arguments = [_pointer(each) if isinstance(each, torch.Tensor) else each for each in given]
+    MACHINE.counts = (*grid, 1)[:2]
+    for second in reversed(range(MACHINE.counts[1])):
+        for first in reversed(range(grid[0])):
+            MACHINE.ids, MACHINE.open, MACHINE.groups = (first, second), [], deque()
+            kernel(*arguments, **options)
+
+
+def _pointer(tensor: torch.Tensor) -> Pointer:
+    kind = OF_TORCH[tensor.dtype]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((span,), (1,))
+    if kind == "bfloat16":
+        return Pointer(flat.view(torch.int16).numpy().view(np.uint16), kind)
+    return Pointer(flat.numpy(), kind)
+
+
+@contextmanager
+def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
+    """The modules packed_* by the part of their name behind it, run by stand-ins, as on a GPU of `capability`."""
+    names = [f"fastspec.kernels.packed_{name}" for name in MODULES]
+    kept = {name: sys.modules.get(name) for name in (*_stand_ins(), *names)}
+    sys.modules.update(_stand_ins())
+    loaded = {}
+    try:
+        for name, full_name in zip(MODULES, names, strict=True):
+            spec = importlib.util.spec_from_file_location(full_name, KERNELS / f"packed_{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[full_name] = module
+            spec.loader.exec_module(module)
+            if hasattr(module, "launch"):
+                module.launch = launch  # type: ignore[attr-defined]
+            loaded[name] = module
+        loaded["launch"].capability_of = lambda device: capability  # type: ignore[attr-defined]
+        MACHINE.late = late
+        yield SimpleNamespace(**loaded)
+    finally:
+        for name, module in kept.items():  # type: ignore[assignment]
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
