@@ -66,7 +66,17 @@ FRAGMENT_SPLIT = 256  # largest split_keys there: its loop over a split is unrol
 FRAGMENT_WARPS = 4  # along the keys; part of what the bits of a row depend on
 
 
-@triton.jit(do_not_specialize=["num_queries", "split_keys", "table_stride", "table_width", "num_pages", "num_angles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_pairs",
+        "split_keys",
+        "table_stride",
+        "table_width",
+        "num_pages",
+        "num_angles",
+    ]
+)
 def _decode_kernel(
     qkv_ptr,
     cos_ptr,
@@ -84,6 +94,7 @@ def _decode_kernel(
     count_ptr,  # int32 [B * Hkv * tiles, 1 + groups]: arrivals; zero between launches
     split_keys,
     num_queries,
+    num_pairs,  # B * Hkv
     table_stride,
     table_width,
     num_pages,
@@ -163,7 +174,7 @@ def _decode_kernel(
         return
     splits = tl.num_programs(1)
     groups = tl.cdiv(splits, FAN)
-    nodes = (tl.num_programs(0) // tiles).to(tl.int64) * (splits + groups) * rows
+    nodes = num_pairs.to(tl.int64) * (splits + groups) * rows
     base = pair * (splits + groups) * rows
     mean_ptr, weight_ptr = partial_ptr + base * HEAD_DIM, partial_ptr + (nodes * HEAD_DIM + base)
     count_ptr += tl.program_id(0) * (1 + groups)
@@ -318,7 +329,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     num_pages, page_size, kv_heads, dim = keys.shape
     group = num_heads // kv_heads
     sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
-    sizes = (num_queries, *sizes, dim**-0.5 * LOG2E, eps)
+    sizes = (num_queries, batch * kv_heads, *sizes, dim**-0.5 * LOG2E, eps)
     if uses_fragments(qkv.device, qkv.dtype, dim, work.split_keys):
         kernel: Any = fragment_kernel
         constants, options = fragment_launch(num_queries * group, dim, work.split_keys)

@@ -1,4 +1,4 @@
-"""Pieces of the kernel of attend_fragments.py: layouts, the rows of a pass, products over keys, and partial sums."""
+"""Pieces of the kernel of attend_fragments.py: products over keys out of registers, and partial sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 KEYS = gl.constexpr(16)  # keys of one warp's product
 FAN = gl.constexpr(16)  # partial sums that one program adds up
-NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
+
+
+@gluon.jit
+def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 .. n-1 along one axis of a 3-D layout."""
+    if axis == 0:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2
+        )
+    elif axis == 1:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2
+        )
+    else:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1
+        )
 
 
 @gluon.constexpr_function
@@ -31,142 +47,6 @@ def value_layout(S, RW, D):
         block_bases=[],
         shape=[S, D, 16],
     )
-
-
-@gluon.constexpr_function
-def head_layout(HALF, WARPS):
-    """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
-    return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
-
-
-@gluon.jit
-def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product."""
-    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
-    return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
-
-
-@gluon.jit
-def turned(x1, x2, position, valid, cos_ptr, sin_ptr, norm_ptr, num_angles, eps, HALF: gl.constexpr):
-    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves."""
-    layout: gl.constexpr = x1.type.layout
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
-    at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
-    mask = gl.expand_dims(valid, 1)
-    cos = gl.load(cos_ptr + at, mask=mask, other=0.0)
-    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
-    if norm_ptr is not None:
-        wide1, wide2 = x1.to(gl.float32), x2.to(gl.float32)
-        squares = gl.sum(wide1 * wide1, axis=1) + gl.sum(wide2 * wide2, axis=1)
-        factor = gl.rsqrt(squares / (2 * HALF) + eps)
-        x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
-        x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
-    first, second = x1.to(gl.float32), x2.to(gl.float32)
-    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
-
-
-@gluon.jit
-def append(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
-    batch,
-    kv_head,
-    first_row,
-    start,
-    stop,
-    num_queries,
-    num_angles,
-    table_width,
-    num_pages,
-    eps,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
-    HALF: gl.constexpr = D // 2
-    row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
-    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
-    fed = row < num_queries
-    mask = gl.expand_dims(fed, 1)
-    at = batch * num_queries + row
-    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D  # int64 from batch
-    source = qkv_ptr + gl.expand_dims(head, 1) + column
-    position = gl.load(position_ptr + at, mask=fed, other=0)
-    writes = gl.load(write_ptr + at, mask=fed, other=0) != 0
-    k1 = gl.load(source, mask=mask, other=0.0)
-    k2 = gl.load(source + HALF, mask=mask, other=0.0)
-    v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
-    v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
-    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=fed, other=0)
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HALF)
-    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
-    target = gl.expand_dims(slot, 1) + column
-    stored = gl.expand_dims(writes & (position >= start) & (position < stop), 1)
-    gl.store(key_ptr + target, k1, mask=stored)
-    gl.store(key_ptr + target + HALF, k2, mask=stored)
-    gl.store(value_ptr + target, v1, mask=stored)
-    gl.store(value_ptr + target + HALF, v2, mask=stored)
-
-
-@gluon.jit
-def _prefetch(pointers, wanted):
-    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers, wanted.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def peek(
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    kv_head,
-    start,
-    num_queries,
-    table_width,
-    num_pages,
-    SPLIT: gl.constexpr,
-    WINDOW: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Prefetches the keys and values of this program, by what positions and table say now."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    newest = gl.load(position_ptr + num_queries - 1, cache_modifier=".cg")
-    LINES: gl.constexpr = D // 64
-    i = gl.arange(0, SPLIT * LINES, layout=layout)
-    at = start + i // LINES
-    wanted = at <= newest
-    if WINDOW > 0:
-        wanted = wanted & (at > newest - num_queries - WINDOW)
-    entry = gl.minimum(at // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=wanted, other=0, cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * 64
-    _prefetch(key_ptr + slot, wanted)
-    _prefetch(value_ptr + slot, wanted)
 
 
 @gluon.jit
@@ -212,15 +92,15 @@ def places_of(
 ):
     """Where K [S, KEYS, D / 2] (first halves) and V [S, D, KEYS] of the keys first.. are, and which keys they are."""
     kl: gl.constexpr = gl.DotOperandLayout(0, operands(S, RW), 8)
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, kl))), 1), 2)
-    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, kl))), 0), 2)
-    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, kl))), 0), 1)
+    s = _along(S, 0, kl)
+    n = _along(KEYS, 1, kl)
+    d = _along(D // 2, 2, kl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     k_at, k_key = key_ptr + slot + (offset + d), first + s * KEYS + n
     vl: gl.constexpr = value_layout(S, RW, D)
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, vl))), 1), 2)
-    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, vl))), 0), 1)
-    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(2, vl))), 0), 2)
+    s = _along(S, 0, vl)
+    n = _along(KEYS, 2, vl)
+    d = _along(D, 1, vl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     return k_at, k_key, value_ptr + slot + (offset + d), first + s * KEYS + n
 
@@ -262,12 +142,11 @@ def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.con
     mma: gl.constexpr = operands(S, RW)
     scores = mma_v2(keys[0], q1, gl.zeros([S, KEYS, q1.shape[2]], gl.float32, mma))
     scores = mma_v2(keys[1], q2, scores) * scale
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
-    n = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
+    s = _along(S, 0, mma)
+    n = _along(KEYS, 1, mma)
     at = first + s * KEYS + n
-    seen = at <= position
-    if WINDOW > 0:
-        seen = seen & (at > position - WINDOW)
+    # how far back a key lies: of a later one, and of any for a padding row, negative and so beyond every reach
+    seen = (position - at).to(gl.uint32) < (WINDOW if WINDOW > 0 else 2**31)
     return gl.where(seen, scores, -float("inf"))
 
 
@@ -345,7 +224,7 @@ def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, layout: gl.cons
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
     part = gl.arange(0, FAN, layout=gl.SliceLayout(0, of_parts))
-    d = gl.expand_dims(gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    d = _along(D, 2, layout)
     top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, of_parts))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, of_parts))
     out = gl.zeros([M, D], gl.float32, gl.SliceLayout(1, layout))

@@ -23,29 +23,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attend_fragment_parts import (
     FAN,
     KEYS,
-    NEW_ROWS,
     advanced,
-    append,
     combine,
     finish,
-    head_layout,
     keep,
     keys_at,
     operands,
-    peek,
     places_of,
     scored,
     together,
-    turned,
     values_at,
 )
+from fastspec.kernels.attend_fragment_rows import NEW_ROWS, append, head_layout, peek, turned
 
 FED = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
 
 
 @gluon.jit(
-    do_not_specialize=["num_queries", "table_stride", "table_width", "num_pages", "num_angles"],
+    do_not_specialize=["num_queries", "num_pairs", "table_stride", "table_width", "num_pages", "num_angles"],
 )
 def fragment_kernel(
     qkv_ptr,
@@ -62,6 +58,7 @@ def fragment_kernel(
     partial_ptr,
     count_ptr,
     num_queries,
+    num_pairs,  # B * Hkv
     table_stride,
     table_width,
     num_pages,
@@ -90,8 +87,8 @@ def fragment_kernel(
     split, splits = gl.program_id(1), gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + R - 1) // R
-    tile, pair = gl.program_id(0) % tiles, (gl.program_id(0) // tiles).to(gl.int64)
-    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
     start = split * SPLIT
     table_ptr += batch * table_stride
     at_batch = position_ptr + batch * num_queries
@@ -190,9 +187,8 @@ def fragment_kernel(
         finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
         return
     groups = (splits + FAN - 1) // FAN
-    nodes = (gl.num_programs(0) // tiles).to(gl.int64) * (splits + groups) * rows
-    base = pair * (splits + groups) * rows
-    mean_ptr, weight_ptr = partial_ptr + base * D, partial_ptr + (nodes * D + base)
+    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     count_ptr += gl.program_id(0) * (1 + groups)
     keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
     group = split // FAN

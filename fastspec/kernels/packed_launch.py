@@ -25,7 +25,7 @@ MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weigh
 WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
 ONE_EACH = 132  # programs that have a multiprocessor each on an H200, and all of its shared memory
-LONG = 16  # slabs: of longer sums, squares beside the products take too many registers
+LONG = 16  # slabs: longer sums take a loop, and with it registers
 # bytes of shared memory that one program may have; 99 KiB elsewhere (CUDA programming guide, compute capabilities)
 ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
@@ -118,6 +118,8 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     own = NARROW_OWN.get((n, k)) if block == 8 else None
     weight_rows, depth, row_depth = own or NARROW[split, block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
+    if steps > LONG and split.slab == 64:
+        depth = min(depth, 6)
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
@@ -158,7 +160,7 @@ def run(call: Call, pdl: bool, tile: Narrow | Wide | None = None) -> None:
     shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows, "D": tile.depth}
     shape |= {"GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
     # no contraction that the kernels do not ask for: two of them must round alike
-    options = {"launch_pdl": pdl, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     words = (call.x.view(torch.int32), call.weight.view(torch.int32))
     steps = triton.cdiv(k, split.ways * split.slab)
     if isinstance(tile, Narrow):

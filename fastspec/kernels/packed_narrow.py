@@ -6,6 +6,8 @@ weights are on their way before the kernel waits for the one before it. With a n
 the products, or AHEAD of them, while the first weights are still to arrive.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -165,6 +167,7 @@ def narrow_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
+    """One program of the narrow kernel: R weight rows by BM rows of x."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

@@ -4,6 +4,8 @@ The products of up to 8 rows do this on the way. Here it is done once and not in
 squares are summed in the order that belongs to the weight's split of K.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 import torch
@@ -36,6 +38,7 @@ def norm_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
+    """One row: x * gamma, and 1 / root of the mean of x's squares."""
     RUNS: gl.constexpr = KT // 8  # in a slab: what one lane of the product loads at once
     WARPS: gl.constexpr = _warps(S * RUNS)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)

@@ -4,6 +4,8 @@ Weights and activations travel as 32-bit words, two 16-bit values each, low half
 keeps them in 32-bit registers, and one word holds what one multiplication of pairs needs.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -88,7 +90,7 @@ def add_squares(total, words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def folded(x):
-    """[A, n] -> [A]: neighbours are added, then neighbouring sums, and so on; the order is the same for every layout."""
+    """[A, n] -> [A]: neighbours are added, then neighbouring sums, and so on, in whatever layout."""
     for _ in gl.static_range(5):
         if x.shape[1] > 1:
             left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))

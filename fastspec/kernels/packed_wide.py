@@ -8,6 +8,8 @@ or, for weights with enough rows to keep a device busy, one pass of S over K by 
 Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -70,7 +72,7 @@ def _copy_layout(S, R, W, warps):
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
     held = 5 + warps.bit_length() - 1
-    each = [[0, 0, 1], [0, 0, 2]] + steps[held:]
+    each = [[0, 0, 1], [0, 0, 2], *steps[held:]]
     return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], _cluster(S, 3), [S, R, W])
 
 
@@ -85,7 +87,7 @@ def _weight_layout(S, R, W):
 
 @gluon.constexpr_function
 def _share_layout(S, R, BM, warps):
-    """Of a finished tile [R / 16, 2, 8, BM]: programs divide the first axis, a thread holds both halves of the second."""
+    """Of a whole tile [R / 16, 2, 8, BM]: programs divide the first axis, a thread holds both halves of the second."""
     own = R // 16 // S
     rows = [[0, 0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     eight = [[0, 0, 1 << bit, 0] for bit in range(3)]
@@ -141,7 +143,9 @@ def _place(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _copied(to, at, of, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, C: gl.constexpr):
+def _copied(
+    to, at, of, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, C: gl.constexpr
+):
     """Sends for the weights of a step; zeros come where there is none, of the pass or of K."""
     place = _place(step, STEPS, SLAB, S)
     there = (s * SLAB + place < K // 2) & (step < S // C * STEPS)
@@ -295,6 +299,7 @@ def wide_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
+    """One program, or one cluster of C, of the wide kernel: R weight rows by GROUPS * GROUP rows of x."""
     mma: gl.constexpr = _mma_layout(C, WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -322,9 +327,9 @@ def wide_kernel(
         x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + s * SLAB + k),)
         valid = valid + (m < M - first_row - i * GROUP,)
         zeros = zeros + (gl.zeros([C, R, GROUP], gl.float32, mma),)
-    for i in gl.static_range(D):
+    for _i in gl.static_range(D):
         ring = ring + (gl.allocate_shared_memory(gl.int32, [C, R, WORDS], _weight_layout(C, R, WORDS)),)
-    for i in gl.static_range(_turns(D)):
+    for _i in gl.static_range(_turns(D)):
         shared = shared + (_buffers(C, GROUP, GROUPS),)
 
     for i in gl.static_range(D - 1):

@@ -66,4 +66,5 @@ def _in_rows(packed: Tensor, gated: bool) -> Tensor:
 
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of a packed weight that is not gated, as [..., K]."""
-    return packed[ids // 16, :, ids % 16].flatten(-2)
+    rows: Tensor = packed[ids // 16, :, ids % 16].flatten(-2)
+    return rows

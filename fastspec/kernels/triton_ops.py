@@ -49,7 +49,7 @@ def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tup
     return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
-def attend(*tensors: Tensor | None, work: Workspace, **options: Any) -> Tensor:
+def attend(*tensors: Tensor, work: Workspace, **options: Any) -> Tensor:
     """As `reference.attend`, which defines it."""
     return attend_paged(*tensors, work=work.attend, **options)
 

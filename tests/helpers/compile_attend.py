@@ -22,7 +22,7 @@ POINTERS = {
     **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
     **{"write_ptr": "*i1", "count_ptr": "*i32", "scale": "fp32", "eps": "fp32"},
 }
-COUNTS = ("num_queries", "split_keys", "limit", "table_stride", "table_width", "num_pages", "num_angles")
+COUNTS = ("num_queries", "num_pairs", "split_keys", "limit", "table_stride", "table_width", "num_pages", "num_angles")
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
 FULL = (4096, True, 80, 1)

@@ -21,7 +21,13 @@ from fastspec.kernels import packed_launch, packed_norm
 from fastspec.kernels.packed_launch import Call
 from tests.helpers.compile_kernels import spilled_bytes
 
-KIND = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+KIND = {
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+}
 # (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weight there is
 LAYERS = [
     (6144, 4096, "norm"),
@@ -94,7 +100,7 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
 def facts(ptx: str) -> dict[str, Any]:
     wait = ptx.find("griddepcontrol.wait")
     before = ptx[: max(wait, 0)]
-    weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10"
+    weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
     return {
         "mma": "mma.sync.aligned.m16n8k16" in ptx,
         "wide_loads": len(re.findall(weights, ptx)),

@@ -35,7 +35,7 @@ SAME = (
         "max",
     ),
     *("maximum", "min", "minimum", "num_programs", "permute", "program_id", "reshape", "rsqrt", "static_range"),
-    *("store", "sum", "where"),
+    *("store", "sum", "uint32", "where"),
 )
 
 

@@ -1,0 +1,144 @@
+"""Pieces of the kernel of attend_fragments.py: the rows of a pass, as rope.py has them, and the peek ahead."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
+
+
+@gluon.constexpr_function
+def head_layout(HALF, WARPS):
+    """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
+    return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _scaled(x, factor, weight):
+    """weight * (x * factor), rounded to x's dtype after each product."""
+    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
+    return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
+
+
+@gluon.jit
+def turned(x1, x2, position, valid, cos_ptr, sin_ptr, norm_ptr, num_angles, eps, HALF: gl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves."""
+    layout: gl.constexpr = x1.type.layout
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
+    at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(valid, 1)
+    cos = gl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
+    if norm_ptr is not None:
+        wide1, wide2 = x1.to(gl.float32), x2.to(gl.float32)
+        squares = gl.sum(wide1 * wide1, axis=1) + gl.sum(wide2 * wide2, axis=1)
+        factor = gl.rsqrt(squares / (2 * HALF) + eps)
+        x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
+        x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
+    first, second = x1.to(gl.float32), x2.to(gl.float32)
+    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+
+
+@gluon.jit
+def append(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    batch,
+    kv_head,
+    first_row,
+    start,
+    stop,
+    num_queries,
+    num_angles,
+    table_width,
+    num_pages,
+    eps,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
+    HALF: gl.constexpr = D // 2
+    row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
+    fed = row < num_queries
+    mask = gl.expand_dims(fed, 1)
+    at = batch * num_queries + row
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D  # int64 from batch
+    source = qkv_ptr + gl.expand_dims(head, 1) + column
+    position = gl.load(position_ptr + at, mask=fed, other=0)
+    writes = gl.load(write_ptr + at, mask=fed, other=0) != 0
+    k1 = gl.load(source, mask=mask, other=0.0)
+    k2 = gl.load(source + HALF, mask=mask, other=0.0)
+    v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
+    v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
+    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=fed, other=0)
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HALF)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    target = gl.expand_dims(slot, 1) + column
+    stored = gl.expand_dims(writes & (position >= start) & (position < stop), 1)
+    gl.store(key_ptr + target, k1, mask=stored)
+    gl.store(key_ptr + target + HALF, k2, mask=stored)
+    gl.store(value_ptr + target, v1, mask=stored)
+    gl.store(value_ptr + target + HALF, v2, mask=stored)
+
+
+@gluon.jit
+def _prefetch(pointers, wanted):
+    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, wanted.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def peek(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    kv_head,
+    start,
+    num_queries,
+    table_width,
+    num_pages,
+    SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Prefetches the keys and values of this program, by what positions and table say now."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    newest = gl.load(position_ptr + num_queries - 1, cache_modifier=".cg")
+    LINES: gl.constexpr = D // 64
+    i = gl.arange(0, SPLIT * LINES, layout=layout)
+    at = start + i // LINES
+    wanted = at <= newest
+    if WINDOW > 0:
+        wanted = wanted & (at > newest - num_queries - WINDOW)
+    entry = gl.minimum(at // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=wanted, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * 64
+    _prefetch(key_ptr + slot, wanted)
+    _prefetch(value_ptr + slot, wanted)

@@ -1,0 +1,164 @@
+"""Times the packed products of a decode pass against F.linear with the same weights as rows.
+
+Microseconds a product and milliseconds a chain of layers from graph replays (perf.timing). Single products take turns
+over more weights than the L2 cache holds; in a chain each layer has weights of its own. `share` is what part of the
+read ceiling, measured in the same run, the weights' bytes come to. --plain leaves out what is fused.
+
+Usage: python -m perf.kernels.linear [--rows 1 6 8 16 40 64] [--models 8b 1b] [--repeats 15] [--plain] [--chains]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels.device import has_pdl
+from fastspec.kernels.packed_linear import packed_linear
+from fastspec.kernels.packed_pick import packed_pick, pick_scratch
+from fastspec.kernels.packing import unpack
+from perf import timing
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight [N, K] of a layer, and what is fused with it: "norm", "gated", "residual", "fp32" or "pick"."""
+
+    name: str
+    n: int
+    k: int
+    fused: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.n * self.k
+
+
+def layer(hidden: int, qkv: int, inner: int) -> list[Product]:
+    return [
+        Product("qkv", qkv, hidden, ("norm",)),
+        Product("o", hidden, hidden, ("residual",)),
+        Product("gate_up", 2 * inner, hidden, ("norm", "gated")),
+        Product("down", hidden, inner, ("residual",)),
+    ]
+
+
+MODELS = {"8b": (32, layer(4096, 6144, 14336)), "1b": (16, layer(2048, 3072, 8192))}
+HEADS = {"8b": (128256, 4096), "1b": (128256, 2048)}
+FUSED = {"norm", "gated", "residual"}
+
+
+def packed_weights(product: Product, count: int) -> list[Tensor]:
+    """Random weights, packed as they are drawn."""
+    shape = (product.n // 16, product.k // 32, 16, 32)
+    return [torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=product.k**-0.5) for _ in range(count)]
+
+
+def call_of(product: Product, rows: int, plain: bool) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
+    """Ours and F.linear as functions of a weight: packed, and as rows."""
+    fused = set(product.fused) - FUSED if plain else set(product.fused)
+    device = torch.device("cuda")
+    x = torch.randn(rows, product.k, device=device).bfloat16()
+    width = product.n // 2 if "gated" in fused else product.n
+    given: dict[str, Any] = {"pdl": has_pdl(device)}
+    if "norm" in fused:
+        given["norm"] = (torch.ones(product.k, device=device).bfloat16(), 1e-5)
+    if "pick" in fused:
+        scratch = pick_scratch(device)
+        return lambda weight: packed_pick(x, weight, product.n, scratch, **given), partial(F.linear, x)
+    if "residual" in fused:
+        given["residual"] = torch.randn(rows, width, device=device).bfloat16()
+    if "fp32" in fused:
+        given["out_dtype"] = torch.float32
+    return lambda weight: packed_linear(x, weight, gated="gated" in fused, **given), partial(F.linear, x)
+
+
+def product_rows(
+    model: str, product: Product, rows: list[int], ceiling: float, plain: bool, repeats: int
+) -> list[dict[str, Any]]:
+    """A record for each number of rows of x."""
+    weights = packed_weights(product, timing.copies_for(product.nbytes))
+    records = []
+    for count in rows:
+        ours, theirs = call_of(product, count, plain)
+        # cuBLAS's time does not depend on values: the same memory read as rows
+        plain_rows = [weight.view(product.n, product.k) for weight in weights]
+        us = timing.graph_time([partial(ours, weight) for weight in weights], repeats=repeats).us
+        torchs = timing.graph_time([partial(theirs, weight) for weight in plain_rows], repeats=repeats).us
+        records.append(record(f"{model} {product.name}", [product], count, us, torchs, ceiling))
+    return records
+
+
+def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats: int) -> list[dict[str, Any]]:
+    """A model's layers one after the other, each with weights of its own, for each number of rows of x."""
+    layers, products = MODELS[model]
+    weights = [packed_weights(product, layers) for product in products]
+    records = []
+    for count in rows:
+        calls = [call_of(product, count, plain) for product in products]
+
+        def chain(which: int, calls: list[Any] = calls) -> None:
+            for place in range(layers):
+                for product, call, each in zip(products, calls, weights, strict=True):
+                    weight = each[place]
+                    call[which](weight if which == 0 else weight.view(product.n, product.k))
+
+        us, torchs = (timing.graph_time(partial(chain, which), repeats=repeats).us for which in (0, 1))
+        records.append(record(f"{model} chain", products * layers, count, us, torchs, ceiling))
+    return records
+
+
+def record(op: str, products: list[Product], rows: int, us: float, torch_us: float, ceiling: float) -> dict[str, Any]:
+    nbytes = sum(product.nbytes for product in products)
+    return {
+        "op": op,
+        "shape": f"{products[0].n}x{products[0].k}" if len(products) == 1 else f"{len(products)} products",
+        "M": rows,
+        "us": round(us, 2),
+        "bytes": nbytes,
+        "share": round(nbytes / us / 1e3 / ceiling, 3),
+        "torch_us": round(torch_us, 2),
+    }
+
+
+def right(product: Product, rows: int) -> bool:
+    """Whether ours is F.linear to what bf16 rounds away: a figure of a wrong kernel is none."""
+    (weight,) = packed_weights(product, 1)
+    x = torch.randn(rows, product.k, device="cuda").bfloat16()
+    ours = packed_linear(x, weight, pdl=False, out_dtype=torch.float32)
+    exact = x.float() @ unpack(weight).float().T
+    return bool((ours - exact).norm() / exact.norm() < 2**-8)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 8, 16, 40, 64])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--chains", action="store_true", help="chains alone")
+    given = parser.parse_args(arguments)
+    ceiling = timing.read_ceiling()
+    print(f"read ceiling {ceiling:.0f} GB/s")
+    records = []
+    for model in given.models:
+        heads = [Product("head", *HEADS[model], ("norm", "fp32")), Product("pick", *HEADS[model], ("norm", "pick"))]
+        for product in [] if given.chains else [*MODELS[model][1], *heads]:
+            assert all(right(product, rows) for rows in given.rows), f"{product} is wrong"
+            records += product_rows(model, product, given.rows, ceiling, given.plain, given.repeats)
+        records += chain_rows(model, given.rows, ceiling, given.plain, given.repeats)
+        torch.cuda.empty_cache()
+    for each in records:
+        print(json.dumps(each))
+    return records
+
+
+if __name__ == "__main__":
+    main()

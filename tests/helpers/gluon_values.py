@@ -1,0 +1,183 @@
+"""What stand-ins for Gluon's language compute with: tensors, numbers, places in memory, shared memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+KINDS = {
+    "int1": np.bool_,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+OF_TORCH = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+def widened(values: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def rounded(values: np.ndarray, kind: str) -> np.ndarray:
+    """fp32 -> `kind`, to nearest even; a bfloat16 is held as its 16 bits."""
+    if kind == "bfloat16":
+        as_torch = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
+        return as_torch.view(torch.int16).numpy().view(np.uint16)
+    return values.astype(KINDS[kind])
+
+
+class Layout:
+    """Any layout: none is modelled."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.parent = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Values:
+    """A tensor of the language."""
+
+    def __init__(self, array: Any, kind: str) -> None:
+        self.array, self.kind = np.asarray(array, dtype=KINDS[kind]), kind
+        self.shape, self.type = list(self.array.shape), SimpleNamespace(layout=Layout())
+
+    def to(self, kind: str, bitcast: bool = False) -> Values:
+        if bitcast:
+            return Values(np.ascontiguousarray(self.array).view(KINDS[kind]), kind)
+        if kind in ("bfloat16", "float16"):
+            return Values(rounded(self.array, kind), kind)
+        return Values(widened(self.array, self.kind) if kind == "float32" else self.array.astype(KINDS[kind]), kind)
+
+    def _with(self, other: Any, operation: Any, kind: str | None = None) -> Values:
+        theirs = other.array if isinstance(other, Values) else np.asarray(other, dtype=self.array.dtype)
+        wide = isinstance(other, Values) and other.kind == "int64"
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return Values(operation(self.array, theirs), kind or ("int64" if wide else self.kind))
+
+    def __add__(self, other: Any) -> Any:
+        return other + self if isinstance(other, Pointer) else self._with(other, np.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Values:
+        return self._with(other, np.subtract)
+
+    def __rsub__(self, other: Any) -> Values:
+        return self._with(other, lambda mine, theirs: theirs - mine)
+
+    def __mul__(self, other: Any) -> Values:
+        return self._with(other, np.multiply)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Values:
+        return self._with(other, np.divide)
+
+    def __floordiv__(self, other: Any) -> Values:
+        return self._with(other, np.floor_divide)
+
+    def __mod__(self, other: Any) -> Values:
+        return self._with(other, np.mod)
+
+    def __and__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_and)
+
+    def __or__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_or)
+
+    def __xor__(self, other: Any) -> Values:
+        return self._with(other, np.bitwise_xor)
+
+    def __lshift__(self, other: Any) -> Values:
+        return self._with(other, np.left_shift)
+
+    def __rshift__(self, other: Any) -> Values:
+        return self._with(other, np.right_shift)
+
+    def __neg__(self) -> Values:
+        return Values(-self.array, self.kind)
+
+    def __lt__(self, other: Any) -> Values:
+        return self._with(other, np.less, "int1")
+
+    def __ge__(self, other: Any) -> Values:
+        return self._with(other, np.greater_equal, "int1")
+
+    def __eq__(self, other: Any) -> Values:  # type: ignore[override]
+        return self._with(other, np.equal, "int1")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Number(int):
+    """An integer that a kernel computes with: it can be converted."""
+
+    def to(self, _: str) -> Number:
+        return self
+
+    def _kept(self, result: Any) -> Any:
+        return result if result is NotImplemented else Number(result)
+
+    def __add__(self, other: Any) -> Any:
+        return self._kept(int.__add__(self, other))
+
+    def __sub__(self, other: Any) -> Any:
+        return self._kept(int.__sub__(self, other))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._kept(int.__mul__(self, other))
+
+
+class Pointer:
+    """Places in the memory of one tensor."""
+
+    def __init__(self, memory: np.ndarray, kind: str, at: Any = 0) -> None:
+        self.memory, self.kind, self.at = memory, kind, np.asarray(at, dtype=np.int64)
+        self.dtype = SimpleNamespace(element_ty=kind)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.kind, self.at + (offset.array if isinstance(offset, Values) else offset))
+
+    def chosen(self, mask: Values | None) -> tuple[np.ndarray, np.ndarray]:
+        seen = np.ones(self.at.shape, bool) if mask is None else np.broadcast_to(mask.array, self.at.shape)
+        at = np.broadcast_to(self.at, seen.shape)
+        outside = seen & ((at < 0) | (at >= self.memory.size))
+        assert not outside.any(), f"{outside.sum()} places outside of {self.memory.size} elements"
+        return np.where(seen, at, 0), seen
+
+
+class Shared:
+    """Shared memory: what nothing was stored in is NaN."""
+
+    def __init__(self, kind: str, shape: list[int], value: Values | None = None) -> None:
+        self.kind, self.shape = kind, list(shape)
+        empty = np.full(shape, np.nan, np.float32) if kind == "float32" else np.full(shape, 0x7FC07FC0, np.int32)
+        self.array = empty if value is None else value.array.copy()
+
+    def store(self, value: Values) -> None:
+        assert list(value.array.shape) == self.shape
+        self.array[...] = value.array
+
+    def load(self, _: Layout) -> Values:
+        return Values(self.array.copy(), self.kind)
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.kind, [self.shape[axis] for axis in order], Values(self.array.transpose(order), self.kind))
