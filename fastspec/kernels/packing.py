@@ -59,12 +59,10 @@ def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
 
 def _in_rows(packed: Tensor, gated: bool) -> Tensor:
     """A view of packed whose axes are in the order of the weight's rows, as `_rows_shape` has them."""
-    if gated:
-        return packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
-    return packed.transpose(1, 2)
+    halves: Tensor = packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
+    return halves if gated else packed.transpose(1, 2)
 
 
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of a packed weight that is not gated, as [..., K]."""
-    rows: Tensor = packed[ids // 16, :, ids % 16].flatten(-2)
-    return rows
+    return packed[ids // 16, :, ids % 16].flatten(-2)
