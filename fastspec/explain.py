@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from fastspec.engine import Engine
-from fastspec.memory import weight_bytes
+from fastspec.memory import Layout, weight_bytes
 from fastspec.models.decoder import Decoder
 from fastspec.models.sources import Checkpoint
+from fastspec.modes import BLOCK, COUPLED, SyntheticAcceptance
+from fastspec.output import Stats
 from fastspec.settings import Settings
+
+_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
+
+
+def below_break_even(layout: Layout, stats: Stats) -> str | None:
+    """Says so when drafting cannot have paid, even if reading weights were all that takes time; None otherwise."""
+    if not stats.drafted or stats.steps < _STEPS_TO_JUDGE or layout.draft is None or stats.synthetic:
+        return None
+    draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
+    needed = 1 + stats.drafted / stats.steps * draft_pass
+    if (gained := stats.emitted / stats.steps) >= needed:
+        return None
+    return (
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of "
+        f"{stats.acceptance_rate:.1%}, but the {stats.k} draft passes of a step alone cost as much as "
+        f"{needed - 1:.2f} tokens of plain decoding; use a smaller or better draft, or fewer "
+        "num_speculative_tokens (0 decodes plainly)"
+    )
 
 
 def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
@@ -16,7 +36,8 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
         f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
-        f"drafting   {_drafting(settings, target, draft, shared_vocab)}",
+        f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
+        f"verifying  {_verifying(settings)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
@@ -44,15 +65,30 @@ def _model(checkpoint: Checkpoint, dtype: str) -> str:
     )
 
 
-def _drafting(settings: Settings, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
-    if draft is None or not settings.layout.max_drafts:
+def _drafting(
+    settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int
+) -> str:
+    if not settings.layout.max_drafts:
         return "off"
-    text = f"up to {settings.layout.max_drafts} tokens a step, lossless (greedy match or rejection sampling)"
+    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.parts.proposer}"
+    if draft is None:
+        return text
     if shared_vocab < target.spec.vocab_size:
         text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
     if draft.spec.max_length < settings.max_length:
         text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
     return text
+
+
+def _verifying(settings: Settings) -> str:
+    rule = settings.verification
+    if isinstance(rule, SyntheticAcceptance):
+        return f"{rule}: for benchmarks, THE TEXT IS NOT THE MODEL'S"
+    sampled = {
+        COUPLED: "the target's own pick with the draft's numbers: one seed, one text, whatever is drafted",
+        BLOCK: "all drafts of a step together (block verification)",
+    }.get(str(rule), "one draft after the other (rejection sampling)")
+    return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
 
 
 def _attention(engine: Engine) -> str:

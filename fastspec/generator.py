@@ -21,17 +21,17 @@ from fastspec import inputs, options
 from fastspec.build import build
 from fastspec.engine import Engine
 from fastspec.errors import UnsupportedOption
-from fastspec.explain import explain
+from fastspec.explain import below_break_even, explain
 from fastspec.loop import DecodeLoop, Request
-from fastspec.memory import MemoryPlan, weight_bytes
+from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
+from fastspec.modes import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS
+from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS, Proposer
+from fastspec.proposers.choose import check
 from fastspec.settings import announce, settings_of
-
-_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 Source = str | os.PathLike[str] | PreTrainedModel
 
@@ -42,6 +42,9 @@ class FastSpecGenerator:
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
         draft: the same, with the target's tokenizer; None decodes without drafts.
+        proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own (README).
+        verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
+            text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly.
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
@@ -61,7 +64,7 @@ class FastSpecGenerator:
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
-        ValueError: a size out of range, or a draft with another tokenizer.
+        ValueError: a size out of range, a draft with another tokenizer, or a proposer that is none.
         MemoryError: the plan does not fit; the message names what does.
     """
 
@@ -70,6 +73,8 @@ class FastSpecGenerator:
         target: Source,
         draft: Source | None = None,
         *,
+        proposer: Proposer | None = None,
+        verification: Verification = BLOCK,
         num_speculative_tokens: int = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
@@ -85,6 +90,7 @@ class FastSpecGenerator:
         progress: bool = True,
     ) -> None:
         self._lock = threading.Lock()
+        check(proposer, with_draft=draft is not None)
         self._target = resolve(target, role="target", revision=target_revision)
         self._draft = None if draft is None else resolve(draft, role="draft", revision=draft_revision)
         self._settings = settings_of(
@@ -98,7 +104,10 @@ class FastSpecGenerator:
             device=device,
             exact=exact,
             graphs=graphs,
+            verification=verification,
+            proposer=proposer,
         )
+        announce_synthetic(verification)
         if progress:
             announce(self._settings)
         self.device = self._settings.device
@@ -112,6 +121,7 @@ class FastSpecGenerator:
             self._settings,
             self._target,
             self._draft,
+            proposer=proposer,
             shared_vocab=self._shared_vocab,
             release_source=release_source,
             nvtx=nvtx,
@@ -125,6 +135,8 @@ class FastSpecGenerator:
         target: Source,
         draft: Source | None = None,
         *,
+        proposer: Proposer | None = None,
+        verification: Verification = BLOCK,
         num_speculative_tokens: int = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
@@ -150,6 +162,8 @@ class FastSpecGenerator:
             device=device,
             exact=True,
             graphs=None,
+            verification=verification,
+            proposer=proposer,
         ).memory
 
     @property
@@ -207,7 +221,8 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.end()
         k = self._drafts(chosen.num_speculative_tokens)
-        stats = Stats.of(tuple(request.stats() for request in requests), k, time.perf_counter() - start)
+        rows = tuple(request.stats() for request in requests)
+        stats = Stats.of(rows, k, time.perf_counter() - start, synthetic_name(self._settings.verification))
         self._warn_below_break_even(stats)
         return _output(requests, chosen, stats, input_ids)
 
@@ -292,7 +307,7 @@ class FastSpecGenerator:
         if asked is None:
             return self.num_speculative_tokens
         if asked > self.num_speculative_tokens:
-            made = "without a draft" if self._draft is None else f"for at most {self.num_speculative_tokens}"
+            made = "without drafts" if not self.num_speculative_tokens else f"for at most {self.num_speculative_tokens}"
             raise ValueError(
                 f"num_speculative_tokens={asked}, but the generator was made {made}; "
                 "make it with a draft and a larger num_speculative_tokens"
@@ -320,21 +335,9 @@ class FastSpecGenerator:
             yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
 
     def _warn_below_break_even(self, stats: Stats) -> None:
-        """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
-        if not stats.drafted or stats.steps < _STEPS_TO_JUDGE:
-            return
-        layout = self._settings.layout
-        assert layout.draft is not None, "drafted tokens come from a draft"
-        draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
-        needed = 1 + stats.drafted / stats.steps * draft_pass
-        if (gained := stats.emitted / stats.steps) < needed:
-            warnings.warn(
-                f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of "
-                f"{stats.acceptance_rate:.1%}, but the {stats.k} draft passes of a step alone cost as much as "
-                f"{needed - 1:.2f} tokens of plain decoding; use a smaller or better draft, or fewer "
-                "num_speculative_tokens (0 decodes plainly)",
-                stacklevel=3,
-            )
+        """Says so when drafting cannot have paid."""
+        if message := below_break_even(self._settings.layout, stats):
+            warnings.warn(message, stacklevel=3)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

@@ -67,6 +67,7 @@ class Layout:
         target, draft: specs; draft is None for plain decoding.
         target_dtype, draft_dtype: of weights and caches.
         chunks: prompt tokens that one pass may feed, ascending.
+        keeps_laws: the law of every draft is kept until it is verified.
     """
 
     batch: int
@@ -77,6 +78,7 @@ class Layout:
     draft: ModelSpec | None
     draft_dtype: torch.dtype
     chunks: tuple[int, ...]
+    keeps_laws: bool = True
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -114,7 +116,7 @@ class Layout:
         k, top = self.max_drafts, min(MAX_TOP_LOGPROBS, self.target.vocab_size)
         # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, draft_counts, emitted, accepted
         ints = 9 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
-        floats = 3 + (k + 1) * (1 + top) + k * self.target.vocab_size
+        floats = 3 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keeps_laws
         return 8 * ints + 4 * floats
 
     def _rotary_bytes(self, max_length: int) -> int:

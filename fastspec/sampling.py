@@ -80,10 +80,12 @@ class PhiloxDraws:
     def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids [B] from probs [B, V] by an exponential race: the token with the least time/probability wins.
 
-        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id.
+        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs
+        [B, R, V] and positions [B, R] the same at R places a row: ids [B, R].
         """
-        times = exponentials(self.seeds, positions, purpose, probs.shape[1])
-        return (probs / times).argmax(dim=-1)
+        seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
+        times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
+        return (probs / times.view(probs.shape)).argmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

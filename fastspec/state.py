@@ -97,8 +97,9 @@ class DecodeState:
         vocab_size: int,
         device: torch.device,
         prob_dtype: torch.dtype = torch.float32,
+        keeps_laws: bool = True,
     ) -> DecodeState:
-        """Allocates the buffers of `batch` idle rows."""
+        """Allocates the buffers of `batch` idle rows; draft_probs of no width where no law is to be kept."""
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
@@ -120,7 +121,7 @@ class DecodeState:
             min_p=floats(batch),
             seeds=ints(batch),
             draft_tokens=ints(batch, max_drafts),
-            draft_probs=torch.zeros(batch, max_drafts, vocab_size, dtype=prob_dtype, device=device),
+            draft_probs=torch.zeros(batch, max_drafts, vocab_size * keeps_laws, dtype=prob_dtype, device=device),
             draft_counts=ints(batch),
             block=ints(batch, max_drafts + 1),
             emitted=ints(batch),
