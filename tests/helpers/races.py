@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 
 def agreement(q: Sequence[Fraction], p: Sequence[Fraction]) -> Fraction:
@@ -40,7 +41,7 @@ def _chance(q: tuple[Fraction, ...], p: tuple[Fraction, ...], x: int, y: int) ->
     inner = sorted({q[z] / p[z] for z in others if p[z]})
     cuts = [low, *(cut for cut in inner if cut > low and (high is None or cut < high)), high]
     total = Fraction(0)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         assert start is not None
         middle = start + 1 if end is None else (start + end) / 2
         c = q[x] + sum((q[z] for z in others if q[z] > p[z] * middle), Fraction(0))

@@ -70,9 +70,11 @@ def decoded_law(target: Tensor, draft: Tensor | None, **options: object) -> Laws
     return finished
 
 
-def target_law(target: Tensor, *, limit: int, stop_ids: list[int], temperature: float) -> Laws:
+def target_law(
+    target: Tensor, *, limit: int, stop_ids: list[int], temperature: float, prompt: Context = PROMPT
+) -> Laws:
     """The definition: token by token from the target's table."""
-    alive: dict[Context, float] = {PROMPT: 1.0}
+    alive: dict[Context, float] = {prompt: 1.0}
     finished: Laws = {}
     while alive:
         context, mass = alive.popitem()

@@ -353,7 +353,7 @@ def test_bad_synthetic_acceptance_is_refused(options: dict[str, object]) -> None
 def test_modes_are_named() -> None:
     assert [checked(mode) for mode in MODES] == list(MODES)
     assert COUPLED in MODES
-    with pytest.raises(ValueError, match="'rejection', 'coupled', 'block'.*got 'typical'"):
+    with pytest.raises(ValueError, match=r"'rejection', 'coupled', 'block'.*got 'typical'"):
         checked("typical")
     with pytest.raises(ValueError, match="got None"):
         checked(None)
