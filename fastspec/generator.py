@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from fastspec import inputs, options
+from fastspec import calls, inputs, options
 from fastspec.build import build
 from fastspec.engine import Engine
-from fastspec.errors import UnsupportedOption
+from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import below_break_even, explain
 from fastspec.loop import DecodeLoop, Request
 from fastspec.memory import MemoryPlan
@@ -29,7 +29,7 @@ from fastspec.models.vocab import shared_vocab
 from fastspec.modes import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS, Proposer
+from fastspec.proposers.base import FULL, GREEDY, SAMPLERS, Proposer
 from fastspec.proposers.choose import check
 from fastspec.settings import announce, settings_of
 
@@ -193,8 +193,9 @@ class FastSpecGenerator:
             attention_mask: like input_ids, 0 for left padding and 1 for the prompt.
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
-            **keywords: generation options (README lists them), `seed`, and `num_speculative_tokens` to draft fewer
-                than the generator was made for.
+            **keywords: generation options (README lists them; most take one value, or one per prompt), `seed`,
+                `num_speculative_tokens` to draft fewer than the generator was made for, and `tokenizer` for
+                stop_strings where it is not the checkpoint's.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, padded after a row's end; or a GenerateOutput when
@@ -203,6 +204,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option value, named with its place; nothing was launched.
             UnsupportedOption: an option outside the supported list.
+            InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
+                first, and the error's `output` holds them.
             RuntimeError: the generator is closed, or in use by another call.
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
@@ -215,16 +218,19 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt]))
         start = time.perf_counter()
-        for emitted in self._run(requests, chosen):
-            if streamer is not None and emitted.get(0):
-                streamer.put(torch.tensor(emitted[0]))
+        try:
+            for emitted in self._run(requests, chosen):
+                if streamer is not None and emitted.get(0):
+                    streamer.put(torch.tensor(emitted[0]))
+        except InvalidLogits as error:
+            error.output = calls.output_of(requests, chosen, self._stats(requests, chosen, start), input_ids)
+            raise
         if streamer is not None:
             streamer.end()
-        k = self._drafts(chosen.num_speculative_tokens)
-        rows = tuple(request.stats() for request in requests)
-        stats = Stats.of(rows, k, time.perf_counter() - start, synthetic_name(self._settings.verification))
+        stats = self._stats(requests, chosen, start)
         self._warn_below_break_even(stats)
-        return _output(requests, chosen, stats, input_ids)
+        output = calls.output_of(requests, chosen, stats, input_ids)
+        return output if chosen.return_dict else output.sequences
 
     def stream(
         self,
@@ -235,7 +241,8 @@ class FastSpecGenerator:
     ) -> Iterator[dict[int, list[int]]]:
         """Like `generate`, but yields after each step the new tokens of every prompt that got some, by its index.
 
-        Leaving the iteration early ends the call; the generator stays usable.
+        With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
+        ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         return self._run(requests, chosen)
@@ -248,7 +255,7 @@ class FastSpecGenerator:
 
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own.
-            sampler: "greedy"; "sampled" (a temperature); "filtered" (and top-k, top-p or min-p).
+            sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.
@@ -280,27 +287,21 @@ class FastSpecGenerator:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open_engine()
         spec = self._target.spec
+        tokenizer = keywords.pop("tokenizer", None)
         prompts = inputs.prompts_of(input_ids, attention_mask, spec.vocab_size)
         chosen = options.resolve(
             self._target.generation_config,
             generation_config,
             keywords,
             num_rows=len(prompts),
-            prompt_length=_padded_length(input_ids, prompts),
+            prompt_length=calls.padded_length(input_ids, prompts),
             vocab_size=spec.vocab_size,
             context=min(spec.max_length, self.max_length),
         )
         self._drafts(chosen.num_speculative_tokens)
-        for index, prompt in enumerate(prompts):
-            if len(prompt) + chosen.max_new_tokens > self.max_length:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; with {chosen.max_new_tokens} new ones that is more than "
-                    f"max_length={self.max_length}. Shorten one of them, or make the generator with a larger max_length"
-                )
-        requests = [
-            Request(prompt, chosen.max_new_tokens, row) for prompt, row in zip(prompts, chosen.rows, strict=True)
-        ]
-        return requests, chosen
+        if chosen.stop_strings and tokenizer is None:
+            tokenizer = self.tokenizer
+        return calls.requests_of(prompts, chosen, tokenizer, self.max_length), chosen
 
     def _drafts(self, asked: int | None) -> int:
         """Drafts per step of a call that asks for so many."""
@@ -327,12 +328,21 @@ class FastSpecGenerator:
 
     def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
-        sampler = GREEDY if not chosen.sampled else FILTERED if chosen.filtered else SAMPLED
+        sampler = GREEDY if chosen.plain else FULL
         k = self._drafts(chosen.num_speculative_tokens)
+        opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            self._capture(engine, rows, {k}, sampler, chosen.top_logprobs)
+            self._capture(engine, rows, {k, *opted_out}, sampler, chosen.top_logprobs)
             yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
+        calls.check_whole(requests, chosen.copies)
+
+    def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:
+        """What happened since `start`."""
+        rows = tuple(request.stats() for request in requests)
+        seconds = time.perf_counter() - start
+        k = self._drafts(chosen.num_speculative_tokens)
+        return Stats.of(rows, k, seconds, synthetic_name(self._settings.verification))
 
     def _warn_below_break_even(self, stats: Stats) -> None:
         """Says so when drafting cannot have paid."""
@@ -370,31 +380,3 @@ class FastSpecGenerator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded_length(input_ids: Any, prompts: list[list[int]]) -> int:
-    return input_ids.shape[-1] if isinstance(input_ids, Tensor) else max(len(prompt) for prompt in prompts)
-
-
-def _output(requests: list[Request], chosen: Options, stats: Stats, input_ids: Any) -> Tensor | GenerateOutput:
-    width = _padded_length(input_ids, [request.prompt for request in requests])
-    longest = max(len(request.new_tokens) for request in requests)
-    rows = []
-    for index, request in enumerate(requests):
-        padding = [chosen.pad_token_id] * (width - len(request.prompt))
-        if isinstance(input_ids, Tensor):  # the caller's own padding ids are kept
-            padding = (input_ids if input_ids.dim() == 2 else input_ids[None])[index].tolist()[: len(padding)]
-        tail = [chosen.pad_token_id] * (longest - len(request.new_tokens))
-        rows.append(padding + request.prompt + request.new_tokens + tail)
-    device = input_ids.device if isinstance(input_ids, Tensor) else None
-    sequences = torch.tensor(rows, dtype=torch.int64, device=device)
-    if not chosen.return_dict:
-        return sequences
-    return GenerateOutput(
-        sequences,
-        [request.new_tokens for request in requests],
-        [cast("str", request.finish_reason) for request in requests],
-        stats,
-        None if chosen.top_logprobs is None else [request.logprobs for request in requests],
-        None if chosen.top_logprobs is None else [request.top_logprobs for request in requests],
-    )

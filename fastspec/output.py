@@ -106,12 +106,16 @@ class GenerateOutput:
     """Result of `generate(..., return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end.
+        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end. With
+            num_return_sequences a prompt's rows follow each other, here and in all lists.
         new_tokens: the new tokens of each row, stop id included, unpadded.
-        finish_reasons: "stop" or "length" per row.
+        finish_reasons: "stop" or "length" per row; "error" where no token could be chosen (see `InvalidLogits`).
         stats: what happened.
         logprobs: of the new tokens, under the raw target (no temperature, no filters), in fp32; None unless asked for.
         top_logprobs: at each new token the most probable (id, log-probability) pairs, largest first; as above.
+        texts: where stop_strings were given, the text of each row's new tokens, special tokens written out. In a row
+            that a stop string ended it ends with that string, while new_tokens end with the whole token that
+            completed it.
     """
 
     sequences: Tensor
@@ -120,3 +124,4 @@ class GenerateOutput:
     stats: Stats
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+    texts: list[str] | None = None

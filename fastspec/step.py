@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec import sampling, verify
+from fastspec import processors, sampling, verify
 from fastspec.kernels import TORCH_OPS, Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
 from fastspec.modes import BLOCK, COUPLED, SyntheticAcceptance
-from fastspec.proposers.base import FILTERED, GREEDY, Proposer, StepShape
+from fastspec.proposers.base import FULL, GREEDY, Proposer, StepShape
 from fastspec.state import DecodeState, Outbox
 
 NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
@@ -50,6 +50,7 @@ def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
             parts.proposer.propose(state, shape, draws)
+            torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
     with parts.mark("score"):
         logits = score(parts, state, shape)
     with parts.mark("verify and commit"):
@@ -79,12 +80,18 @@ def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Dr
     if shape.sampler == GREEDY and shape.top_logprobs is None and not by_fiat:
         parts.ops.verify_commit(logits, state, parts.scratch, entry)
         return
-    accepted, block = _verify(parts, state, shape, draws, logits)
+    judged = logits
+    if shape.sampler == FULL:
+        judged = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, : shape.num_drafts])
+    accepted, block = _verify(parts, state, shape, draws, judged)
+    accepted = processors.marked(accepted, processors.broken(judged))
     if shape.top_logprobs is None:
         parts.ops.commit(accepted, block, state, parts.scratch, entry)
+        _count(state, shape)
         return
     record_logprobs(state, shape.top_logprobs, logits, block)
     parts.ops.commit(accepted, block, state, parts.scratch, None)
+    _count(state, shape)
     if parts.outbox:
         drafting = shape.num_drafts > 0
         parts.ops.publish(
@@ -115,7 +122,7 @@ def _verify(
 
 def _law(state: DecodeState, shape: StepShape, logits: Tensor) -> Tensor:
     """The target's law [B, k+1, V] at every place."""
-    return sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)
+    return sampling.law(logits, state.sampler)
 
 
 def _picks(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor, places: Tensor) -> Tensor:
@@ -123,6 +130,12 @@ def _picks(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Te
     if shape.sampler == GREEDY:
         return logits.argmax(dim=-1)
     return draws.pick(_law(state, shape, logits), places, sampling.TARGET)
+
+
+def _count(state: DecodeState, shape: StepShape) -> None:
+    """Takes what the commit emitted into the rows' counts: part of the commit, in a launch of its own."""
+    if shape.sampler == FULL:
+        processors.count(state.output_counts, state.block, state.emitted)
 
 
 def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor) -> None:

@@ -293,7 +293,7 @@ def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
 
     Args:
         rows: changed in place; rows that are not running keep what counts.
-        accepted: int64 [B], drafts accepted.
+        accepted: int64 [B], drafts accepted; -1 or less: nothing is emitted, and the row stays as it is.
         block: int64 [B, k+1], the accepted drafts and one more token.
     """
     k = block.shape[1] - 1
@@ -303,7 +303,7 @@ def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
     # one more than the place of the first stop id; k + 2 where there is none
     upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
     room = rows.limits - rows.lengths
-    count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room)
+    count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room).clamp_min(0)
     count = torch.where(running, count, 0)
     finish = torch.where(upto_stop <= room, torch.where(upto_stop <= k + 1, STOPPED, RUNNING), RUNNING)
     finish = torch.where((finish == RUNNING) & (count == room), AT_LIMIT, finish)

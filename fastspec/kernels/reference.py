@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec import verify
+from fastspec import processors, verify
 
 KEY_BLOCK = 256
 
@@ -89,9 +89,7 @@ def pick(
     out.copy_(logits[..., :limit].argmax(dim=-1))
 
 
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None
-) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     blocks = [flat] if tiling.rows is None else _row_blocks(flat, tiling.rows)
     if out_dtype is torch.float32:
@@ -343,9 +341,9 @@ def verify_commit(
     scratch: Tensor | None = None,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], then `commit`."""
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `commit`."""
     accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
-    commit(accepted, block, rows, scratch, publish_to)
+    commit(processors.marked(accepted, processors.broken(logits)), block, rows, scratch, publish_to)
 
 
 def commit(

@@ -11,7 +11,7 @@ from fastspec.sampling import DRAFT, TARGET
 from fastspec.state import DecodeState
 from fastspec.verify import Draws
 
-SAMPLERS = GREEDY, SAMPLED, FILTERED = "greedy", "sampled", "filtered"  # sampler kinds of a step
+SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StepShape:
 
     Attributes:
         num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
-        sampler: GREEDY (every row picks the largest logit), SAMPLED (temperature), FILTERED (and top-k/p, min-p).
+        sampler: GREEDY (every row picks the largest logit, as it is), FULL (everything the options can ask for).
         num_blocks: bound on attended positions in blocks of `kernels.reference.KEY_BLOCK`.
         tiling: shapes of the matrix products of the target and of the draft.
         top_logprobs: how many of the most probable ids are recorded at each place beside the emitted token's

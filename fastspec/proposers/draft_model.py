@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from fastspec import sampling
+from fastspec import processors, sampling
 from fastspec.kernels import Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
-from fastspec.proposers.base import FILTERED, GREEDY, StepShape, keeps_law, purpose_of
+from fastspec.proposers.base import GREEDY, StepShape, keeps_law, purpose_of
 from fastspec.state import DecodeState
 from fastspec.verify import Draws
 
@@ -101,7 +101,8 @@ class DraftModel:
             self.model.pick(hidden[:, 0], self.shared_vocab, shape.tiling, out=token)
             return
         logits = self.model.logits(hidden, shape.tiling)[..., : self.shared_vocab]
-        probs = sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)[:, 0]
+        logits = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, :j])
+        probs = processors.drawable(sampling.law(logits, state.sampler)[:, 0])
         token.copy_(draws.pick(probs, state.lengths + j, purpose_of(shape)))
         if keeps_law(shape):
             state.draft_probs[:, j, : self.shared_vocab] = probs

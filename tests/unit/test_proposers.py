@@ -14,7 +14,7 @@ from fastspec.models.decoder import Decoder
 from fastspec.modes import BLOCK, COUPLED, MODES
 from fastspec.options import RowOptions
 from fastspec.proposers import draft_model
-from fastspec.proposers.base import SAMPLED
+from fastspec.proposers.base import FULL
 from fastspec.proposers.certain import CertainProposer
 from fastspec.proposers.choose import Guarded, check, choose
 from fastspec.proposers.combined import LookupThenModel
@@ -105,7 +105,7 @@ def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4)
     assert isinstance(target, Decoder)
     assert isinstance(draft, Decoder)
     length, equal = len(row), True
-    for emitted in DecodeLoop(engine, [request], (), SAMPLED, lambda steps: k):
+    for emitted in DecodeLoop(engine, [request], (), FULL, lambda steps: k):
         at = torch.arange(len(row), length + k - 1)
         pages = engine.state.block_table[0, at // engine.pages.page_size]
         for ours, theirs in ((target.cache.keys, draft.cache.keys), (target.cache.values, draft.cache.values)):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastspec import verify
 from fastspec.kernels import TORCH_OPS
 from fastspec.modes import BLOCK, COUPLED, REJECTION
-from fastspec.proposers.base import SAMPLED, Proposer, StepShape
+from fastspec.proposers.base import FULL, Proposer, StepShape
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.ngram import NGram
@@ -114,7 +114,7 @@ def one_step(
     state = table_state(rows, k=k, vocab=VOCAB, limit=limit, stop_ids=stops)
     if mode == COUPLED or proposer.certain:
         state.draft_probs.fill_(float("nan"))  # nobody may look
-    step(parts, state, StepShape(k, SAMPLED, 1, WHOLE, verification=mode), draws)
+    step(parts, state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:
