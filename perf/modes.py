@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fastspec import FastSpecGenerator, demo_pair
+from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
 from fastspec.modes import BLOCK, COUPLED, MODES, REJECTION
 from perf import records
 from perf.prompts import code_prompts
@@ -50,9 +50,10 @@ def counted(verification: str, k: int, prompts: list[list[int]]) -> list[tuple[f
                 seed=SEED,
                 return_dict_in_generate=True,
             )
+            assert isinstance(output, GenerateOutput)
             rows = output.stats.rows
             counts = [float(row.emitted) for row in rows], [float(row.steps) for row in rows]
-            found.append((temperature, counts, output.stats.acceptance_rate))
+            found.append((temperature, counts, output.stats.acceptance_rate or 0.0))
     return found
 
 
