@@ -52,7 +52,7 @@ def build(
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
-    inside, model = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
+    inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
         spec = checkpoint.spec
@@ -73,7 +73,7 @@ def build(
             dtype=dtype,
             device=device,
         )
-        return model(
+        return kind(
             spec,
             weights,
             cache,

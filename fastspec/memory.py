@@ -133,13 +133,8 @@ class Layout:
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
         rows = self.batch * (self.max_drafts + 1)
-        # logits, their padded and scaled copies, sort with its int64 ids, softmaxes and masks: about 14 words
-        step = rows * (wide * size + 14 * 4 * spec.vocab_size)
         # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words
         step = rows * (wide * size + 15 * 4 * spec.vocab_size)
-        # attention's fp32 partial sums: a tile of 32 query rows for every KEY_BLOCK keys (kernels/paged_attention.py)
-        tiles = -(-(self.max_drafts + 1) * spec.num_heads // spec.num_kv_heads // 32)
-        step += self.batch * spec.num_kv_heads * tiles * -(-max_length // KEY_BLOCK) * 32 * spec.head_dim * 4
         # a chunk attends to everything so far, in fp32 partial sums of every head
         chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE

@@ -106,8 +106,7 @@ def settings_of(
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
     _check_compile(compile, exact, on)
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory)
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), memory, rule)
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule)
 
 
 def announce(settings: Settings) -> None:
