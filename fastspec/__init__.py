@@ -9,24 +9,33 @@ from fastspec.errors import CheckpointError, OutOfPages, UnsupportedModel, Unsup
 if TYPE_CHECKING:
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
+    from fastspec.modes import SyntheticAcceptance
     from fastspec.output import GenerateOutput, Stats
+    from fastspec.proposers.certain import CertainProposer
+    from fastspec.proposers.ngram import NGram
 
 __version__ = "0.1.0"
 __all__ = [
+    "CertainProposer",
     "CheckpointError",
     "FastSpecGenerator",
     "GenerateOutput",
+    "NGram",
     "OutOfPages",
     "Stats",
+    "SyntheticAcceptance",
     "UnsupportedModel",
     "UnsupportedOption",
     "demo_pair",
 ]
 
 _LAZY = {
+    "CertainProposer": "fastspec.proposers.certain",
     "FastSpecGenerator": "fastspec.generator",
     "GenerateOutput": "fastspec.output",
+    "NGram": "fastspec.proposers.ngram",
     "Stats": "fastspec.output",
+    "SyntheticAcceptance": "fastspec.modes",
     "demo_pair": "fastspec.demo",
 }
 

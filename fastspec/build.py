@@ -15,6 +15,8 @@ from fastspec.kv_cache.pages import PageTable
 from fastspec.models.decoder import CompiledDecoder, Decoder
 from fastspec.models.sources import Checkpoint
 from fastspec.models.weights import load_weights
+from fastspec.proposers.base import Proposer
+from fastspec.proposers.choose import choose
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.settings import Settings
 from fastspec.state import DecodeState
@@ -26,6 +28,7 @@ def build(
     target: Checkpoint,
     draft: Checkpoint | None,
     *,
+    proposer: Proposer | None,
     shared_vocab: int,
     release_source: bool,
     nvtx: bool,
@@ -36,6 +39,7 @@ def build(
     Args:
         settings: checked arguments of the generator.
         target, draft: where the weights come from.
+        proposer: the caller's own, or a lookup before the draft.
         shared_vocab: ids below this mean the same to draft and target.
         release_source, progress: as in `load_weights`.
         nvtx: name steps and their phases to a profiler.
@@ -48,7 +52,7 @@ def build(
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
-    inside, model = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
+    inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
         spec = checkpoint.spec
@@ -69,7 +73,7 @@ def build(
             dtype=dtype,
             device=device,
         )
-        return model(
+        return kind(
             spec,
             weights,
             cache,
@@ -80,11 +84,11 @@ def build(
         )
 
     with runner.on():
-        proposer = None
+        model = None
         scoring = decoder(target, layout.target_dtype)
         if draft:
             drafting = decoder(draft, layout.draft_dtype)
-            proposer = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark)
+            model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark)
         state = DecodeState.allocate(
             batch=layout.batch,
             max_drafts=layout.max_drafts,
@@ -92,11 +96,17 @@ def build(
             pages_per_row=layout.pages_per_row(length),
             vocab_size=layout.target.vocab_size,
             device=device,
+            keeps_laws=layout.keeps_laws,
         )
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
     return Engine(
         parts=Parts(
-            scoring, proposer, ops, ring.outbox, ops.commit_scratch(layout.batch, layout.max_drafts, device), mark
+            scoring,
+            choose(proposer, model, scoring.vocab_size),
+            ops,
+            ring.outbox,
+            ops.commit_scratch(layout.batch, layout.max_drafts, device),
+            mark,
         ),
         state=state,
         pages=PageTable(layout.num_pages(length), layout.page_size),
@@ -105,4 +115,5 @@ def build(
         chunks=layout.chunks_for(length),
         runner=runner,
         ring=ring,
+        verification=settings.verification,
     )

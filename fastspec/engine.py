@@ -12,6 +12,7 @@ from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kernels.reference import KEY_BLOCK, Tiling
 from fastspec.kv_cache.pages import PageTable
+from fastspec.modes import REJECTION, Verification
 from fastspec.proposers.base import GREEDY, StepShape
 from fastspec.sampling import PhiloxDraws
 from fastspec.state import DecodeState
@@ -31,6 +32,7 @@ class Engine:
         chunks: how many prompt tokens one pass may feed, ascending.
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
+        verification: how drafts are judged.
     """
 
     parts: Parts
@@ -41,6 +43,7 @@ class Engine:
     chunks: tuple[int, ...]
     runner: Runner
     ring: ResultRing
+    verification: Verification = REJECTION
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -52,7 +55,7 @@ class Engine:
         """The shape of a step over rows of at most `longest` tokens."""
         if self.runner.static:
             longest = self.state.tokens.shape[1]  # whatever the rows' lengths, the launch is the same
-        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs)
+        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs, self.verification)
 
     def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of one row that ends before position `upto`."""

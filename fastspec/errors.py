@@ -13,5 +13,16 @@ class UnsupportedOption(ValueError):
     """An argument or a generation option that is outside the supported list."""
 
 
+class InvalidLogits(RuntimeError):
+    """The target's logits held a NaN or an infinity, or left no token possible. Names prompts and positions.
+
+    Attributes:
+        output: what the call has made, a GenerateOutput: the other rows are whole; the rows that failed end before the
+            position that failed. None where rows were streamed.
+    """
+
+    output: object = None
+
+
 class OutOfPages(RuntimeError):
     """The K/V cache has too few free pages for the rows that were asked for."""

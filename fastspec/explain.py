@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastspec.engine import Engine
 from fastspec.memory import Layout, weight_bytes
 from fastspec.models.sources import Checkpoint
+from fastspec.modes import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.output import Stats
 from fastspec.settings import Settings
 
@@ -18,7 +19,8 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
         f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
-        f"drafting   {_drafting(settings, target, draft, shared_vocab)}",
+        f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
+        f"verifying  {_verifying(settings)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
@@ -32,7 +34,7 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
 
 def break_even_advice(stats: Stats, layout: Layout) -> str | None:
     """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
-    if layout.draft is None or not stats.drafted or stats.steps < _STEPS_TO_JUDGE:
+    if layout.draft is None or not stats.drafted or stats.steps < _STEPS_TO_JUDGE or stats.synthetic:
         return None
     draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
     needed = 1 + stats.drafted / stats.steps * draft_pass
@@ -62,15 +64,30 @@ def _model(checkpoint: Checkpoint, dtype: str) -> str:
     )
 
 
-def _drafting(settings: Settings, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
-    if draft is None or not settings.layout.max_drafts:
+def _drafting(
+    settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int
+) -> str:
+    if not settings.layout.max_drafts:
         return "off"
-    text = f"up to {settings.layout.max_drafts} tokens a step, lossless (greedy match or rejection sampling)"
+    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.parts.proposer}"
+    if draft is None:
+        return text
     if shared_vocab < target.spec.vocab_size:
         text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
     if draft.spec.max_length < settings.max_length:
         text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
     return text
+
+
+def _verifying(settings: Settings) -> str:
+    rule = settings.verification
+    if isinstance(rule, SyntheticAcceptance):
+        return f"{rule}: for benchmarks, THE TEXT IS NOT THE MODEL'S"
+    sampled = {
+        COUPLED: "the target's own pick with the draft's numbers: one seed, one text, whatever is drafted",
+        BLOCK: "all drafts of a step together (block verification)",
+    }.get(str(rule), "one draft after the other (rejection sampling)")
+    return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
 
 
 def _attention(engine: Engine) -> str:

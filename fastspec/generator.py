@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,20 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from fastspec import inputs, options
+from fastspec import calls, inputs, options
 from fastspec.build import build
 from fastspec.engine import Engine
-from fastspec.errors import UnsupportedOption
+from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import break_even_advice, explain
 from fastspec.loop import DecodeLoop, Request
 from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
+from fastspec.modes import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, SAMPLERS
+from fastspec.proposers.base import FULL, GREEDY, SAMPLERS, Proposer
+from fastspec.proposers.choose import check
 from fastspec.settings import announce, settings_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
@@ -40,6 +42,9 @@ class FastSpecGenerator:
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
         draft: the same, with the target's tokenizer; None decodes without drafts.
+        proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own (README).
+        verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
+            text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly.
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
@@ -60,7 +65,7 @@ class FastSpecGenerator:
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
-        ValueError: a size out of range, or a draft with another tokenizer.
+        ValueError: a size out of range, a draft with another tokenizer, or a proposer that is none.
         MemoryError: the plan does not fit; the message names what does.
     """
 
@@ -69,6 +74,8 @@ class FastSpecGenerator:
         target: Source,
         draft: Source | None = None,
         *,
+        proposer: Proposer | None = None,
+        verification: Verification = BLOCK,
         num_speculative_tokens: int = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
@@ -85,6 +92,7 @@ class FastSpecGenerator:
         progress: bool = True,
     ) -> None:
         self._lock = threading.Lock()
+        check(proposer, with_draft=draft is not None)
         self._target = resolve(target, role="target", revision=target_revision)
         self._draft = None if draft is None else resolve(draft, role="draft", revision=draft_revision)
         self._settings = settings_of(
@@ -99,7 +107,10 @@ class FastSpecGenerator:
             exact=exact,
             graphs=graphs,
             compile=compile,
+            verification=verification,
+            proposer=proposer,
         )
+        announce_synthetic(verification)
         if progress:
             announce(self._settings)
         self.device = self._settings.device
@@ -113,6 +124,7 @@ class FastSpecGenerator:
             self._settings,
             self._target,
             self._draft,
+            proposer=proposer,
             shared_vocab=self._shared_vocab,
             release_source=release_source,
             nvtx=nvtx,
@@ -126,6 +138,8 @@ class FastSpecGenerator:
         target: Source,
         draft: Source | None = None,
         *,
+        proposer: Proposer | None = None,
+        verification: Verification = BLOCK,
         num_speculative_tokens: int = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
@@ -152,6 +166,8 @@ class FastSpecGenerator:
             exact=True,
             graphs=None,
             compile=False,
+            verification=verification,
+            proposer=proposer,
         ).memory
 
     @property
@@ -181,8 +197,9 @@ class FastSpecGenerator:
             attention_mask: like input_ids, 0 for left padding and 1 for the prompt.
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
-            **keywords: generation options (README lists them), `seed`, and `num_speculative_tokens` to draft fewer
-                than the generator was made for.
+            **keywords: generation options (README lists them; most take one value, or one per prompt), `seed`,
+                `num_speculative_tokens` to draft fewer than the generator was made for, and `tokenizer` for
+                stop_strings where it is not the checkpoint's.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, padded after a row's end; or a GenerateOutput when
@@ -191,6 +208,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option value, named with its place; nothing was launched.
             UnsupportedOption: an option outside the supported list.
+            InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
+                first, and the error's `output` holds them.
             RuntimeError: the generator is closed, or in use by another call.
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
@@ -203,16 +222,20 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt]))
         start = time.perf_counter()
-        for emitted in self._run(requests, chosen):
-            if streamer is not None and emitted.get(0):
-                streamer.put(torch.tensor(emitted[0]))
+        try:
+            for emitted in self._run(requests, chosen):
+                if streamer is not None and emitted.get(0):
+                    streamer.put(torch.tensor(emitted[0]))
+        except InvalidLogits as error:
+            error.output = calls.output_of(requests, chosen, self._stats(requests, chosen, start), input_ids)
+            raise
         if streamer is not None:
             streamer.end()
-        k = self._drafts(chosen.num_speculative_tokens)
-        stats = Stats.of(tuple(request.stats() for request in requests), k, time.perf_counter() - start)
+        stats = self._stats(requests, chosen, start)
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
-        return _output(requests, chosen, stats, input_ids)
+        output = calls.output_of(requests, chosen, stats, input_ids)
+        return output if chosen.return_dict else output.sequences
 
     def stream(
         self,
@@ -223,7 +246,8 @@ class FastSpecGenerator:
     ) -> Iterator[dict[int, list[int]]]:
         """Like `generate`, but yields after each step the new tokens of every prompt that got some, by its index.
 
-        Leaving the iteration early ends the call; the generator stays usable.
+        With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
+        ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         return self._run(requests, chosen)
@@ -236,7 +260,7 @@ class FastSpecGenerator:
 
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own.
-            sampler: "greedy"; "sampled" (a temperature); "filtered" (and top-k, top-p or min-p).
+            sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.
@@ -268,34 +292,28 @@ class FastSpecGenerator:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open_engine()
         spec = self._target.spec
+        tokenizer = keywords.pop("tokenizer", None)
         prompts = inputs.prompts_of(input_ids, attention_mask, spec.vocab_size)
         chosen = options.resolve(
             self._target.generation_config,
             generation_config,
             keywords,
             num_rows=len(prompts),
-            prompt_length=_padded_length(input_ids, prompts),
+            prompt_length=calls.padded_length(input_ids, prompts),
             vocab_size=spec.vocab_size,
             context=min(spec.max_length, self.max_length),
         )
         self._drafts(chosen.num_speculative_tokens)
-        for index, prompt in enumerate(prompts):
-            if len(prompt) + chosen.max_new_tokens > self.max_length:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; with {chosen.max_new_tokens} new ones that is more than "
-                    f"max_length={self.max_length}. Shorten one of them, or make the generator with a larger max_length"
-                )
-        requests = [
-            Request(prompt, chosen.max_new_tokens, row) for prompt, row in zip(prompts, chosen.rows, strict=True)
-        ]
-        return requests, chosen
+        if chosen.stop_strings and tokenizer is None:
+            tokenizer = self.tokenizer
+        return calls.requests_of(prompts, chosen, tokenizer, self.max_length), chosen
 
     def _drafts(self, asked: int | None) -> int:
         """Drafts per step of a call that asks for so many."""
         if asked is None:
             return self.num_speculative_tokens
         if asked > self.num_speculative_tokens:
-            made = "without a draft" if self._draft is None else f"for at most {self.num_speculative_tokens}"
+            made = "without drafts" if not self.num_speculative_tokens else f"for at most {self.num_speculative_tokens}"
             raise ValueError(
                 f"num_speculative_tokens={asked}, but the generator was made {made}; "
                 "make it with a draft and a larger num_speculative_tokens"
@@ -315,12 +333,21 @@ class FastSpecGenerator:
 
     def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
-        sampler = GREEDY if not chosen.sampled else FILTERED if chosen.filtered else SAMPLED
+        sampler = GREEDY if chosen.plain else FULL
         k = self._drafts(chosen.num_speculative_tokens)
+        opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            self._capture(engine, rows, {k}, sampler, chosen.top_logprobs)
+            self._capture(engine, rows, {k, *opted_out}, sampler, chosen.top_logprobs)
             yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
+        calls.check_whole(requests, chosen.copies)
+
+    def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:
+        """What happened since `start`."""
+        rows = tuple(request.stats() for request in requests)
+        seconds = time.perf_counter() - start
+        k = self._drafts(chosen.num_speculative_tokens)
+        return Stats.of(rows, k, seconds, synthetic_name(self._settings.verification))
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -353,31 +380,3 @@ class FastSpecGenerator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded_length(input_ids: Any, prompts: list[list[int]]) -> int:
-    return input_ids.shape[-1] if isinstance(input_ids, Tensor) else max(len(prompt) for prompt in prompts)
-
-
-def _output(requests: list[Request], chosen: Options, stats: Stats, input_ids: Any) -> Tensor | GenerateOutput:
-    width = _padded_length(input_ids, [request.prompt for request in requests])
-    longest = max(len(request.new_tokens) for request in requests)
-    rows = []
-    for index, request in enumerate(requests):
-        padding = [chosen.pad_token_id] * (width - len(request.prompt))
-        if isinstance(input_ids, Tensor):  # the caller's own padding ids are kept
-            padding = (input_ids if input_ids.dim() == 2 else input_ids[None])[index].tolist()[: len(padding)]
-        tail = [chosen.pad_token_id] * (longest - len(request.new_tokens))
-        rows.append(padding + request.prompt + request.new_tokens + tail)
-    device = input_ids.device if isinstance(input_ids, Tensor) else None
-    sequences = torch.tensor(rows, dtype=torch.int64, device=device)
-    if not chosen.return_dict:
-        return sequences
-    return GenerateOutput(
-        sequences,
-        [request.new_tokens for request in requests],
-        [cast("str", request.finish_reason) for request in requests],
-        stats,
-        None if chosen.top_logprobs is None else [request.logprobs for request in requests],
-        None if chosen.top_logprobs is None else [request.top_logprobs for request in requests],
-    )

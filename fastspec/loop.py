@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
+from fastspec import admission
 from fastspec.engine import Engine, next_chunk
 from fastspec.graphs.ring import RowResult
 from fastspec.options import RowOptions
 from fastspec.output import RowStats
-from fastspec.state import MAX_STOP_IDS, RUNNING, STOPPED
+from fastspec.state import IDLE, RUNNING, STOPPED
 from fastspec.step import prefill
 
 
@@ -31,8 +29,11 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: cap on new tokens.
         options: sampling options and seed.
+        watch: told the new tokens of each step, says how many of them there are up to the end of the row, or None
+            when it goes on; for ends that the device does not see.
         new_tokens: emitted so far.
-        finish_reason: "stop" or "length" once finished.
+        finish_reason: "stop" or "length" once finished, "error" when no token could be chosen.
+        broken_at: the position that no token could be chosen for.
         logprobs: of new_tokens, when recorded.
         top_logprobs: the most probable (id, log-probability) pairs at each new token, when recorded.
         draft_length: the host's copy of DecodeState.draft_lengths.
@@ -42,8 +43,10 @@ class Request:
     prompt: list[int]
     max_new_tokens: int
     options: RowOptions
+    watch: Callable[[list[int]], int | None] | None = None
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    broken_at: int | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     steps: int = 0
@@ -79,7 +82,13 @@ class Request:
 
     def record(self, result: RowResult) -> list[int]:
         """Counts one step; returns its tokens."""
+        if result.finish == RUNNING and result.accepted < 0:
+            self.broken_at = self.length - 1 - result.accepted
+            self.finish_reason = "error"
+            return []
         tokens = result.block[: result.emitted]
+        end = self.watch(tokens) if self.watch else None
+        tokens = tokens[:end]
         if result.drafted:
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
@@ -91,6 +100,8 @@ class Request:
         self.histogram[result.accepted] += 1
         if result.finish != RUNNING:
             self.finish_reason = "stop" if result.finish == STOPPED else "length"
+        if end is not None:
+            self.finish_reason = "stop"
         return tokens
 
 
@@ -166,8 +177,9 @@ class DecodeLoop:
         """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
         if not any(self._may_go_on(index) for index in self._rows.values()):
             return False
-        k = self._choose_k(self._steps)
         requests = [self._requests[index] for index in self._rows.values()]
+        # where every row has opted out the step is a plain one
+        k = self._choose_k(self._steps) if any(request.options.draft_limit != 0 for request in requests) else 0
         if k:
             if self._launched and any(request.behind for request in requests):
                 return False  # how far the draft is behind is known once those steps are read
@@ -198,7 +210,16 @@ class DecodeLoop:
             row = free.pop(0)
             pages = self._engine.pages.reserve(row, positions)
             self._rows[row] = self._waiting.popleft()
-            self._fill(row, request, pages)
+            admission.fill(
+                self._engine.state,
+                row,
+                request.prompt,
+                request.limit,
+                pages,
+                self._stop_ids,
+                request.options,
+                self._sampler,
+            )
             self._prefill(row, request)
 
     def _compact(self) -> None:
@@ -209,29 +230,6 @@ class DecodeLoop:
             self._rows[place] = self._rows.pop(source)
             self._engine.pages.move(source, place)
             self._engine.state.move(source, place)
-
-    def _fill(self, row: int, request: Request, pages: tuple[int, ...]) -> None:
-        """Writes a request's options, prompt and pages to a row, without waiting for the device."""
-        state, options = self._engine.state, request.options
-        stop_ids = [*self._stop_ids, *[-1] * (MAX_STOP_IDS - len(self._stop_ids))]
-        sent = _send([*stop_ids, *pages, *request.prompt], state.lengths.device)
-        state.stop_ids[row] = sent[:MAX_STOP_IDS]
-        state.block_table[row].zero_()
-        state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
-        state.tokens[row, : len(request.prompt)] = sent[MAX_STOP_IDS + len(pages) :]
-        values = {
-            "lengths": len(request.prompt),
-            "limits": request.limit,
-            "draft_lengths": 0,
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-            "min_p": options.min_p,
-            "seeds": options.seed,
-            "finish": RUNNING,
-        }
-        for name, value in values.items():
-            getattr(state, name)[row].fill_(value)  # assigning to the element would wait
 
     def _prefill(self, row: int, request: Request) -> None:
         """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
@@ -250,6 +248,8 @@ class DecodeLoop:
         assert proposer is not None, "k > 0 needs a proposer"
         for row, index in self._rows.items():
             request = self._requests[index]
+            if request.options.draft_limit == 0:
+                continue
             view = self._engine.state.rows(row, row + 1)
             known = min(request.length - 2, proposer.max_length)
             while request.draft_length < known:
@@ -267,21 +267,15 @@ class DecodeLoop:
             request = self._requests[index]
             if request.finish_reason is not None:
                 continue  # it ended in a step that was read after this one was launched
+            emitted[index] = tokens = request.record(results[row])
             if self._top_logprobs is not None:
-                logprobs, pairs = self._engine.ring.logprobs(
-                    step.sequence, row, results[row].emitted, self._top_logprobs
-                )
+                logprobs, pairs = self._engine.ring.logprobs(step.sequence, row, len(tokens), self._top_logprobs)
                 request.logprobs += logprobs
                 request.top_logprobs += pairs
-            emitted[index] = request.record(results[row])
             if request.finish_reason is not None:
                 place = next(place for place, held in self._rows.items() if held == index)  # it may have moved since
                 del self._rows[place]
                 self._engine.pages.release(place)
+                if results[row].finish == RUNNING:  # the device does not know: before anybody gets the row's pages
+                    self._engine.state.finish[place].fill_(IDLE)
         return emitted
-
-
-def _send(values: list[int], device: torch.device) -> Tensor:
-    """int64 values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
-    here = torch.tensor(values, dtype=torch.int64)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

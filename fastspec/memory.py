@@ -68,6 +68,7 @@ class Layout:
         target_dtype, draft_dtype: of weights and caches.
         chunks: prompt tokens that one pass may feed, ascending.
         ops: whose kernels run.
+        keeps_laws: the law of every draft is kept until it is verified.
     """
 
     batch: int
@@ -79,6 +80,7 @@ class Layout:
     draft_dtype: torch.dtype
     chunks: tuple[int, ...]
     ops: Ops
+    keeps_laws: bool = True
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -114,10 +116,12 @@ class Layout:
     def _state_bytes(self, max_length: int) -> int:
         """Bytes of DecodeState per row."""
         k, top = self.max_drafts, min(MAX_TOP_LOGPROBS, self.target.vocab_size)
-        # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, draft_counts, emitted, accepted
-        ints = 9 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
-        floats = 3 + (k + 1) * (1 + top) + k * self.target.vocab_size
-        return 8 * ints + 4 * floats
+        # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, min_lengths, draft_limits, draft_counts,
+        # emitted, accepted; temperature, top_p, min_p, repetition, presence, frequency
+        ints = 11 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
+        floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keeps_laws
+        # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law
+        return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size
 
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size
@@ -129,8 +133,8 @@ class Layout:
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
         rows = self.batch * (self.max_drafts + 1)
-        # logits, their padded and scaled copies, sort with its int64 ids, softmaxes and masks: about 14 words
-        step = rows * (wide * size + 14 * 4 * spec.vocab_size)
+        # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words
+        step = rows * (wide * size + 15 * 4 * spec.vocab_size)
         # a chunk attends to everything so far, in fp32 partial sums of every head
         chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE

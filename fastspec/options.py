@@ -7,7 +7,6 @@ keywords, merged by transformers' own `GenerationConfig.update` and completed by
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,11 @@ import torch
 from transformers import GenerationConfig
 
 from fastspec.errors import UnsupportedOption
+from fastspec.row_options import RowOptions, derive_seed, rows_of
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from fastspec.values import flag, is_list, listed, scalar, whole
+
+__all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed", "resolve"]
 
 SUPPORTED = (
     "max_new_tokens",
@@ -27,17 +30,37 @@ SUPPORTED = (
     "top_k",
     "top_p",
     "min_p",
+    "repetition_penalty",
+    "sequence_bias",
+    "bad_words_ids",
+    "suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "stop_strings",
+    "num_return_sequences",
     "eos_token_id",
     "pad_token_id",
     "return_dict_in_generate",
 )
-OWN = ("seed", "num_speculative_tokens", "logprobs")  # ours, besides the fields of GenerationConfig
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
-PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed")  # one value, or one per prompt
+# ours, besides the fields of GenerationConfig
+OWN = (
+    "seed",
+    "num_speculative_tokens",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+)
+# one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
+PER_ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+_IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
+MAX_RETURN_SEQUENCES = 2**16
 
 # fields without any effect on what plain decoding returns
 _NO_EFFECT = frozenset(
     [
+        "_commit_hash",
         "_from_model_config",
         "transformers_version",
         "bos_token_id",
@@ -62,18 +85,14 @@ _NO_EFFECT = frozenset(
 )
 # the values of the other fields that mean "off"; anything else is refused
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
-    "num_return_sequences": (None, 1),
     "use_cache": (None, True),
     "cache_implementation": (None, "dynamic", "hybrid"),
     "typical_p": (None, 1.0),
     "top_h": (None, 1.0),
     "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -82,23 +101,10 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (None, 0.0),
 }
 _ADVICE: Mapping[str, str] = {
-    "stop_strings": "stop at token ids with eos_token_id, or cut the text after generating",
-    "num_return_sequences": "repeat the prompt in the batch",
     "max_time": "stop the iteration over stream() when the time is up",
     "prompt_lookup_num_tokens": "pass a draft model",
     "assistant_early_exit": "pass a draft model",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """Options of one prompt. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +114,29 @@ class Options:
     Attributes:
         max_new_tokens: new tokens per row at most.
         stop_ids: ids that end a row; empty for none.
+        stop_strings: texts that end a row; empty for none.
         pad_token_id: fills rows that ended early.
-        rows: one per prompt.
+        rows: `copies` per prompt, one prompt's after the other.
+        copies: num_return_sequences.
         return_dict: return a GenerateOutput instead of a tensor.
-        num_speculative_tokens: drafts per step asked for, None for the generator's.
+        num_speculative_tokens: drafts per step asked for, the most of all rows; None for the generator's.
         top_logprobs: record the emitted tokens' log-probabilities, and this many alternatives; None: neither.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
     pad_token_id: int
     rows: tuple[RowOptions, ...]
+    copies: int
     return_dict: bool
     num_speculative_tokens: int | None
     top_logprobs: int | None
 
     @property
-    def sampled(self) -> bool:
-        """Whether some row draws at random."""
-        return any(row.temperature > 0 for row in self.rows)
-
-    @property
-    def filtered(self) -> bool:
-        """Whether some random row narrows its law by top-k, top-p or min-p."""
-        return any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in self.rows)
+    def plain(self) -> bool:
+        """Whether every row takes the model's largest logit, as it is."""
+        return all(row.plain for row in self.rows)
 
 
 def resolve(
@@ -165,23 +170,37 @@ def resolve(
         )
     keywords = dict(keywords)
     own = {name: keywords.pop(name, None) for name in OWN}
-    per_row = {name: keywords.pop(name) for name in PER_ROW[:-1] if _is_list(keywords.get(name))}
+    per_row = {name: keywords.pop(name) for name in PER_ROW if is_list(keywords.get(name))}
     merged = _merge(checkpoint, given, keywords)
     _refuse_unsupported(merged)
-    do_sample = _flag("do_sample", merged.do_sample)
-    asked = {**keywords, **per_row}
-    if not do_sample and asked.get("temperature") is not None:
+    do_sample = flag("do_sample", merged.do_sample)
+    if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
         warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=4)
-    values = {name: per_row.get(name, getattr(merged, name)) for name in PER_ROW[:-1]}
+    values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in (*PER_ROW, *_IDS)}
+    if values["min_new_tokens"] is None and merged.min_length is not None:  # which counts the padded prompt
+        values["min_new_tokens"] = max(0, whole("min_length", merged.min_length, low=0) - prompt_length)
+    max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
+    stop_ids = _stop_ids(merged.eos_token_id, vocab_size)
+    copies = _copies(merged.num_return_sequences, do_sample)
+    rows = rows_of(
+        values,
+        num_rows=num_rows,
+        copies=copies,
+        vocab_size=vocab_size,
+        stop_ids=stop_ids,
+        do_sample=do_sample,
+        max_new_tokens=max_new_tokens,
+    )
+    limits = [row.draft_limit for row in rows if row.draft_limit is not None]
     return Options(
-        max_new_tokens=_max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context),
-        stop_ids=(stop_ids := _stop_ids(merged.eos_token_id, vocab_size)),
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        stop_strings=_stop_strings(merged.stop_strings),
         pad_token_id=_pad_id(merged.pad_token_id, stop_ids, vocab_size),
-        rows=_rows(values, own["seed"], num_rows, do_sample),
-        return_dict=_flag("return_dict_in_generate", merged.return_dict_in_generate),
-        num_speculative_tokens=None
-        if (k := own["num_speculative_tokens"]) is None
-        else _whole("num_speculative_tokens", k, low=0),
+        rows=rows,
+        copies=copies,
+        return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
+        num_speculative_tokens=max(limits) if len(limits) == len(rows) else None,
         top_logprobs=_top_logprobs(own["logprobs"], vocab_size),
     )
 
@@ -190,18 +209,23 @@ def _top_logprobs(value: Any, vocab_size: int) -> int | None:
     """`logprobs`: False or None records nothing, True the emitted tokens', n also the n most probable."""
     if value is None or value is False:
         return None
-    return 0 if value is True else _whole("logprobs", value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
+    return 0 if value is True else whole("logprobs", value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
 
 
-def _is_list(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _copies(value: Any, do_sample: bool) -> int:
+    copies = whole("num_return_sequences", 1 if value is None else value, low=1, high=MAX_RETURN_SEQUENCES)
+    if copies > 1 and not do_sample:
+        raise ValueError(
+            f"num_return_sequences={copies} greedy rows would all be the same; set do_sample=True, or leave it at 1"
+        )
+    return copies
 
 
-def _scalar(value: Any) -> Any:
-    """The number in a tensor of one; anything else as it is."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or not all(isinstance(one, str) and one for one in strings):
+        raise ValueError(f"stop_strings must be a non-empty text or a list of such, got {value!r}")
+    return tuple(strings)
 
 
 def _merge(
@@ -229,7 +253,7 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
         if name not in vars(GenerationConfig()) and name not in neutral:
             continue  # a custom entry of a checkpoint's file, which transformers ignores too
         off = _OFF.get(name, (None, False, neutral.get(name)))
-        given = _scalar(value)
+        given = scalar(value)
         if isinstance(given, torch.Tensor) or not any(given is accepted or given == accepted for accepted in off):
             advice = _ADVICE.get(name, f"leave {name} unset")
             raise UnsupportedOption(
@@ -246,12 +270,12 @@ def _max_new_tokens(
     context: int,
 ) -> int:
     if merged.max_new_tokens is not None:
-        return _whole("max_new_tokens", merged.max_new_tokens, low=1)
+        return whole("max_new_tokens", merged.max_new_tokens, low=1)
     configs = [config for config in (given, checkpoint) if config is not None]
     if keywords.get("max_length") is None and all(config.max_length is None for config in configs):
         # transformers' default: its default max_length counts new tokens, cut to the model's context
         return max(1, min(int(merged.max_length), context - prompt_length))
-    total = _whole("max_length", merged.max_length, low=1)
+    total = whole("max_length", merged.max_length, low=1)
     if total <= prompt_length:
         raise ValueError(
             f"max_length={total} leaves no room after a prompt of {prompt_length} tokens; "
@@ -261,97 +285,15 @@ def _max_new_tokens(
 
 
 def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    listed = [] if value is None else list(value) if isinstance(value, Sequence) else [value]
-    if len(listed) > MAX_STOP_IDS:
-        raise ValueError(f"got {len(listed)} stop ids in eos_token_id, at most {MAX_STOP_IDS} are supported")
-    return tuple(_whole("eos_token_id", one, low=0, high=vocab_size - 1) for one in listed)
+    ids = [] if value is None else listed(value) if is_list(value) else [value]
+    if len(ids) > MAX_STOP_IDS:
+        raise ValueError(f"got {len(ids)} stop ids in eos_token_id, at most {MAX_STOP_IDS} are supported")
+    return tuple(whole("eos_token_id", one, low=0, high=vocab_size - 1) for one in ids)
 
 
 def _pad_id(value: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
-    value = _scalar(value)
+    value = scalar(value)
     # some checkpoints write -1 for "none"
     if value is None or (isinstance(value, int) and value == -1):
         return stop_ids[0] if stop_ids else 0
-    return _whole("pad_token_id", value, low=0, high=vocab_size - 1)
-
-
-def _rows(values: Mapping[str, Any], seed: Any, num_rows: int, do_sample: bool) -> tuple[RowOptions, ...]:
-    columns = {name: _column(name, value, num_rows) for name, value in values.items()}
-    seeds = _seeds(seed, num_rows)
-    return tuple(
-        RowOptions(
-            temperature=_temperature(columns["temperature"][i]) if do_sample else 0.0,
-            top_k=_whole("top_k", 0 if (top_k := columns["top_k"][i]) is None else top_k, low=0, high=2**31 - 1),
-            top_p=_real("top_p", columns["top_p"][i], 1.0, low=0.0, high=1.0),
-            min_p=_real("min_p", columns["min_p"][i], 0.0, low=0.0, high=1.0),
-            seed=seeds[i],
-        )
-        for i in range(num_rows)
-    )
-
-
-def _temperature(value: Any) -> float:
-    """0 is greedy; between it and the least temperature, logits divided by it would leave fp32."""
-    number = _real("temperature", value, 1.0, low=0.0, high=MAX_TEMPERATURE)
-    if 0 < number < MIN_TEMPERATURE:
-        raise ValueError(
-            f"temperature must be 0 (greedy) or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}, got {value!r}"
-        )
-    return number
-
-
-def _column(name: str, value: Any, num_rows: int) -> list[Any]:
-    if not _is_list(value):
-        return [value] * num_rows
-    listed = value.tolist() if isinstance(value, torch.Tensor) else list(value)
-    if len(listed) != num_rows:
-        raise ValueError(f"{name} has {len(listed)} values for {num_rows} prompts; give one value, or one per prompt")
-    return listed
-
-
-def _seeds(seed: Any, num_rows: int) -> list[int]:
-    """The caller's seeds, or one per row derived from (seed, prompt index)."""
-    if _is_list(seed):
-        return [_whole("seed", one, low=-(2**63), high=2**63 - 1) for one in _column("seed", seed, num_rows)]
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()).item())  # torch's CPU generator: torch.manual_seed repeats a call
-    base = _whole("seed", seed, low=-(2**63), high=2**63 - 1)
-    return [derive_seed(base, prompt_index, 0) for prompt_index in range(num_rows)]
-
-
-def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
-    """A signed 64-bit row seed from (seed, prompt index, return index): SplitMix64 finalisers in a chain."""
-    state = seed % 2**64
-    for word in (prompt_index, return_index):
-        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state - 2**64 if state >= 2**63 else state
-
-
-def _whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    value = _scalar(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be a whole number {limit}, got {value!r}")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    value = _scalar(value)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def _real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
-    value = _scalar(value)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:
-        limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise ValueError(f"{name} must be a number {limit}, got {value!r}")
-    return float(value)
+    return whole("pad_token_id", value, low=0, high=vocab_size - 1)

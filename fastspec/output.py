@@ -41,6 +41,8 @@ class Stats:
         k: drafts per step asked for.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
+        synthetic: what drafts were accepted by, when it was no rule that keeps the law; then the text is not the
+            model's. None for a real one.
     """
 
     steps: int
@@ -52,16 +54,17 @@ class Stats:
     k: int
     seconds: float
     rows: tuple[RowStats, ...]
+    synthetic: str | None = None
 
     @classmethod
-    def of(cls, rows: tuple[RowStats, ...], k: int, seconds: float) -> Stats:
+    def of(cls, rows: tuple[RowStats, ...], k: int, seconds: float, synthetic: str | None = None) -> Stats:
         """Sums the rows."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
-        return cls(**{name: total(name) for name in names}, k=k, seconds=seconds, rows=rows)
+        return cls(**{name: total(name) for name in names}, k=k, seconds=seconds, rows=rows, synthetic=synthetic)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -91,9 +94,10 @@ class Stats:
             f", {self.plain_steps} of {self.steps} steps without drafts" if self.plain_steps and self.drafted else ""
         )
         speed = f"{self.emitted / self.seconds:.1f}" if self.seconds > 0 else "-"
+        notice = f"; NOT THE MODEL'S TEXT: {self.synthetic}" if self.synthetic else ""
         return (
             f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "
-            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}{alone}"
+            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}{alone}{notice}"
         )
 
 
@@ -102,12 +106,16 @@ class GenerateOutput:
     """Result of `generate(..., return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end.
+        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end. With
+            num_return_sequences a prompt's rows follow each other, here and in all lists.
         new_tokens: the new tokens of each row, stop id included, unpadded.
-        finish_reasons: "stop" or "length" per row.
+        finish_reasons: "stop" or "length" per row; "error" where no token could be chosen (see `InvalidLogits`).
         stats: what happened.
         logprobs: of the new tokens, under the raw target (no temperature, no filters), in fp32; None unless asked for.
         top_logprobs: at each new token the most probable (id, log-probability) pairs, largest first; as above.
+        texts: where stop_strings were given, the text of each row's new tokens, special tokens written out. In a row
+            that a stop string ended it ends with that string, while new_tokens end with the whole token that
+            completed it.
     """
 
     sequences: Tensor
@@ -116,3 +124,4 @@ class GenerateOutput:
     stats: Stats
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+    texts: list[str] | None = None

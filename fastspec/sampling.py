@@ -80,10 +80,12 @@ class PhiloxDraws:
     def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids [B] from probs [B, V] by an exponential race: the token with the least time/probability wins.
 
-        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id.
+        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs
+        [B, R, V] and positions [B, R] the same at R places a row: ids [B, R].
         """
-        times = exponentials(self.seeds, positions, purpose, probs.shape[1])
-        return (probs / times).argmax(dim=-1)
+        seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
+        times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
+        return (probs / times.view(probs.shape)).argmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,8 @@ class SamplerRows:
     min_p: Tensor
 
 
-def law(logits: Tensor, options: SamplerRows, *, filtered: bool) -> Tensor:
+def law(logits: Tensor, options: SamplerRows) -> Tensor:
     """Probabilities [B, R, V] that logits [B, R, V] stand for, in transformers' order and meaning.
-
-    `filtered` says on the host that some row uses top-k, top-p or min-p; otherwise the sort is left out.
 
     Temperature, then top-k (keeps everything that ties with the k-th), then top-p (the smallest set, by falling
     probability, that reaches top_p), then min-p (at least min_p times the largest). A greedy row puts all on the
@@ -109,9 +109,7 @@ def law(logits: Tensor, options: SamplerRows, *, filtered: bool) -> Tensor:
     """
     greedy_rows = (options.temperature <= 0)[:, None, None]
     scaled = logits / torch.where(greedy_rows, 1.0, options.temperature[:, None, None])
-    if filtered:
-        scaled = _filter(scaled, options)
-    probs = scaled.softmax(-1)
+    probs = _filter(scaled, options).softmax(-1)
     one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy_rows, one_hot, probs)
 

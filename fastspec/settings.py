@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from tqdm import tqdm
@@ -14,6 +14,7 @@ from fastspec.kernels.reference import UNTILED, Tiling
 from fastspec.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.models.sources import Checkpoint
 from fastspec.models.spec import ModelSpec
+from fastspec.modes import Verification, checked, needs_law
 
 MAX_DRAFTS = 16
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
@@ -36,6 +37,7 @@ class Settings:
         graphs: capture steps as CUDA graphs.
         compiled: run the models' passes through torch.compile.
         memory: the plan.
+        verification: how drafts are judged.
     """
 
     device: torch.device
@@ -46,6 +48,15 @@ class Settings:
     graphs: bool
     compiled: bool
     memory: MemoryPlan
+    verification: Verification
+
+
+class Drafts(Protocol):
+    """What a proposer must tell."""
+
+    @property
+    def certain(self) -> bool:
+        """As in `fastspec.proposers.base.Proposer`."""
 
 
 def settings_of(
@@ -61,8 +72,15 @@ def settings_of(
     exact: bool,
     graphs: bool | None,
     compile: bool,
+    verification: object,
+    proposer: Drafts | None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
+
+    Args:
+        target, draft: what they are is read here, not their weights.
+        num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
+            proposer: the generator's arguments.
 
     Raises:
         ValueError: a value out of range.
@@ -71,10 +89,10 @@ def settings_of(
     check_range("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
     check_range("max_batch_size", max_batch_size, 1, 1024)
     check_range("page_size", page_size, 1, 4096)
-    on = _device(device, target)
+    on, rule = _device(device, target), checked(verification)
     layout = Layout(
         batch=max_batch_size,
-        max_drafts=num_speculative_tokens if draft else 0,
+        max_drafts=num_speculative_tokens if draft or proposer else 0,
         page_size=page_size,
         target=target.spec,
         target_dtype=_dtype(dtype, target.spec, on),
@@ -82,12 +100,13 @@ def settings_of(
         draft_dtype=_dtype(dtype, (draft or target).spec, on),
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
+        keeps_laws=needs_law(rule) and not (proposer and proposer.certain and not draft),
     )
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
     _check_compile(compile, exact, on)
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory)
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule)
 
 
 def announce(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fastspec.processors import ProcessorRows
 from fastspec.sampling import SamplerRows
 
 RUNNING, STOPPED, AT_LIMIT, IDLE = 0, 1, 2, 3  # values of DecodeState.finish
@@ -53,12 +54,21 @@ class DecodeState:
     | top_p         | [B] fp32          | 1 keeps all                                                   | admit                   |
     | min_p         | [B] fp32          | 0 keeps all                                                   | admit                   |
     | seeds         | [B] int64         | the row's randomness                                          | admit                   |
+    | repetition    | [B] fp32          | penalty of ids in prompt or output; 1 is none                 | admit                   |
+    | presence      | [B] fp32          | penalty of ids in the output; 0 is none                       | admit                   |
+    | frequency     | [B] fp32          | penalty for each time an id is in the output; 0 is none       | admit                   |
+    | bias          | [B, V] fp32       | added to logits; -inf bans an id                              | admit                   |
+    | in_prompt     | [B, V] bool       | ids of the prompt                                             | admit                   |
+    | output_counts | [B, V] int32      | how often each id was emitted                                 | admit, commit           |
+    | min_lengths   | [B] int64         | no stop id comes while lengths is below this                  | admit                   |
+    | draft_limits  | [B] int64         | drafts of the row that may count in a step                    | admit                   |
     | draft_tokens  | [B, K] int64      | this step's drafts                                            | propose                 |
     | draft_probs   | [B, K, V] fp32    | the law each draft was drawn from (0 above the draft's ids)   | propose                 |
-    | draft_counts  | [B] int64         | how many of this step's drafts count; 0 where none were made  | propose                 |
+    | draft_counts  | [B] int64         | how many of this step's drafts count; 0 where none were made  | propose, step           |
     | block         | [B, K+1] int64    | accepted drafts and one more token                            | commit                  |
     | emitted       | [B] int64         | how many tokens of `block` were emitted by the last step      | commit                  |
-    | accepted      | [B] int64         | drafts accepted by the last step (-1: the row did not step)   | commit                  |
+    | accepted      | [B] int64         | drafts accepted by the last step; -1: the row did not step.   | commit                  |
+    |               |                   | A row that still runs: -1 - p, nothing could be chosen at p   |                         |
     | logprobs      | [B, K+1] fp32     | log-probability of each token of `block` under the raw target | commit                  |
     | top_ids       | [B, K+1, N] int64 | the N most probable ids at each place of `block`              | commit                  |
     | top_logprobs  | [B, K+1, N] fp32  | their log-probabilities                                       | commit                  |
@@ -76,6 +86,14 @@ class DecodeState:
     top_p: Tensor
     min_p: Tensor
     seeds: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    bias: Tensor
+    in_prompt: Tensor
+    output_counts: Tensor
+    min_lengths: Tensor
+    draft_limits: Tensor
     draft_tokens: Tensor
     draft_probs: Tensor
     draft_counts: Tensor
@@ -97,8 +115,9 @@ class DecodeState:
         vocab_size: int,
         device: torch.device,
         prob_dtype: torch.dtype = torch.float32,
+        keeps_laws: bool = True,
     ) -> DecodeState:
-        """Allocates the buffers of `batch` idle rows."""
+        """Allocates the buffers of `batch` idle rows; draft_probs of no width where no law is to be kept."""
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
@@ -119,8 +138,16 @@ class DecodeState:
             top_p=floats(batch, fill=1.0),
             min_p=floats(batch),
             seeds=ints(batch),
+            repetition=floats(batch, fill=1.0),
+            presence=floats(batch),
+            frequency=floats(batch),
+            bias=floats(batch, vocab_size),
+            in_prompt=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
+            output_counts=torch.zeros(batch, vocab_size, dtype=torch.int32, device=device),
+            min_lengths=ints(batch),
+            draft_limits=ints(batch, fill=max_drafts),
             draft_tokens=ints(batch, max_drafts),
-            draft_probs=torch.zeros(batch, max_drafts, vocab_size, dtype=prob_dtype, device=device),
+            draft_probs=torch.zeros(batch, max_drafts, vocab_size * keeps_laws, dtype=prob_dtype, device=device),
             draft_counts=ints(batch),
             block=ints(batch, max_drafts + 1),
             emitted=ints(batch),
@@ -148,6 +175,20 @@ class DecodeState:
     def sampler(self) -> SamplerRows:
         """The sampling options of the rows."""
         return SamplerRows(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def processors(self) -> ProcessorRows:
+        """What the rows do to logits before they are sampled from."""
+        return ProcessorRows(
+            self.bias,
+            self.in_prompt,
+            self.output_counts,
+            self.repetition,
+            self.presence,
+            self.frequency,
+            self.stop_ids,
+            self.min_lengths,
+        )
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""

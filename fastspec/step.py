@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec import sampling, verify
+from fastspec import processors, sampling, verify
 from fastspec.kernels import TORCH_OPS, Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
-from fastspec.proposers.base import FILTERED, GREEDY, Proposer, StepShape
+from fastspec.modes import BLOCK, COUPLED, SyntheticAcceptance
+from fastspec.proposers.base import FULL, GREEDY, Proposer, StepShape
 from fastspec.state import DecodeState, Outbox
 
 NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
@@ -49,6 +50,7 @@ def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
             parts.proposer.propose(state, shape, draws)
+            torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
     with parts.mark("score"):
         logits = score(parts, state, shape)
     with parts.mark("verify and commit"):
@@ -74,15 +76,22 @@ def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
 def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
     entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
-    if shape.sampler == GREEDY and shape.top_logprobs is None:
+    by_fiat = isinstance(shape.verification, SyntheticAcceptance)
+    if shape.sampler == GREEDY and shape.top_logprobs is None and not by_fiat:
         parts.ops.verify_commit(logits, state, parts.scratch, entry)
         return
-    accepted, block = _verify(state, shape, draws, logits)
+    judged = logits
+    if shape.sampler == FULL:
+        judged = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, : shape.num_drafts])
+    accepted, block = _verify(parts, state, shape, draws, judged)
+    accepted = processors.marked(accepted, processors.broken(judged))
     if shape.top_logprobs is None:
         parts.ops.commit(accepted, block, state, parts.scratch, entry)
+        _count(state, shape)
         return
     record_logprobs(state, shape.top_logprobs, logits, block)
     parts.ops.commit(accepted, block, state, parts.scratch, None)
+    _count(state, shape)
     if parts.outbox:
         drafting = shape.num_drafts > 0
         parts.ops.publish(
@@ -90,15 +99,43 @@ def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Dr
         )
 
 
-def _verify(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _verify(
+    parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor
+) -> tuple[Tensor, Tensor]:
     """(accepted [B], block [B, k+1]) of the drafts under the target's logits [B, k+1, V]."""
-    drafts = state.draft_tokens[:, : shape.num_drafts]
-    if shape.sampler == GREEDY:
-        return verify.greedy(logits, drafts, state.draft_counts)
+    drafts, counts = state.draft_tokens[:, : shape.num_drafts], state.draft_counts
     places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
-    p = sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)
-    q = state.draft_probs[:, : shape.num_drafts].to(p.dtype)
-    return verify.rejection(p, q, drafts, state.draft_counts, places, draws, sampling.TARGET)
+    if isinstance(shape.verification, SyntheticAcceptance):
+        number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
+        picks = _picks(state, shape, draws, logits, places)
+        return verify.synthetic(shape.verification, picks, drafts, counts, places, draws, number)
+    if shape.sampler == GREEDY:
+        return verify.greedy(logits, drafts, counts)
+    p = _law(state, shape, logits)
+    if shape.verification == COUPLED:
+        return verify.coupled(p, drafts, counts, places, draws, sampling.TARGET)
+    certain = parts.proposer is None or parts.proposer.certain
+    q = None if certain else state.draft_probs[:, : shape.num_drafts].to(p.dtype)
+    rule = verify.block if shape.verification == BLOCK else verify.rejection
+    return rule(p, q, drafts, counts, places, draws, sampling.TARGET)
+
+
+def _law(state: DecodeState, shape: StepShape, logits: Tensor) -> Tensor:
+    """The target's law [B, k+1, V] at every place."""
+    return sampling.law(logits, state.sampler)
+
+
+def _picks(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor, places: Tensor) -> Tensor:
+    """int64 [B, k+1]: what the target picks at each place, given the drafts before it."""
+    if shape.sampler == GREEDY:
+        return logits.argmax(dim=-1)
+    return draws.pick(_law(state, shape, logits), places, sampling.TARGET)
+
+
+def _count(state: DecodeState, shape: StepShape) -> None:
+    """Takes what the commit emitted into the rows' counts: part of the commit, in a launch of its own."""
+    if shape.sampler == FULL:
+        processors.count(state.output_counts, state.block, state.emitted)
 
 
 def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor) -> None:

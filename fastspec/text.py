@@ -28,10 +28,14 @@ class TextStream:
         tokenizer: the model's.
         context: ids that come before, usually the prompt. Some tokenizers write a word's leading space only
             where something stands before it.
+        skip_special_tokens: as in `decode`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         # `_window` starts where decoding may start afresh; `_shown` is the text of its first tokens, which is
         # out already. Both are cut back whenever a piece leaves, so that a token's cost does not grow.
         self._window = list(context)
@@ -43,9 +47,13 @@ class TextStream:
         """Takes new ids and returns the text that is final now, possibly none."""
         return "".join([self._push_one(token) for token in ids])
 
+    def pending(self) -> str:
+        """What is held back so far, as `finish` would give it."""
+        return self._unseen(self._decode(self._window))
+
     def finish(self) -> str:
         """Returns what was held back. The stream is then at its start again, without a context."""
-        rest = self._unseen(self._decode(self._window))
+        rest = self.pending()
         self._window, self._shown, self._fresh, self._in_bytes = [], "", [], False
         return rest
 
@@ -75,7 +83,8 @@ class TextStream:
         return text[next((at for at, (old, new) in enumerate(pairs) if old != new), len(text)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        skip = self._skip_special_tokens
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         return str(text)
 
 

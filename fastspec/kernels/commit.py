@@ -83,7 +83,7 @@ def commit_row(
     same = (block[:, None] == stop_ids[None, :]) & (stop < NUM_STOPS)[None, :]
     is_stop = (tl.max(same.to(tl.int32), axis=1) > 0) & (place <= accepted)
     upto_stop = tl.min(tl.where(is_stop, place + 1, num_drafts + 2), axis=0)
-    count = tl.where(running, tl.minimum(tl.minimum(accepted + 1, upto_stop), room), 0)
+    count = tl.where(running, tl.maximum(tl.minimum(tl.minimum(accepted + 1, upto_stop), room), 0), 0)
     stopped = (upto_stop <= room) & (upto_stop <= num_drafts + 1)
     finish = tl.where(stopped, STOPPED, tl.where(count == room, AT_LIMIT, RUNNING))
     finish = tl.where(running, finish, was)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec import verify
+from fastspec import processors, verify
 
 
 def feed_rows(
@@ -76,9 +76,9 @@ def verify_commit(
     scratch: Tensor | None = None,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], then `commit`."""
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `commit`."""
     accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
-    commit(accepted, block, rows, scratch, publish_to)
+    commit(processors.marked(accepted, processors.broken(logits)), block, rows, scratch, publish_to)
 
 
 def commit(

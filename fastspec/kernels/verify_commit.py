@@ -1,9 +1,9 @@
 """Greedy verification and the step's bookkeeping in one launch.
 
-The law is `fastspec.verify`: picks as `greedy`, then `commit`. A program takes CHUNK logits of one place. It finds
-their largest, the lowest id among equals, as one integer whose order is that of (logit, -id), and merges it into the
-place's integer by an atomic maximum: exact, so neither chunks nor arrival order can matter. The last program to
-arrive at a row of the batch commits that row (commit.py).
+The law is `fastspec.verify`: picks as `greedy`, marked as `fastspec.processors.marked`, then `commit`. A program
+takes CHUNK logits of one place. It finds their largest, the lowest id among equals, as one integer whose order is
+that of (logit, -id), and merges it into the place's integer by an atomic maximum: exact, so neither chunks nor
+arrival order can matter. The last program to arrive at a row of the batch commits that row (commit.py).
 
 | argument | shape, dtype     | notes                                                |
 |----------|------------------|------------------------------------------------------|
@@ -107,6 +107,11 @@ def _verify_kernel(
         drafts = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < num_drafts, other=-2)
         counted = place < tl.load(counts_ptr + row)
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
+        # the largest of all is NaN or infinite: nothing can be chosen there
+        level = (ranked >> 31) - 0x80000000
+        broken = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
+        first_broken = tl.min(tl.where(broken, place, PLACES), axis=0).to(tl.int64)
+        accepted = tl.where(first_broken <= accepted, -1 - first_broken, accepted)
         commit_row(
             row,
             accepted,

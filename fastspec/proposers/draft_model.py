@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from fastspec import sampling
+from fastspec import processors, sampling
 from fastspec.kernels import Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
-from fastspec.proposers.base import FILTERED, GREEDY, StepShape
+from fastspec.proposers.base import GREEDY, StepShape, keeps_law, purpose_of
 from fastspec.state import DecodeState
 from fastspec.verify import Draws
 
@@ -32,6 +32,8 @@ class DraftModel:
         mark: names a pass to a profiler while it is entered.
     """
 
+    certain = False
+
     def __init__(
         self,
         model: CausalModel,
@@ -46,12 +48,25 @@ class DraftModel:
         self.shared_vocab = shared_vocab
         self._mark = mark
 
-    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
-        """Drafts k tokens per running row; see `Proposer.propose`."""
+    def __str__(self) -> str:
+        """For people."""
+        return "the draft model"
+
+    def propose(
+        self, state: DecodeState, shape: StepShape, draws: Draws, given: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Drafts k tokens per running row; see `Proposer.propose`.
+
+        Args:
+            state, shape, draws: as there.
+            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, for certain.
+        """
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
                 rows = self._fed(state, shape, j)
                 self._draw(state, shape, draws, self.model.hidden(rows)[:, -1:], j)
+                if given is not None:
+                    _take(state, shape, given[0][:, j], j < given[1], j)
 
     def _fed(self, state: DecodeState, shape: StepShape, j: int) -> PassRows:
         """What draft j is read off: a row's last two tokens, or the draft before it."""
@@ -86,6 +101,17 @@ class DraftModel:
             self.model.pick(hidden[:, 0], self.shared_vocab, shape.tiling, out=token)
             return
         logits = self.model.logits(hidden, shape.tiling)[..., : self.shared_vocab]
-        probs = sampling.law(logits, state.sampler, filtered=shape.sampler == FILTERED)[:, 0]
-        token.copy_(draws.pick(probs, state.lengths + j, sampling.DRAFT))
-        state.draft_probs[:, j, : self.shared_vocab] = probs
+        logits = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, :j])
+        probs = processors.drawable(sampling.law(logits, state.sampler)[:, 0])
+        token.copy_(draws.pick(probs, state.lengths + j, purpose_of(shape)))
+        if keeps_law(shape):
+            state.draft_probs[:, j, : self.shared_vocab] = probs
+            state.draft_probs[:, j, self.shared_vocab :] = 0.0  # a certain draft may have been such an id
+
+
+def _take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
+    """Makes draft j `token` [B] in rows `taken` bool [B], and its law one on it."""
+    state.draft_tokens[:, j] = torch.where(taken, token, state.draft_tokens[:, j])
+    if keeps_law(shape):
+        law = state.draft_probs[:, j]
+        law.copy_(torch.where(taken[:, None], torch.zeros_like(law).scatter(1, token[:, None], 1.0), law))

@@ -11,7 +11,7 @@ from fastspec.engine import Engine
 from fastspec.kernels import UNTILED, attend
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
-from fastspec.proposers.base import GREEDY, SAMPLED
+from fastspec.proposers.base import FULL, GREEDY
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
@@ -30,7 +30,7 @@ def texts(engine: Engine, seed: int, *, k: int, temperature: float = 0.0) -> lis
         )
         for index, length in enumerate(lengths)
     ]
-    sampler = SAMPLED if temperature else GREEDY
+    sampler = FULL if temperature else GREEDY
     capture_all(engine, {k}, sampler)
     for _ in DecodeLoop(engine, requests, (), sampler, lambda made: k):
         pass

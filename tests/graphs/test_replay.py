@@ -12,7 +12,7 @@ from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
 from fastspec.engine import Engine
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED
+from fastspec.proposers.base import FULL, GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
@@ -67,7 +67,7 @@ def compare_runs(
 
 
 @pytest.mark.parametrize("top", [None, 2])
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FILTERED])
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
 def test_replay_equals_eager_field_by_field(sampler: str, top: int | None) -> None:
     """Captured at one state, replayed at others: lengths, tables, stops, buckets, k, admissions, moves."""
     captured = tiny_engine(batch=4, device="cuda", graphs=True)
@@ -98,7 +98,7 @@ def test_two_engines_and_poison_do_not_matter() -> None:
     second.state.draft_tokens.fill_(VOCAB - 1)
     torch.cuda.synchronize()
     compare_runs((first, second), 5, GREEDY, (), ks=[4])
-    compare_runs((first, second), 6, FILTERED, (), ks=[4, 0])
+    compare_runs((first, second), 6, FULL, (), ks=[4, 0])
 
 
 def test_what_the_host_held_at_capture_does_not_matter() -> None:

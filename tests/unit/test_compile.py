@@ -17,7 +17,7 @@ from fastspec.kernels import TORCH_OPS, UNTILED, ops_for, reference
 from fastspec.kernels.compiled_ops import PerShape, attend_op, compiled
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
-from fastspec.proposers.base import GREEDY, SAMPLED
+from fastspec.proposers.base import FULL, GREEDY
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, tiny_engine
@@ -28,7 +28,7 @@ def results(
 ) -> list[tuple[list[int], int]]:
     """New tokens of every prompt, and how many drafts were accepted: which only a draft that drafts alike repeats."""
     requests = [Request(list(row), new, RowOptions(temperature, 0, 1.0, 0.0, seed)) for seed, row in enumerate(prompts)]
-    for _ in DecodeLoop(engine, requests, (), SAMPLED if temperature else GREEDY, lambda made: k):
+    for _ in DecodeLoop(engine, requests, (), FULL if temperature else GREEDY, lambda made: k):
         pass
     return [(request.new_tokens, request.accepted) for request in requests]
 

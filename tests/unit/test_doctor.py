@@ -229,9 +229,7 @@ def test_a_wrong_kernel_fails(difference: float) -> None:
     assert "differs from torch by" in refusals(report)
 
 
-@pytest.mark.parametrize(
-    "probe", ["version", "torch_build", "driver", "cpu", "gpus", "cache", "compiler", "headers"]
-)
+@pytest.mark.parametrize("probe", ["version", "torch_build", "driver", "cpu", "gpus", "cache", "compiler", "headers"])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_no_probe_can_make_the_doctor_fail(probe: str, device: str | None) -> None:
     probes = machine(**{probe: raises(OSError(f"{Path.home()}/secret is gone"))})

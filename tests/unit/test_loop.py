@@ -12,7 +12,7 @@ from fastspec.engine import Engine
 from fastspec.graphs.ring import ResultRing
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions, derive_seed
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, StepShape
+from fastspec.proposers.base import FULL, GREEDY, StepShape
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, tiny_engine
 
@@ -41,7 +41,7 @@ def run(
     caps = new if isinstance(new, list) else [new] * len(rows)
     chosen = options or [GREEDY_ROW] * len(rows)
     requests = [Request(list(row), cap, option) for row, cap, option in zip(rows, caps, chosen, strict=True)]
-    sampler = SAMPLED if options else GREEDY
+    sampler = FULL if options else GREEDY
     loop = DecodeLoop(engine, requests, stop_ids, sampler, k if callable(k) else lambda steps: k)
     streamed: dict[int, list[int]] = {index: [] for index in range(len(rows))}
     for emitted in loop:
@@ -193,7 +193,7 @@ def test_logprobs_are_the_raw_targets(device: str) -> None:
     found = {}
     for k in (0, 4):
         request = Request(list(row), 40, options[0])
-        for _ in DecodeLoop(engine, [request], (), FILTERED, lambda steps, k=k: k, top_logprobs=3):  # type: ignore[misc]
+        for _ in DecodeLoop(engine, [request], (), FULL, lambda steps, k=k: k, top_logprobs=3):  # type: ignore[misc]
             pass
         assert len(request.logprobs) == len(request.top_logprobs) == 40
         for token, logprob, top in zip(request.new_tokens, request.logprobs, request.top_logprobs, strict=True):

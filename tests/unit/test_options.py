@@ -124,8 +124,7 @@ def test_one_value_per_row() -> None:
     assert [row.temperature for row in chosen.rows] == [0.0, 0.5, 1.0]
     assert [row.top_k for row in chosen.rows] == [0, 4, 5]
     assert [row.top_p for row in chosen.rows] == [0.9] * 3
-    assert chosen.sampled
-    assert chosen.filtered
+    assert not chosen.plain
     with pytest.raises(ValueError, match="temperature has 2 values for 3 prompts"):
         resolve(num_rows=3, do_sample=True, temperature=[1.0, 2.0])
 
@@ -169,11 +168,26 @@ def test_tensors_of_one_number_are_numbers() -> None:
 
 
 def test_sampler_kinds() -> None:
-    assert not resolve().sampled
-    assert not resolve(do_sample=True, temperature=0).sampled
-    assert resolve(do_sample=True, top_k=0).sampled
-    assert not resolve(do_sample=True, top_k=0).filtered
-    assert resolve(do_sample=True, top_k=0, min_p=0.1).filtered
+    """Only rows that take the largest logit as it is run the greedy kind; everything else is the full one."""
+    assert resolve().plain
+    assert resolve(do_sample=True, temperature=0, top_k=3, top_p=0.5, min_p=0.1).plain
+    assert resolve(repetition_penalty=1.0, presence_penalty=0, logit_bias={}, min_new_tokens=0).plain
+    assert resolve(num_speculative_tokens=[0]).plain
+    for full in (
+        {"do_sample": True},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": {3: 1.0}},
+        {"sequence_bias": [[[3], 1.0]]},
+        {"allowed_token_ids": [3]},
+        {"bad_words_ids": [[3]]},
+        {"suppress_tokens": [3]},
+        {"min_new_tokens": 1},
+        {"min_length": 11},
+    ):
+        assert not resolve(**full).plain, full
+    assert not resolve(num_rows=2, logit_bias=[None, {3: 1.0}]).plain
 
 
 def test_temperature_without_sampling_is_said() -> None:
@@ -211,10 +225,7 @@ def test_unknown_options_are_named() -> None:
 
 # a value of each field that changes what plain transformers decoding returns, or how
 CHANGES: dict[str, Any] = {
-    "min_length": 3,
-    "min_new_tokens": 3,
     "max_time": 1.0,
-    "stop_strings": ["x"],
     "num_beams": 2,
     "use_mtp": True,
     "use_cache": False,
@@ -223,22 +234,17 @@ CHANGES: dict[str, Any] = {
     "typical_p": 0.5,
     "epsilon_cutoff": 0.1,
     "eta_cutoff": 0.1,
-    "repetition_penalty": 1.2,
     "encoder_repetition_penalty": 1.2,
     "no_repeat_ngram_size": 2,
-    "bad_words_ids": [[3]],
     "renormalize_logits": True,
     "forced_bos_token_id": 1,
     "forced_eos_token_id": 1,
     "remove_invalid_values": True,
     "exponential_decay_length_penalty": (1, 1.1),
-    "suppress_tokens": [3],
     "begin_suppress_tokens": [3],
-    "sequence_bias": [[[3], 1.0]],
     "token_healing": True,
     "guidance_scale": 1.5,
     "watermarking_config": {"bias": 2.0},
-    "num_return_sequences": 2,
     "output_attentions": True,
     "output_hidden_states": True,
     "output_scores": True,
@@ -271,7 +277,7 @@ def test_a_field_that_would_change_the_output_is_refused(name: str) -> None:
         resolve(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "stop_strings", "min_new_tokens", "no_repeat_ngram_size"])
+@pytest.mark.parametrize("name", ["typical_p", "forced_eos_token_id", "no_repeat_ngram_size"])
 def test_and_also_when_it_comes_from_the_checkpoint(name: str) -> None:
     config = GenerationConfig()
     setattr(config, name, CHANGES[name])

@@ -142,7 +142,7 @@ def transformers_law(logits: Tensor, temperature: float, top_k: int, top_p: floa
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.9])
 def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(top_k)) * 3
-    ours = law(logits[:, None], rows(temperature, top_k, top_p, min_p, 6), filtered=True)[:, 0]
+    ours = law(logits[:, None], rows(temperature, top_k, top_p, min_p, 6))[:, 0]
     theirs = transformers_law(logits, temperature, top_k, top_p, min_p)
     assert torch.equal(ours > 0, theirs > 0)
     # two fp32 softmaxes over 111 values: a few ulp (1.2e-7) of one
@@ -151,7 +151,7 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
 
 def test_top_k_keeps_ties_as_transformers_does() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    ours = law(logits[:, None], rows(1.0, top_k=2), filtered=True)[0, 0]
+    ours = law(logits[:, None], rows(1.0, top_k=2))[0, 0]
     assert (ours > 0).tolist() == [True, True, True, True, False]
     assert torch.equal(ours > 0, transformers_law(logits, 1.0, 2, 1.0, 0.0)[0] > 0)
 
@@ -159,12 +159,12 @@ def test_top_k_keeps_ties_as_transformers_does() -> None:
 def test_greedy_rows_are_one_hot_on_the_lowest_of_equals() -> None:
     logits = torch.tensor([[[1.0, 7.0, 7.0]], [[1.0, 7.0, 7.0]]])
     options = SamplerRows(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.ones(2), torch.zeros(2))
-    got = law(logits, options, filtered=False)
+    got = law(logits, options)
     assert got[0, 0].tolist() == [0.0, 1.0, 0.0]
     assert got[1, 0, 1] == got[1, 0, 2] > 0.49
 
 
 def test_filters_off_leave_the_law_alone() -> None:
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
-    plain = law(logits, rows(0.7, count=2), filtered=False)
-    assert torch.equal(law(logits, rows(0.7, count=2), filtered=True), plain)
+    plain = law(logits, rows(0.7, count=2))
+    assert torch.equal(law(logits, rows(0.7, count=2)), plain)

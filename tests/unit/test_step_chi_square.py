@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastspec import verify
-from fastspec.proposers.base import SAMPLED
+from fastspec.proposers.base import FULL
 from fastspec.sampling import PhiloxDraws
 from fastspec.step import step
 from tests.helpers.devices import devices
@@ -24,7 +24,7 @@ def sampled_counts(device: str, batches: int) -> Counter[tuple[int, ...]]:
     """How often each continuation of three tokens was drawn, over ROWS x batches rows with seeds of their own."""
     target = random_table(1, 8, VOCAB, zeros=0.2).to(device)
     parts = table_parts(target, random_table(2, 8, VOCAB, zeros=0.2).to(device))
-    shape = shape_of(2, SAMPLED)
+    shape = shape_of(2, FULL)
     counts: Counter[tuple[int, ...]] = Counter()
     for batch in range(batches):
         contexts = torch.tensor([PROMPT]).expand(ROWS, -1)

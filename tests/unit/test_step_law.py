@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec import verify
-from fastspec.proposers.base import SAMPLED
+from fastspec.proposers.base import FULL
 from fastspec.state import AT_LIMIT, RUNNING, STOPPED
 from fastspec.step import step
 from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_parts, table_state
@@ -42,7 +42,7 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
         temperature=options["temperature"],  # type: ignore[arg-type]
     )
     parts = table_parts(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
-    step(parts, state, shape_of(k, SAMPLED), draws)
+    step(parts, state, shape_of(k, FULL), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:
@@ -70,9 +70,11 @@ def decoded_law(target: Tensor, draft: Tensor | None, **options: object) -> Laws
     return finished
 
 
-def target_law(target: Tensor, *, limit: int, stop_ids: list[int], temperature: float) -> Laws:
+def target_law(
+    target: Tensor, *, limit: int, stop_ids: list[int], temperature: float, prompt: Context = PROMPT
+) -> Laws:
     """The definition: token by token from the target's table."""
-    alive: dict[Context, float] = {PROMPT: 1.0}
+    alive: dict[Context, float] = {prompt: 1.0}
     finished: Laws = {}
     while alive:
         context, mass = alive.popitem()

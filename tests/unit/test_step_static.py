@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastspec.engine import Engine
-from fastspec.proposers.base import FILTERED, GREEDY, SAMPLED, StepShape
+from fastspec.proposers.base import FULL, GREEDY, StepShape
 from fastspec.sampling import PhiloxDraws
 from fastspec.state import RUNNING, DecodeState
 from fastspec.step import prefill, step
@@ -56,7 +56,7 @@ def start_rows(state: DecodeState) -> None:
     state.finish.fill_(RUNNING)
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FILTERED])
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
 @pytest.mark.parametrize("k", [0, 1, 4, 16])
 def test_step_reads_nothing(k: int, sampler: str) -> None:
     engine = tiny_engine(k=16, max_length=100)
@@ -66,7 +66,7 @@ def test_step_reads_nothing(k: int, sampler: str) -> None:
     assert engine.state.emitted[:2].min() >= 1
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FILTERED])
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
 def test_step_runs_on_tensors_without_values(sampler: str) -> None:
     """Fake tensors have shapes only: reading any value, by whatever road, raises."""
     with FakeTensorMode(), torch.inference_mode():
@@ -98,7 +98,7 @@ def test_the_first_mode_sees_ops_that_depend_on_data(read: Callable[[torch.Tenso
         read(torch.zeros(3))
 
 
-@pytest.mark.parametrize(("k", "sampler"), [(4, GREEDY), (2, FILTERED), (0, GREEDY)])
+@pytest.mark.parametrize(("k", "sampler"), [(4, GREEDY), (2, FULL), (0, GREEDY)])
 def test_step_traces_as_one_graph(k: int, sampler: str) -> None:
     """fullgraph=True raises on any graph break; the traced step then does what the plain one does."""
     plain, traced = tiny_engine(k=4), tiny_engine(k=4)

@@ -1,0 +1,42 @@
+"""Lookup first, the draft model where it misses."""
+
+from __future__ import annotations
+
+from fastspec.proposers.base import StepShape
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.ngram import NGram
+from fastspec.state import DecodeState
+from fastspec.verify import Draws
+
+
+class LookupThenModel:
+    """Drafts by lookup in rows where it finds a match, with a model in the others.
+
+    The model runs in every row all the same, a step's shape being fixed: it is fed the tokens that lookup chose. So
+    its cache holds every row's own drafts, whoever made them, and no row ever has to catch up for having been looked
+    up. What lookup can add is better drafts (long copies), not a cheaper step.
+
+    Args:
+        lookup: asked first.
+        model: drafts the rest.
+    """
+
+    certain = False
+
+    def __init__(self, lookup: NGram, model: DraftModel) -> None:
+        self.lookup, self.model = lookup, model
+        self.max_length = model.max_length
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.lookup}, then {self.model} where it finds nothing"
+
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
+        """Drafts k tokens per running row; a row beyond the model's context has those of lookup, if any."""
+        drafts, found = self.lookup.guess(state.tokens, state.lengths, shape.num_drafts)
+        self.model.propose(state, shape, draws, (drafts, found))
+        state.draft_counts.copy_(found.maximum(state.draft_counts))
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        """As the model's."""
+        self.model.catch_up(state, shape, chunk)

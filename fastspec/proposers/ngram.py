@@ -1,0 +1,58 @@
+"""Prompt lookup: drafts copied from where a row's last tokens stood before, found on the device inside the step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastspec.proposers.certain import CertainProposer
+
+_LONGEST = 32
+
+
+class NGram(CertainProposer):
+    """Drafts what followed the last occurrence of a row's last tokens in the row itself.
+
+    The longest match of max_n down to min_n tokens wins, among equally long ones the most recent. Where fewer than k
+    tokens followed it, the copy goes on with what it has copied, so that a loop is drafted as a loop. A row without a
+    match has no drafts in that step.
+
+    Args:
+        min_n, max_n: tokens that must match at least, and that are compared at most: 1 <= min_n <= max_n <= 32.
+
+    Raises:
+        ValueError: min_n or max_n is out of range.
+    """
+
+    def __init__(self, min_n: int = 1, max_n: int = 4) -> None:
+        if not (type(min_n) is type(max_n) is int and 1 <= min_n <= max_n <= _LONGEST):
+            raise ValueError(
+                f"NGram needs whole numbers 1 <= min_n <= max_n <= {_LONGEST}, got min_n={min_n!r}, max_n={max_n!r}"
+            )
+        self.min_n, self.max_n = min_n, max_n
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """k drafts for rows with a match; see `CertainProposer.guess`."""
+        start, found = self._match(tokens, lengths)
+        period = (lengths - start).clamp_min(1)  # what is beyond the row's end is the copy itself
+        offsets = torch.arange(k, device=tokens.device) % period[:, None]
+        return tokens.gather(1, start[:, None] + offsets), torch.where(found, k, 0)
+
+    def _match(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(start int64 [B], found bool [B]): the place after the best match; 0 where there is none."""
+        width = tokens.shape[1]
+        place = torch.arange(width, device=tokens.device)
+        matching = place < lengths[:, None]
+        run = torch.zeros_like(tokens)  # how many tokens before each place equal the row's last ones
+        for back in range(1, self.max_n + 1):
+            last = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
+            before = pad(tokens, (back, 0))[:, :width]
+            matching = matching & (before == last) & (place >= back)
+            run = run + matching
+        best = torch.where(run >= self.min_n, run * width + place, 0).amax(dim=1)
+        return best % width, best > 0

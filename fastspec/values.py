@@ -1,0 +1,147 @@
+"""Checks of single values, of columns with one value per prompt, and of token ids; every error names the option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastspec.errors import UnsupportedOption
+
+
+def is_list(value: Any) -> bool:
+    """Whether it holds several values: a sequence that is no text, or a tensor with a dimension."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def listed(value: Any) -> list[Any]:
+    """The values of what `is_list`."""
+    return value.tolist() if isinstance(value, torch.Tensor) else list(value)
+
+
+def scalar(value: Any) -> Any:
+    """The number in a tensor of one; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def column(name: str, value: Any, num_rows: int) -> list[Any]:
+    """One value per prompt of one value, or of a list of them."""
+    return per_row(name, listed(value), num_rows) if is_list(value) else [value] * num_rows
+
+
+def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") -> list[Any]:
+    """The same, once there are as many as prompts."""
+    if len(values) != num_rows:
+        raise ValueError(f"{name} has {len(values)} values for {num_rows} {of}; give one value, or one per prompt")
+    return values
+
+
+def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
+    """A whole number in low..high."""
+    value = scalar(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be a whole number {limit}, got {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool; None is False."""
+    value = scalar(value)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
+    """A finite number in low..high; None is the default."""
+    value = scalar(value)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:
+        limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+        raise ValueError(f"{name} must be a number {limit}, got {value!r}")
+    return float(value)
+
+
+def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Ids below vocab_size, each once, ascending; None is none of them."""
+    if value is None:
+        return ()
+    if not is_list(value) and not isinstance(value, set | frozenset):
+        raise ValueError(f"{name} must be a list of token ids, got {value!r}")
+    return tuple(sorted({whole(name, one, low=0, high=vocab_size - 1) for one in listed(value)}))
+
+
+def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...] | None]:
+    """Token ids for each prompt, of one list for all or a list of lists (or None) with one per prompt."""
+    if value is None:
+        return [None] * num_rows
+    if is_list(value) and any(is_list(one) or one is None for one in value):
+        rows = per_row(name, listed(value), num_rows)
+        return [None if row is None else token_ids(name, row, vocab_size) for row in rows]
+    return [token_ids(name, value, vocab_size)] * num_rows
+
+
+def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """Ids for each prompt of transformers' lists of lists of ids, one id in each; or one such list per prompt.
+
+    Raises:
+        UnsupportedOption: a word of several ids.
+    """
+    if value is None:
+        return [()] * num_rows
+    if not is_list(value) or not all(one is None or is_list(one) for one in value):
+        raise ValueError(f"{name} must be a list of lists of token ids, got {value!r}")
+    words = listed(value)
+    if any(one is None or any(is_list(two) for two in one) for one in words):
+        rows = per_row(name, words, num_rows)
+    else:
+        rows = [words] * num_rows
+    return [token_ids(name, [_only(name, word) for word in row or ()], vocab_size) for row in rows]
+
+
+def _only(name: str, word: Any) -> Any:
+    if not is_list(word) or not len(word):
+        raise ValueError(f"{name} must hold non-empty lists of token ids, got {word!r}")
+    if len(word) > 1:
+        raise UnsupportedOption(
+            f"{name} holds {listed(word)!r}, a sequence of {len(word)} ids; only single ids are supported: give lists "
+            "of one id each, or end the text with stop_strings"
+        )
+    return listed(word)[0]
+
+
+def biases(name: str, value: Any, num_rows: int, vocab_size: int) -> list[dict[int, float]]:
+    """Biases by id for each prompt, of one dict for all or one (or None) per prompt."""
+    rows = [value] * num_rows if value is None or isinstance(value, Mapping) else column(name, value, num_rows)
+    return [_bias(name, row, vocab_size) for row in rows]
+
+
+def _bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict from token id to bias, or one per prompt, got {value!r}")
+    return {whole(name, key, low=0, high=vocab_size - 1): _shift(name, bias) for key, bias in value.items()}
+
+
+def _shift(name: str, value: Any) -> float:
+    """A bias: a number, or -inf."""
+    if value is None:
+        raise ValueError(f"{name} must map ids to numbers (or -inf), got None for one; leave that id out")
+    return -math.inf if scalar(value) == -math.inf else real(name, value, 0.0, low=-1e30, high=1e30)
+
+
+def sequence_biases(name: str, value: Any, vocab_size: int) -> dict[int, float]:
+    """Biases by id of transformers' `sequence_bias`: [[[id], bias], ...] or {(id,): bias}, one id in each."""
+    if value is None:
+        return {}
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not is_list(pairs) or not all(is_list(pair) and len(pair) == 2 and is_list(pair[0]) for pair in pairs):
+        raise ValueError(f"{name} must be a list of [[id], bias] or a dict from (id,) to bias, got {value!r}")
+    return _bias(name, {_only(name, word): bias for word, bias in pairs}, vocab_size)

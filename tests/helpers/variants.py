@@ -1,0 +1,28 @@
+"""Small engines with another rule of verification or another proposer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.engine import Engine
+from fastspec.modes import Verification
+from fastspec.proposers.base import Proposer
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.ngram import NGram
+
+
+def judging(engine: Engine, verification: Verification) -> Engine:
+    """The same engine under another rule."""
+    return replace(engine, verification=verification)
+
+
+def proposing(engine: Engine, proposer: Proposer) -> Engine:
+    """The same engine with another proposer; NGram leaves the draft out."""
+    return replace(engine, parts=replace(engine.parts, proposer=proposer))
+
+
+def looking_up_first(engine: Engine, lookup: NGram) -> Engine:
+    """The same engine with a lookup before its draft."""
+    assert isinstance(engine.parts.proposer, DraftModel)
+    return proposing(engine, LookupThenModel(lookup, engine.parts.proposer))
