@@ -52,8 +52,10 @@ lint: $(VENV)/.dev-$(KEY)
 	  $(PY) -c 'import sys; from importlinter.cli import lint_imports_command as lint; sys.argv[0] = "lint-imports"; lint()' --no-logo; \
 	fi
 
+# several processes of one thread each: tests are many and small, and torch's threads would only get into each other's way
 unit: $(VENV)/.dev-$(KEY)
-	$(PY) -m pytest $(TESTS)
+	@parallel=$$(if $(call have,xdist); then echo '-n auto --maxprocesses=4'; fi); \
+	set -x; OMP_NUM_THREADS=1 $(PY) -m pytest $$parallel $(TESTS)
 
 format: $(VENV)/.dev-$(KEY)
 	$(PY) -m ruff check --fix .

@@ -54,7 +54,7 @@ LAUNCH = {
     (2, 32): Launch(32, 64, 4, 3),
     (2, 64): Launch(32, 64, 4, 3),
     (2, 128): Launch(32, 64, 4, 3),
-    (2, 256): Launch(32, 32, 4, 2),
+    (2, 256): Launch(16, 32, 4, 2),
     (4, 16): Launch(32, 16, 4, 1),
     (4, 32): Launch(32, 16, 4, 1),
     (4, 64): Launch(32, 16, 4, 1),
@@ -301,16 +301,16 @@ def attend(
 
 
 def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
-    """Whether a model's decoding passes run as attend_fragments.py: never by what a pass holds."""
+    """Whether a model's decoding passes run as attend_fragments.py, from sm_90 on: never by what a pass holds."""
     fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS and split_keys <= FRAGMENT_SPLIT
-    return fits and device.type == "cuda"
+    return fits and has_pdl(device)
 
 
 def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str, int], dict[str, Any]]:
     """(constants, options) of attend_fragments.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     across = max(1, rows // 16)
-    ahead = 1 if rows * dim > 2048 else 2  # as far as registers go
+    ahead = 1 if rows * dim >= 2048 else 2  # as far as registers go
     constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": across, "AHEAD": ahead}
     return constants, {"num_warps": FRAGMENT_WARPS * across, "maxnreg": MAX_REGISTERS}
 

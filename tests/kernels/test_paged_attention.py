@@ -189,8 +189,17 @@ def test_layout_is_checked() -> None:
         attention.paged_attention(**given, num_blocks=1, window=None)
 
 
-def test_launch_entries_hold_a_whole_group() -> None:
-    for group in (1, 3, 8, 32, 64):
-        launch, block_d = attention.launch_of(torch.bfloat16, 96, group)
-        assert launch.rows >= group
-        assert block_d == 128
+def test_launch_entries_fit_the_device() -> None:
+    """Off CUDA the small entry: the large one is for devices with as much shared memory."""
+    for size, dim in attention.LAUNCH:
+        assert attention.launch_of(torch.device("cpu"), size, dim) == attention.LAUNCH[size, dim]
+    assert set(attention.LARGE) <= set(attention.LAUNCH)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_the_result_may_take_the_place_of_the_query(device: str) -> None:
+    given = case(device, lengths=[70], queries=64)
+    expected = attention.paged_attention(**given, num_blocks=1, window=None)
+    out = attention.paged_attention(**given, num_blocks=1, window=None, out=given["query"])
+    assert out is given["query"]
+    assert torch.equal(out, expected)

@@ -1,0 +1,123 @@
+"""Rows of different lengths over a paged cache whose unused slots hold NaN, for tests of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels import reference
+
+NAN = float("nan")
+TENSORS = ("qkv", "cos", "sin", "keys", "values", "block_table", "positions", "writes")
+BY_ROW = ("qkv", "block_table", "positions", "writes")
+EPS = 1e-6
+
+
+def case(
+    device: str,
+    *,
+    lengths: list[int],
+    queries: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    norm: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What `attend` takes: `queries` new tokens a row that end at `lengths`; slots no earlier pass wrote hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    pages_per_row = -(-max(lengths) // page_size) + 1
+    num_pages = 1 + len(lengths) * pages_per_row
+    table = 1 + torch.randperm(num_pages - 1, generator=generator).view(len(lengths), pages_per_row)
+    keys = torch.full((num_pages, page_size, kv_heads, dim), NAN, dtype=dtype)
+    values = keys.clone()
+    positions = torch.tensor(lengths)[:, None] - queries + torch.arange(queries)
+    for row in range(len(lengths)):
+        at = torch.arange(max(0, int(positions[row, 0])))
+        where = (table[row, at // page_size], at % page_size)
+        keys[where] = normal(len(at), kv_heads, dim)
+        values[where] = normal(len(at), kv_heads, dim)
+    angles = torch.arange(max(lengths) + 1)[:, None] * torch.rand(dim // 2, generator=generator)
+    given = {
+        "qkv": normal(len(lengths), queries, (heads + 2 * kv_heads) * dim),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "keys": keys,
+        "values": values,
+        "block_table": table,
+        "positions": positions.clamp_min(0),
+        "writes": positions >= 0,
+    }
+    norms = {name: 1 + 0.1 * normal(dim) if norm else None for name in ("q_norm", "k_norm")}
+    moved = {name: None if x is None else x.to(device) for name, x in (given | norms).items()}
+    return {**moved, "num_heads": heads, "eps": EPS, "num_blocks": -(-max(lengths) // reference.KEY_BLOCK)}
+
+
+def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A copy with a cache of its own; float tensors in another dtype where one is given."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x.clone()
+
+    return {name: copy(x) for name, x in given.items()}
+
+
+def rows_of(given: dict[str, Any], rows: Any, queries: slice = slice(None)) -> dict[str, Any]:
+    """Some rows and queries of a case, over the same cache."""
+    picked = {name: given[name][rows] for name in BY_ROW}
+    fed = {name: picked[name][:, queries] for name in ("qkv", "positions", "writes")}
+    return {**given, **picked, **fed}
+
+
+def stored(given: dict[str, Any]) -> list[Tensor]:
+    """Cache content outside of page 0, which nobody reads; NaN is made comparable."""
+    return [torch.nan_to_num(given[name][1:].float(), nan=1e30) for name in ("keys", "values")]
+
+
+def torch_error(given: dict[str, Any], window: int | None, exact: Tensor) -> float:
+    """What torch's own functions err by in the inputs' dtype: those of `reference`, then SDPA on gathered pages."""
+    mine = copied(given)
+    reference.attend(*(mine[name] for name in TENSORS), window=window, **_options(mine))  # fills the cache
+    keys, values, page_size, dim = mine["keys"], mine["values"], mine["keys"].shape[1], mine["keys"].shape[3]
+    query = mine["qkv"].unflatten(-1, (-1, dim))[:, :, : mine["num_heads"]]
+    if mine["q_norm"] is not None:
+        query = reference.rms_norm(query, mine["q_norm"], EPS)
+    rotation = (mine["cos"][mine["positions"]][:, :, None], mine["sin"][mine["positions"]][:, :, None])
+    query = reference.rope(query, *rotation)
+    worst = 0.0
+    for row in range(len(query)):
+        at = torch.arange(int(mine["positions"][row].max()) + 1, device=query.device)
+        pages = mine["block_table"][row][at // page_size]
+        k, v = (x[pages, at % page_size].transpose(0, 1) for x in (keys, values))
+        seen = at <= mine["positions"][row][:, None]
+        if window is not None:
+            seen &= at > mine["positions"][row][:, None] - window
+        out = F.scaled_dot_product_attention(query[row].transpose(0, 1), k, v, attn_mask=seen, enable_gqa=True)
+        worst = max(worst, (out.transpose(0, 1).flatten(1).float() - exact[row]).abs().max().item())
+    return worst
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("num_heads", "q_norm", "k_norm", "eps", "num_blocks")}
+
+
+def twin(given: dict[str, Any], window: int | None = None) -> Tensor:
+    """`reference.attend`; writes to the case's cache."""
+    return reference.attend(*(given[name] for name in TENSORS), window=window, **_options(given))
+
+
+def run(attend: Any, given: dict[str, Any], work: Any, window: int | None = None) -> Tensor:
+    """`attend` of a kernel; writes to the case's cache."""
+    out: Tensor = attend(*(given[name] for name in TENSORS), window=window, work=work, **_options(given))
+    return out

@@ -1,0 +1,234 @@
+"""Decoding attention and prompt chunks against their torch twin: on a GPU for real, elsewhere in the interpreter.
+
+The kernel out of registers (attend_fragments.py) has no interpreter: on the CPU its source runs in Triton's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.attention import case, copied, rows_of, run, stored, torch_error, twin
+from tests.helpers.devices import devices
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels import attend as attention
+from fastspec.kernels.reference import KEY_BLOCK
+from tests.helpers.gluon_on_cpu import interpreted
+
+CPU_FRAGMENTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragments")
+KINDS = ("tiles", "fragments")
+
+
+@cache
+def _interpreted() -> Any:
+    return interpreted(*CPU_FRAGMENTS).fragment_kernel
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which decoding kernel runs."""
+    return choose(request.param, monkeypatch)
+
+
+def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if kind == "fragments" and not torch.cuda.is_available():
+        monkeypatch.setattr(attention, "fragment_kernel", _interpreted())
+    monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind == "fragments")
+    return kind
+
+
+def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWork:
+    """Exactly the room that a pass needs, with NaN where a partial sum is to be written."""
+    batch, queries = given["positions"].shape
+    heads, dim = given["num_heads"], given["keys"].shape[3]
+    splits = -(-given["num_blocks"] * KEY_BLOCK // split_keys)
+    groups = -(-splits // attention.FAN.value)
+    partials = batch * queries * heads * (splits + groups) * (dim + 1)
+    counters = batch * queries * given["keys"].shape[2] * 8 * (1 + groups)
+    device = given["qkv"].device
+    return attention.AttendWork(
+        split_keys,
+        torch.zeros(counters, dtype=torch.int32, device=device),
+        torch.full((partials,), float("nan"), device=device),
+    )
+
+
+def attend(given: dict[str, Any], split_keys: int = 128, window: int | None = None) -> Tensor:
+    """The kernel; its counters are as it found them."""
+    work = work_for(given, split_keys)
+    out = run(attention.attend, given, work, window)
+    assert work.counters.count_nonzero() == 0
+    return out
+
+
+def check(given: dict[str, Any], split_keys: int, window: int | None) -> None:
+    mine, exact, same = copied(given), copied(given, torch.float32), copied(given)
+    ours, wide = attend(mine, split_keys, window), twin(exact, window)
+    assert torch.isfinite(ours).all()
+    # the rule of the house: twice what torch itself errs by; floored at a few fp32 ulp of values near one
+    assert (ours.float() - wide).abs().max().item() <= max(2 * torch_error(given, window, wide), 2e-6)
+    twin(same, window)
+    for kept, expected in zip(stored(mine), stored(same), strict=True):
+        if given["k_norm"] is None:
+            assert torch.equal(kept, expected)  # the same fp32 operations in the same order, rounded once
+        else:
+            # torch sums the squares in another order: a last bit of the factor may differ, and with it one rounding
+            # each of the normed key, of its product with the weight, and of the rotated key
+            eps = torch.finfo(given["qkv"].dtype).eps
+            torch.testing.assert_close(kept, expected, rtol=3 * eps, atol=3 * eps)
+
+
+# dims of 64 and 128 are those that the kernel out of registers has
+SHAPES = [
+    {"lengths": [1], "queries": 1, "dim": 64},
+    {"lengths": [2, 140], "queries": 2, "dim": 64, "heads": 4, "kv_heads": 1},
+    {"lengths": [19, 300, 64], "queries": 5, "heads": 6, "kv_heads": 2, "dim": 64, "page_size": 24},
+    {"lengths": [270], "queries": 17, "heads": 4, "kv_heads": 1, "dim": 128, "page_size": 64},
+    {"lengths": [1200], "queries": 9, "heads": 2, "kv_heads": 1, "dim": 64},
+]
+TILE_SHAPES = [
+    {"lengths": [40, 23], "queries": 3, "heads": 3, "kv_heads": 3, "dim": 40},
+    {"lengths": [33], "queries": 2, "heads": 40, "kv_heads": 1, "dim": 16, "page_size": 7},
+    {"lengths": [150], "queries": 2, "dim": 256, "heads": 2, "kv_heads": 2},
+]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_its_twin(shape: dict[str, Any], norm: bool, window: int | None, kind: str, device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" and kind == "fragments" else torch.float32
+    check(case(device, **shape, norm=norm, dtype=dtype), 64 if shape["lengths"] == [1200] else 128, window)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("shape", TILE_SHAPES, ids=str)
+def test_tiles_take_any_head(
+    shape: dict[str, Any], window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("tiles", monkeypatch)
+    check(case(device, **shape, norm=True), 128, window)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    "shape", [{"lengths": [70], "queries": 60}, {"lengths": [18], "queries": 18, "dim": 40}], ids=str
+)
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_chunk_equals_its_twin(shape: dict[str, Any], window: int | None, device: str) -> None:
+    check(case(device, **shape, norm=True), 128, window)
+    check(case(device, **shape), 128, window)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_chunks_and_steps_store_the_same_bits(device: str, kind: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    whole = case(device, lengths=[40], queries=40, dim=64, norm=True, dtype=dtype)
+    steps = copied(whole)
+    attend(whole)
+    for first in range(0, 40, 8):
+        attend(rows_of(steps, [0], slice(first, first + 8)))
+    for ours, theirs in zip(stored(whole), stored(steps), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def fed(given: dict[str, Any], queries: int, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """Outputs and cache of a case fed `queries` tokens at a time."""
+    mine = copied(given)
+    total = given["positions"].shape[1]
+    parts = [attend(rows_of(mine, slice(None), slice(i, i + queries)), **options) for i in range(0, total, queries)]
+    return torch.cat(parts, dim=1), stored(mine)
+
+
+def assert_same(first: tuple[Tensor, list[Tensor]], second: tuple[Tensor, list[Tensor]]) -> None:
+    assert torch.equal(first[0], second[0])
+    for ours, theirs in zip(first[1], second[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str, kind: str) -> None:
+    """To the bit, outputs and cache: one query or many, alone or in a batch, more blocks, another order of pages."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    # on the CPU a library multiplies, whose bits depend on how many columns there are: 8 in all of these
+    shape = {"heads": 16, "kv_heads": 2} if device == "cuda" else {"heads": 2, "kv_heads": 2}
+    lengths = [40, 150, 17]
+    given = case(device, lengths=lengths, queries=8, dim=64, norm=True, dtype=dtype, **shape)
+    whole = fed(given, 8, window=window)
+    assert_same(fed(given, 1, window=window), whole)
+    assert_same(fed(given, 3, window=window), whole)
+    more = {**given, "num_blocks": given["num_blocks"] + 1}
+    assert_same(fed(more, 8, window=window), whole)
+    mine = copied(given)
+    alone = torch.cat([attend(rows_of(mine, [row]), window=window) for row in (2, 0, 1)])
+    assert torch.equal(alone[[1, 2, 0]], whole[0])
+    order = torch.randperm(len(given["keys"]) - 1).to(device)
+    moved = {**given, "block_table": 1 + torch.argsort(order)[given["block_table"] - 1]}
+    for name in ("keys", "values"):
+        moved[name] = torch.cat((given[name][:1], given[name][1:][order]))
+    assert torch.equal(fed(moved, 8, window=window)[0], whole[0])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_rows_that_do_not_write(device: str, kind: str) -> None:
+    """Their K and V are dropped and nothing else changes; positions beyond every table do no harm."""
+    dtype = torch.bfloat16 if device == "cuda" and kind == "fragments" else torch.float32
+    given = case(device, lengths=[20, 33, 12], queries=4, dim=64, dtype=dtype)
+    given["writes"][0, 2:] = False  # junk after what counts
+    given["writes"][1] = False
+    given["positions"][1] = 10**9
+    mine, same = copied(given), copied(given)
+    for name in ("keys", "values"):  # 0 * NaN in what only rows that do not count look at
+        mine[name].nan_to_num_()
+        same[name].nan_to_num_()
+    before = [x.clone() for x in stored(mine)]
+    out, expected = attend(mine), twin(same)
+    counts = given["writes"]
+    error = (out.float() - expected.float())[counts].abs().max().item()
+    # values near one: one rounding to the dtype each, and a few fp32 ulp of sums taken in another order
+    assert error <= torch.finfo(dtype).eps + 2e-6
+    for kept, wanted, old in zip(stored(mine), stored(same), before, strict=True):
+        assert torch.equal(kept, wanted)
+        page, offset = given["block_table"][0, 18 // 16] - 1, 18 % 16
+        assert torch.equal(kept[page, offset], old[page, offset])
+
+
+def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("tiles", monkeypatch)
+    given = case("cpu", lengths=[300], queries=2)
+    small = attention.attend_work(torch.device("cpu"), 1, 256, (4, 2, 32))
+    with pytest.raises(ValueError, match="attend_work"):
+        run(attention.attend, given, small)
+    assert torch.isnan(given["keys"]).any()
+
+
+@pytest.mark.parametrize("positions", [256, 4096, 4097, 16384, 16385, 131072])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
+def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
+    num_heads, kv_heads, dim = heads
+    split_keys = attention.split_keys_for(positions)
+    splits = -(-positions // split_keys)
+    groups = -(-splits // attention.FAN.value)
+    for batch, queries in ((1, 17), (1, 1), (5, 6), (64, 2)):
+        counters, partials = attention._sizes(batch * queries, positions, heads)
+        for rows in (8, 16, 32):
+            tiles = batch * kv_heads * -(-queries * num_heads // kv_heads // rows)
+            assert counters >= tiles * (1 + groups)
+        assert splits == 1 or partials >= batch * queries * num_heads * (splits + groups) * (dim + 1)
+        assert attention.attend_work_bytes(batch * queries, positions, heads) == 4 * (counters + partials)
+
+
+def test_layout_is_checked() -> None:
+    given = case("cpu", lengths=[9], queries=1)
+    given["keys"] = given["keys"].transpose(0, 1)
+    with pytest.raises(ValueError, match="contiguous"):
+        run(attention.attend, given, None)
