@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastspec.errors import CheckpointError, OutOfPages, UnsupportedModel, UnsupportedOption
+from fastspec.errors import CheckpointError, InvalidLogits, OutOfPages, UnsupportedModel, UnsupportedOption
 
 if TYPE_CHECKING:
     from fastspec.demo import demo_pair
@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "FastSpecGenerator",
     "GenerateOutput",
+    "InvalidLogits",
     "NGram",
     "OutOfPages",
     "Stats",

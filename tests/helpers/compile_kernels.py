@@ -25,7 +25,7 @@ Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 
 
 def entries(arch: int) -> Iterator[Entry]:
-    """(kernel, signature, constants, options, element size) of every launch entry; the Gluon products have their own."""
+    """(kernel, signature, constants, options, element size) of every launch entry but the Gluon products'."""
     for stem in ("attend", "prefill_linear", "step_kernels", "tile_linear"):
         yield from importlib.import_module(f"{__package__}.compile_{stem}").entries(arch)
 

@@ -133,6 +133,33 @@ def test_picks_are_those_of_argmax(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_place_where_nothing_can_be_chosen(value: float, device: str) -> None:
+    """At each place, behind each number of accepted drafts: such a row emits nothing and says where, or is whole."""
+    k = 3
+    cases = list(itertools.product(range(k + 1), range(k + 1)))
+    for spread in (True, False):  # one bad logit, or all of a place; one -inf alone is no harm
+        whole, _ = random_state(5, batch=len(cases), k=k, vocab=9, device=device)
+        whole.finish.fill_(RUNNING)
+        whole.draft_counts.fill_(k)
+        whole.limits.copy_(whole.lengths + k + 3)
+        logits = likely(whole, k, 9, 1, device)
+        for row, (right, place) in enumerate(cases):
+            picks = logits[row].argmax(-1)
+            whole.draft_tokens[row] = torch.where(torch.arange(k, device=device) < right, picks[:k], picks[:k] + 1)
+            logits[row, place, slice(None) if spread else 8] = value
+        compare(whole, 0, logits)
+        if spread:
+            needed = torch.tensor([-1 - place if place <= right else right for right, place in cases])
+            # a NaN place's pick may equal the draft by chance: the mark is there all the same
+            broken = whole.accepted.cpu() < 0
+            assert torch.equal(broken, needed < 0)
+            assert torch.equal(whole.accepted.cpu()[broken], needed[broken])
+            assert (whole.emitted.cpu()[broken] == 0).all()
+            assert (whole.finish.cpu()[broken] == RUNNING).all()
+
+
+@pytest.mark.parametrize("device", devices())
 def test_logits_of_a_wider_head_and_of_a_smaller_k(device: str) -> None:
     whole, rows = random_state(1, batch=3, k=4, vocab=30, device=device)
     logits = likely(rows, 2, 30, 1, device)

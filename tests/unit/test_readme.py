@@ -97,12 +97,10 @@ ROWS = [
     if line.startswith("| ") and line.count("|") == 4
 ]
 REFUSED: dict[str, object] = {  # a value that would change what is returned
-    "min_length": 9,
-    "min_new_tokens": 9,
     "max_time": 1.0,
-    "stop_strings": ["x"],
     "typical_p": 0.5,
-    "num_return_sequences": 2,
+    "no_repeat_ngram_size": 2,
+    "begin_suppress_tokens": [3],
     "output_scores": True,
     "output_hidden_states": True,
     "output_attentions": True,
