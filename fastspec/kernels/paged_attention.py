@@ -62,10 +62,10 @@ LAUNCH = {
 # for warpgroup products: where a block may have LARGE_SHARED bytes
 LARGE = {
     (2, 64): Launch(128, 128, 8, 3),
-    (2, 128): Launch(128, 64, 8, 3),
+    (2, 128): Launch(128, 128, 8, 3),
     (2, 256): Launch(128, 32, 8, 2),
 }
-LARGE_SHARED = 200 * 1024
+LARGE_SHARED = 225 * 1024
 MAX_REGISTERS = 255  # all there are: left alone, the assembler spills rather than lose a resident program
 
 

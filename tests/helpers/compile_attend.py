@@ -33,7 +33,7 @@ def entries(arch: int) -> Iterator[Entry]:
     for size, block_d in attend.LAUNCH:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
-    for dim in attend.FRAGMENT_DIMS if arch >= PDL_FROM else ():
+    for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, split in ((8, 128), (16, 256), (32, 128), (32, 256)):
             constants, options = attend.fragment_launch(rows, dim, split)
             for variant in (PLAIN, FULL):

@@ -202,6 +202,90 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
         assert torch.equal(kept[page, offset], old[page, offset])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 100])
+def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
+    """What runs by default: out of registers where that kernel takes the head, with splits of either kind."""
+    for queries in (1, 6, 17, 200):
+        given = case(
+            "cuda", lengths=[989, 300, 512], queries=queries, heads=8, kv_heads=2, dim=dim, dtype=dtype, norm=True
+        )
+        for split_keys in (128, 256, 1024):
+            check(given, split_keys, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bits_over_many_rows(dim: int, kind: str) -> None:
+    """10^4 rows in random places; as many query rows a tile as there are kinds of tiles."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(20, 700, (160,), generator=generator).tolist()
+    given = case("cuda", lengths=lengths, queries=8, heads=8, kv_heads=1, dim=dim, dtype=torch.bfloat16, norm=True)
+    for split_keys in (128, 256):
+        whole = fed(given, 8, split_keys=split_keys)
+        for queries in (1, 2, 3):  # tiles of 8, 16 and 32 rows
+            assert_same(fed(given, queries, split_keys=split_keys), whole)
+        order = torch.randperm(len(lengths), generator=generator).cuda()
+        assert torch.equal(attend(rows_of(copied(given), order), split_keys), whole[0][order])
+
+
+@pytest.mark.gpu
+def test_cache_beyond_two_to_the_31_elements(kind: str) -> None:
+    """Page 2^31 / (page_size * kv_heads * dim) starts at element 2^31: int32 offsets would wrap there."""
+    small = case(
+        "cuda", lengths=[150, 150], queries=3, heads=16, kv_heads=8, dim=128, page_size=64, dtype=torch.bfloat16
+    )
+    for name in ("qkv", "positions"):
+        small[name] = small[name][:1].expand(2, *small[name].shape[1:]).contiguous()
+    first = small["block_table"][0].clone()
+    pages = 2**31 // (64 * 8 * 128) + 4
+    beyond = torch.arange(pages - 4, pages, device="cuda")[: len(first)]
+    large = {**small, "block_table": torch.stack((first, beyond))}
+    for name in ("keys", "values"):
+        large[name] = torch.empty(pages, 64, 8, 128, dtype=torch.bfloat16, device="cuda")
+        large[name][: len(small[name])] = small[name]
+        large[name][beyond] = small[name][first]
+    out = attend(large)
+    assert torch.isfinite(out).all()
+    assert torch.equal(out[0], out[1])
+    for name in ("keys", "values"):
+        assert torch.equal(large[name][beyond].nan_to_num(7), large[name][first].nan_to_num(7))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 6])
+def test_bits_in_a_chain_of_early_launches(queries: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 passes that each write what the next reads, in one graph: the same bits with early launches and without."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no early launches below sm_90")
+    lengths = [64 * queries + 700, 64 * queries + 3]
+    given = case("cuda", lengths=lengths, queries=64 * queries, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16)
+    results = []
+    for early in (True, False):
+        monkeypatch.setattr(attention, "has_pdl", lambda device, early=early: early)
+        mine = copied(given)
+        work = work_for({**given, "positions": given["positions"][:, :queries]})
+        passes = [rows_of(mine, slice(None), slice(i, i + queries)) for i in range(0, 64 * queries, queries)]
+        for one in passes:
+            one.update({name: one[name].contiguous() for name in ("qkv", "positions", "writes")})
+
+        def chain(passes: list[dict[str, Any]] = passes, work: attention.AttendWork = work) -> Tensor:
+            return torch.cat([run(attention.attend, one, work) for one in passes], dim=1)
+
+        eager = chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        for _ in range(50):
+            graph.replay()
+            assert torch.equal(out, eager)
+        assert work.counters.count_nonzero() == 0
+        results.append((eager, stored(mine)))
+    assert_same(results[0], results[1])
+
+
 def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     choose("tiles", monkeypatch)
     given = case("cpu", lengths=[300], queries=2)

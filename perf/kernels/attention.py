@@ -1,0 +1,234 @@
+"""Times attention over a paged cache, rotation and K/V append included, against SDPA on the same keys gathered.
+
+Microseconds a call from graph replays (perf.timing) over more layers of cache than the L2 holds: a chain of calls as
+in a step, with early launches and without. `share` is what part of the read ceiling, measured in the same run, the
+bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and nothing to store: it does less.
+--chain adds what a layer pays: the time of (qkv product, attend, o product) less that of the two products alone.
+
+Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
+       [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--tiles]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from fastspec.kernels import attend as attention
+from fastspec.kernels import reference
+from fastspec.kernels.packed_linear import packed_linear
+from perf import timing
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, key heads, their size, and the model's hidden size."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+MODELS = {"8b": Heads(32, 8, 128, 4096), "1b": Heads(32, 8, 64, 2048)}
+
+
+class Case:
+    """`queries` new tokens a row at the end of `context` positions; as many layers of cache as keep it cold."""
+
+    def __init__(self, model: Heads, batch: int, queries: int, context: int, split_keys: int | None) -> None:
+        self.model, self.batch, self.queries, self.context = model, batch, queries, context
+        per_row = -(-context // PAGE_SIZE)
+        device = torch.device("cuda")
+        self.nbytes = batch * context * model.kv_heads * model.dim * 2 * 2
+        shape = (1 + batch * per_row, PAGE_SIZE, model.kv_heads, model.dim)
+        self.layers = timing.copies_for(self.nbytes)
+        self.cache = [
+            tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)) for _ in range(self.layers)
+        ]
+        self.table = (1 + torch.randperm(batch * per_row, device=device)).view(batch, per_row)
+        angles = torch.arange(per_row * PAGE_SIZE, device=device)[:, None] * torch.rand(model.dim // 2, device=device)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.qkv = torch.randn(batch, queries, model.width, device=device, dtype=torch.bfloat16)
+        self.positions = (context - queries + torch.arange(queries, device=device)).expand(batch, -1).contiguous()
+        self.writes = torch.ones(batch, queries, dtype=torch.bool, device=device)
+        capacity = per_row * PAGE_SIZE
+        self.work = attention.attend_work(
+            device, batch * max(queries, 1), capacity, (model.heads, model.kv_heads, model.dim)
+        )
+        if split_keys is not None:
+            room = -(-capacity // split_keys) * 2 + 2
+            self.work = attention.AttendWork(
+                split_keys,
+                torch.zeros(batch * queries * model.heads * room, dtype=torch.int32, device=device),
+                torch.empty(batch * queries * model.heads * room * (model.dim + 1), device=device),
+            )
+
+    def call(self, layer: int, attend: Callable[..., Tensor] = attention.attend, qkv: Tensor | None = None) -> Tensor:
+        """One layer's attention."""
+        return attend(
+            self.qkv if qkv is None else qkv,
+            self.cos,
+            self.sin,
+            *self.cache[layer],
+            self.table,
+            self.positions,
+            self.writes,
+            num_heads=self.model.heads,
+            q_norm=None,
+            k_norm=None,
+            eps=1e-5,
+            num_blocks=-(-self.context // reference.KEY_BLOCK),
+            window=None,
+            work=self.work,
+        )
+
+    def error(self) -> float:
+        """Largest difference from the torch twin, as a share of the largest output: a wrong kernel has no figure."""
+        exact = self.call(0, reference.attend).float()
+        return float((self.call(0).float() - exact).abs().max() / exact.abs().max())
+
+    def sdpa(self) -> list[Callable[[], Tensor]]:
+        """SDPA of the layers' keys and values, gathered beforehand."""
+        model = self.model
+        query = self.qkv[..., : model.heads * model.dim].view(self.batch, self.queries, -1, model.dim).transpose(1, 2)
+        mask = causal_lower_right(self.queries, self.context)
+        calls = []
+        for keys, values in self.cache:
+            shape = (self.batch, model.kv_heads, self.context, model.dim)
+            k, v = (x.view(-1)[: torch.Size(shape).numel()].view(shape) for x in (keys, values))
+            calls.append(partial(F.scaled_dot_product_attention, query, k, v, attn_mask=mask, enable_gqa=True))
+        return calls
+
+
+def timed(calls: list[Any], repeats: int) -> float:
+    return timing.graph_time(calls, repeats=repeats).us
+
+
+def without_early_launches(case: Case, repeats: int) -> float:
+    early, attention.has_pdl = attention.has_pdl, lambda device: False
+    fragments, attention.uses_fragments = attention.uses_fragments, lambda *args: True
+    if not fragments(case.qkv.device, case.qkv.dtype, case.model.dim, case.work.split_keys):
+        attention.uses_fragments = lambda *args: False
+    try:
+        return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
+    finally:
+        attention.has_pdl, attention.uses_fragments = early, fragments
+
+
+def in_a_layer(case: Case, repeats: int) -> float:
+    """What attention adds to a layer's two products next to it, with early launches throughout."""
+    model, rows = case.model, case.batch * case.queries
+
+    def weight(n: int, k: int) -> Tensor:
+        return torch.randn(n // 16, k // 32, 16, 32, device="cuda", dtype=torch.bfloat16) * k**-0.5
+
+    layers = max(case.layers, timing.copies_for(2 * model.hidden * (model.width + model.hidden)))
+    weights = [(weight(model.width, model.hidden), weight(model.hidden, model.hidden)) for _ in range(layers)]
+    x = torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16)
+
+    def layer(attending: bool, index: int) -> Tensor:
+        qkv_weight, o_weight = weights[index]
+        qkv = packed_linear(x, qkv_weight, pdl=True)
+        out = x
+        if attending:
+            out = case.call(index % case.layers, qkv=qkv.view(case.batch, case.queries, -1)).view(rows, -1)
+        return packed_linear(out, o_weight, pdl=True)
+
+    both, alone = (timed([partial(layer, which, i) for i in range(layers)], repeats) for which in (True, False))
+    return both - alone
+
+
+def decode_record(
+    name: str, batch: int, queries: int, context: int, split: int | None, ceiling: float, given: argparse.Namespace
+) -> dict[str, Any]:
+    case = Case(MODELS[name], batch, queries, context, split)
+    error = case.error()
+    assert error < 2**-6, f"{name} {batch} x {queries} over {context} is wrong by {error:.1%}"
+    us = timed([partial(case.call, layer) for layer in range(case.layers)], given.repeats)
+    record = {
+        "op": "attend",
+        "model": name,
+        "batch": batch,
+        "queries": queries,
+        "context": context,
+        "split_keys": case.work.split_keys,
+        "us": round(us, 2),
+        "us_late_launch": round(without_early_launches(case, given.repeats), 2),
+        "bytes": case.nbytes,
+        "share": round(case.nbytes / us / 1e3 / ceiling, 3),
+        "sdpa_us": round(timed(case.sdpa(), given.repeats), 2),
+        "error": round(error, 5),
+    }
+    if given.chain:
+        record["us_in_a_layer"] = round(in_a_layer(case, given.repeats), 2)
+    return record
+
+
+def chunk_record(name: str, rows: int, repeats: int) -> dict[str, Any]:
+    """A prompt's first chunk of that many rows."""
+    case = Case(MODELS[name], 1, rows, rows, None)
+    error = case.error() if rows <= 2048 else 0.0  # the twin holds every score
+    assert error < 2**-6, f"a chunk of {rows} rows is wrong by {error:.1%}"
+    us = timed([partial(case.call, 0)], repeats)
+    sdpa_us = timed(case.sdpa()[:1], repeats)
+    flops = 2 * rows * (rows + 1) * case.model.dim * case.model.heads
+    return {
+        "op": "chunk",
+        "model": name,
+        "rows": rows,
+        "us": round(us, 1),
+        "tflop_s": round(flops / us / 1e6),
+        "sdpa_us": round(sdpa_us, 1),
+        "sdpa_tflop_s": round(flops / sdpa_us / 1e6),
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 32768, 131072])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--splits", type=int, nargs="+", help="keys of a partial sum, in place of split_keys_for's")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--chain", action="store_true")
+    parser.add_argument("--tiles", action="store_true", help="never the kernel out of registers")
+    given = parser.parse_args(arguments)
+    if given.tiles:
+        attention.uses_fragments = lambda *args: False
+    ceiling = timing.read_ceiling()
+    print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
+    records = []
+    for name in given.models:
+        for context in given.contexts:
+            for batch in given.batch:
+                for queries in given.queries:
+                    for split in given.splits or [None]:
+                        records.append(decode_record(name, batch, queries, context, split, ceiling, given))
+                        print(json.dumps(records[-1]), flush=True)
+        for rows in given.chunks:
+            records.append(chunk_record(name, rows, given.repeats))
+            print(json.dumps(records[-1]), flush=True)
+        torch.cuda.empty_cache()
+    return records
+
+
+if __name__ == "__main__":
+    main()
