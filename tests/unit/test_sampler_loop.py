@@ -98,6 +98,13 @@ def test_counts_are_those_of_the_text_after_every_step(same: bool, device: str) 
 
 
 @pytest.mark.parametrize("device", devices())
+def test_a_model_accepts_itself_under_any_options(device: str) -> None:
+    """draft = target: every draft is accepted, so the draft proposes under the same penalties, bans and filters."""
+    for request in run(tiny_engine(device=device, same=True), ROWS, stop_ids=(9, 11)):
+        assert request.accepted == request.drafted, request.options
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("depth", [1, 3])
 def test_draft_limits(depth: int, device: str) -> None:
     """Ragged drafts in one step: the target's own text everywhere, and never more drafts than asked for."""
@@ -233,6 +240,27 @@ def test_a_watch_ends_a_row_inside_a_step() -> None:
             for request in requests:
                 stats = request.stats()
                 assert stats.emitted == len(request.new_tokens) == stats.steps + stats.accepted - stats.dropped
+
+
+def test_a_row_that_the_host_ended_writes_no_more() -> None:
+    """Two rows end together and their pages go to one long row: the other place would go on writing to them."""
+
+    def made(batch: int) -> list[Request]:
+        given = [*([5 + index] * 10 for index in range(4)), list(range(100))]
+        requests = [Request(prompt, 8 if len(prompt) > 10 else 40, options()) for prompt in given]
+        if batch > 1:
+            requests[1].watch, requests[2].watch = Cut(3), Cut(3)
+        return requests
+
+    def decode(batch: int, num_pages: int) -> list[Request]:
+        requests = made(batch)
+        for _ in DecodeLoop(tiny_engine(batch=batch, k=2, num_pages=num_pages), requests, (), GREEDY, lambda made: 1):
+            pass
+        return requests
+
+    alone, together = decode(1, 1 + 8), decode(4, 1 + 4 * 4)
+    assert len(together[1].new_tokens) == len(together[2].new_tokens) == 3
+    assert [together[index].new_tokens for index in (0, 3, 4)] == [alone[index].new_tokens for index in (0, 3, 4)]
 
 
 class Cut:
