@@ -14,14 +14,16 @@
 
 A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds query tile t of one row and kv head and
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
-from the cache in blocks, and leaves a partial sum. The last program of a tile to arrive, by an integer counter,
-combines the partial sums in ascending order: FAN splits to a group, then the groups. A prompt chunk (more rows)
-appends in one launch and attends in a second (paged_attention.py).
+from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
+by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. On sm_90 and above,
+16-bit caches of short rows take attend_fragments.py, which does the same out of registers; `_decode_kernel` here is
+for all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
 
-Row invariance. The bits of a row are those of the row alone: its tile has a fixed shape, key blocks and splits lie
-at absolute positions, sums over them are taken in ascending order, and a block or split that is masked for a row is
-an exact no-op for it. Nothing is fused behind the compiler's back (enable_fp_fusion=False): every product below is
-rounded where it stands, so that K has the same bits whichever kernel writes it, and the torch twin's.
+Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
+model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in
+ascending order, and a block or split that is masked for a row is an exact no-op for it. Nothing is fused behind the
+compiler's back (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits
+whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before this one's wait nothing is computed from what
 another kernel writes. Positions and table are peeked at, past L1, to bring keys into L2 while the previous kernel

@@ -6,7 +6,7 @@ bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and not
 --chain adds what a layer pays: the time of (qkv product, attend, o product) less that of the two products alone.
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
-       [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--tiles]
+       [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--kernel tiles]
 """
 
 from __future__ import annotations
@@ -121,14 +121,13 @@ def timed(calls: list[Any], repeats: int) -> float:
 
 
 def without_early_launches(case: Case, repeats: int) -> float:
-    early, attention.has_pdl = attention.has_pdl, lambda device: False
-    fragments, attention.uses_fragments = attention.uses_fragments, lambda *args: True
-    if not fragments(case.qkv.device, case.qkv.dtype, case.model.dim, case.work.split_keys):
-        attention.uses_fragments = lambda *args: False
+    kept = attention.has_pdl, attention.uses_fragments
+    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim, case.work.split_keys)
+    attention.has_pdl, attention.uses_fragments = (lambda device: False), (lambda *args: fragments)
     try:
         return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
     finally:
-        attention.has_pdl, attention.uses_fragments = early, fragments
+        attention.has_pdl, attention.uses_fragments = kept
 
 
 def in_a_layer(case: Case, repeats: int) -> float:
@@ -152,6 +151,11 @@ def in_a_layer(case: Case, repeats: int) -> float:
 
     both, alone = (timed([partial(layer, which, i) for i in range(layers)], repeats) for which in (True, False))
     return both - alone
+
+
+def forced(fragments: bool, device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
+    """In place of `uses_fragments`: the kernel out of registers wherever it can run, or nowhere."""
+    return fragments and split_keys <= attention.FRAGMENT_SPLIT
 
 
 def decode_record(
@@ -209,10 +213,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--tiles", action="store_true", help="never the kernel out of registers")
+    parser.add_argument("--kernel", choices=["tiles", "fragments"], help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
-    if given.tiles:
-        attention.uses_fragments = lambda *args: False
+    if given.kernel:
+        attention.uses_fragments = partial(forced, given.kernel == "fragments")
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

@@ -13,6 +13,7 @@ from fastspec.kernels.attend_fragments import fragment_kernel
 Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ELEMENT = {2: "*bf16", 4: "*fp32"}
+FRAGMENT_DIMS = (64, 128)  # that the kernel out of registers can take, whether or not it is used for them
 PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
 
