@@ -15,9 +15,9 @@
 A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds query tile t of one row and kv head and
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
-by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. On sm_90 and above,
-16-bit caches of short rows take attend_fragments.py, which does the same out of registers; `_decode_kernel` here is
-for all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
+by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
+`uses_fragments` names runs as attend_fragments.py, which does the same out of registers; `_decode_kernel` here is for
+all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in

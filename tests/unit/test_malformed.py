@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastspec import CheckpointError, FastSpecGenerator, UnsupportedModel
+from fastspec import CheckpointError, FastSpecGenerator, InvalidLogits, UnsupportedModel
 from tests.helpers.checkpoints import edit, make_checkpoint, write_tokenizer
 from tests.helpers.damage import (
     CONFIG,
@@ -285,8 +285,16 @@ HARMLESS: dict[str, tuple[str, Damage]] = {
     "unknown-fields": ("single", set_fields(CONFIG, configuration_files=["x"], text_config={}, a=[1])),
     "index-beside-single": ("single", write(INDEX, b"{")),
     "no-generation-config": ("single", remove(GENERATION)),
-    "not-a-number": ("single", tensors(lambda t: t[NORM].fill_(float("nan")))),
 }
+
+
+def test_weights_that_are_not_numbers_are_named_at_the_first_token(pristine: dict[str, Path], tmp_path: Path) -> None:
+    """They load, as they do elsewhere; what they lead to is an error and not a text."""
+    directory = tmp_path / "model"
+    shutil.copytree(pristine["single"], directory)
+    tensors(lambda t: t[NORM].fill_(float("nan")))(directory)
+    with pytest.raises(InvalidLogits, match="NaN or infinite"):
+        works(made(directory))
 
 
 @pytest.mark.parametrize(("base", "change"), HARMLESS.values(), ids=HARMLESS)
