@@ -24,9 +24,9 @@ from hypothesis.stateful import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption, verify
+from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption, admission, verify
 from fastspec.graphs.ring import RowResult
-from fastspec.loop import DecodeLoop, Request
+from fastspec.loop import Request
 from fastspec.state import IDLE, DecodeState
 from tests.helpers.fuzzing import CI, CONTEXT, DRAFTS, NIGHTLY, VOCAB, Call, Pair, calls, raised_by_us
 
@@ -96,7 +96,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "do_sample text": (PROMPT, {"do_sample": "no"}, "do_sample"),
     "unknown option": (PROMPT, {"temprature": 1.0}, "unknown option 'temprature'"),
     "beams": (PROMPT, {"num_beams": 2}, "num_beams"),
-    "penalty": (PROMPT, {"repetition_penalty": 1.1}, "repetition_penalty"),
+    "penalty": (PROMPT, {"repetition_penalty": -1.1}, "repetition_penalty"),
     "penalties": (PROMPT, {"repetition_penalty": torch.tensor([1.0, 2.0])}, "repetition_penalty"),
     "stop strings": (PROMPT, {"stop_strings": ["x"]}, "stop_strings"),
     "processors": (PROMPT, {"logits_processor": []}, "logits_processor"),
@@ -279,15 +279,15 @@ def test_a_bad_call_names_its_fault_and_changes_nothing(pair: Pair, name: str) -
 
 
 def stop_ids_are_kept(plant: pytest.MonkeyPatch) -> None:
-    fill = DecodeLoop._fill
+    fill = admission.fill
 
-    def planted(self: DecodeLoop, row: int, request: Request, pages: tuple[int, ...]) -> None:
-        before = self._engine.state.stop_ids[row].clone()
-        fill(self, row, request, pages)
-        after = self._engine.state.stop_ids[row]
+    def planted(state: DecodeState, row: int, *given: Any) -> None:
+        before = state.stop_ids[row].clone()
+        fill(state, row, *given)
+        after = state.stop_ids[row]
         after.copy_(torch.where(after < 0, before, after))
 
-    plant.setattr(DecodeLoop, "_fill", planted)
+    plant.setattr(admission, "fill", planted)
     plant.setattr(DecodeState, "reset", lambda state: state.finish.fill_(IDLE))
 
 
@@ -319,18 +319,24 @@ def a_draft_too_many_is_accepted(plant: pytest.MonkeyPatch) -> None:
 
 
 def seeds_depend_on_the_place(plant: pytest.MonkeyPatch) -> None:
-    fill = DecodeLoop._fill
+    fill = admission.fill
 
-    def planted(self: DecodeLoop, row: int, request: Request, pages: tuple[int, ...]) -> None:
-        fill(self, row, request, pages)
-        self._engine.state.seeds[row] += row
+    def planted(state: DecodeState, row: int, *given: Any) -> None:
+        fill(state, row, *given)
+        state.seeds[row] += row
 
-    plant.setattr(DecodeLoop, "_fill", planted)
+    plant.setattr(admission, "fill", planted)
 
 
 def pages_are_shared(plant: pytest.MonkeyPatch) -> None:
-    fill = DecodeLoop._fill
-    plant.setattr(DecodeLoop, "_fill", lambda self, row, request, pages: fill(self, row, request, (1, *pages[1:])))
+    fill = admission.fill
+
+    def planted(
+        state: DecodeState, row: int, prompt: list[int], limit: int, pages: tuple[int, ...], *given: Any
+    ) -> None:
+        fill(state, row, prompt, limit, (1, *pages[1:]), *given)
+
+    plant.setattr(admission, "fill", planted)
 
 
 def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastspec import admission
 from fastspec.engine import Engine, next_chunk
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
 from fastspec.proposers.base import GREEDY
+from fastspec.state import DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
@@ -62,13 +65,13 @@ def test_the_check_sees_a_prompt_that_depends_on_its_place(monkeypatch: pytest.M
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (90, 90)]
     engine = tiny_engine(batch=2, chunks=CHUNKS)
     expected, _ = watched(engine, [prompts[1]], [2])
-    fill = DecodeLoop._fill
+    fill = admission.fill
 
-    def planted(self: DecodeLoop, row: int, request: Request, pages: tuple[int, ...]) -> None:
-        fill(self, row, request, pages)
-        self._engine.state.tokens[row, 0] += row > 0  # what reading a neighbour's token would do
+    def planted(state: DecodeState, row: int, *given: Any) -> None:
+        fill(state, row, *given)
+        state.tokens[row, 0] += row > 0  # what reading a neighbour's token would do
 
-    monkeypatch.setattr(DecodeLoop, "_fill", planted)
+    monkeypatch.setattr(admission, "fill", planted)
     got, _ = watched(engine, prompts, [2, 2])
     assert not torch.equal(got[1], expected[0])
 

@@ -37,5 +37,5 @@ def test_kernels_compile(arch: int) -> None:
         assert report["shared"] <= SHARED_LIMIT[arch], report
         if report["kernel"] in ("_decode_kernel", "_flash_kernel", "tile_kernel", "_prefill_kernel"):
             assert report["mma"] or report["element"] == 4, report  # the tensor cores are used
-        if report["kernel"] in ("_flash_kernel", "tile_kernel", "_prefill_kernel") and report["element"] == 2:
+        if report["kernel"] in ("tile_kernel", "_prefill_kernel"):
             assert report["vector"], report  # 16 bytes at a time
