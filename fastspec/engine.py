@@ -73,13 +73,13 @@ class Engine:
         """Makes the runner ready for such a step."""
         self.runner.capture(key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
 
-    def compile(self, steps: Iterable[tuple[int, StepShape]]) -> None:
-        """Compiles the kernels of these steps and of the passes over prompts, in parallel and before any is needed."""
+    def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
+        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
         view = self.state.rows(0, 1)
         with self.parts.ops.compiling(), self._idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
-            for chunk in self.chunks:
+            for chunk in self.chunks if prompts else ():
                 shape = self.chunk_shape(chunk, chunk, GREEDY)
                 prefill(self.parts, view, shape, 0, chunk)
                 if self.parts.proposer:

@@ -100,7 +100,6 @@ def _products(settings: Settings) -> str:
             "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
             "depend on k and on its neighbours"
         )
-    rows = settings.decode_tiling.rows
-    if rows is None:
+    if settings.decode_tiling.rows is None:
         return "exact=False: any shape; a row's bits may depend on k and on its neighbours"
-    return f"exact=True: always {rows} rows at a time, so a row's bits depend on that row alone"
+    return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"

@@ -269,14 +269,16 @@ class FastSpecGenerator:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         k = self._drafts(num_speculative_tokens)
         with self._in_use() as engine:
-            self._capture(engine, self._settings.layout.batch, {k, 0}, sampler, None)
+            self._capture(engine, self._settings.layout.batch, {k, 0}, sampler, None, prompts=True)
 
-    def _capture(self, engine: Engine, rows: int, ks: set[int], sampler: str, top_logprobs: int | None) -> None:
+    def _capture(
+        self, engine: Engine, rows: int, ks: set[int], sampler: str, top_logprobs: int | None, *, prompts: bool = False
+    ) -> None:
         """Captures what is missing of the steps over up to `rows` rows, with a progress bar."""
         missing = engine.missing(rows, ks, sampler, top_logprobs)
         if engine.runner.static and missing:
             with engine.on_device():
-                engine.compile(missing)
+                engine.compile(missing, prompts=prompts)
         bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (self._progress and missing))
         with engine.on_device():
             for size, shape in bar:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fastspec import verify
 from fastspec.processors import ProcessorRows
 from fastspec.sampling import SamplerRows
 
-RUNNING, STOPPED, AT_LIMIT, IDLE = 0, 1, 2, 3  # values of DecodeState.finish
+# values of DecodeState.finish: what a commit leaves there, and one more
+RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 MAX_STOP_IDS = 64
 MAX_TOP_LOGPROBS = 20
 

@@ -111,7 +111,7 @@ def _verify(
         return verify.synthetic(shape.verification, picks, drafts, counts, places, draws, number)
     if shape.sampler == GREEDY:
         return verify.greedy(logits, drafts, counts)
-    p = _law(state, shape, logits)
+    p = sampling.law(logits, state.sampler)
     if shape.verification == COUPLED:
         return verify.coupled(p, drafts, counts, places, draws, sampling.TARGET)
     certain = parts.proposer is None or parts.proposer.certain
@@ -120,16 +120,11 @@ def _verify(
     return rule(p, q, drafts, counts, places, draws, sampling.TARGET)
 
 
-def _law(state: DecodeState, shape: StepShape, logits: Tensor) -> Tensor:
-    """The target's law [B, k+1, V] at every place."""
-    return sampling.law(logits, state.sampler)
-
-
 def _picks(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor, places: Tensor) -> Tensor:
     """int64 [B, k+1]: what the target picks at each place, given the drafts before it."""
     if shape.sampler == GREEDY:
         return logits.argmax(dim=-1)
-    return draws.pick(_law(state, shape, logits), places, sampling.TARGET)
+    return draws.pick(sampling.law(logits, state.sampler), places, sampling.TARGET)
 
 
 def _count(state: DecodeState, shape: StepShape) -> None:

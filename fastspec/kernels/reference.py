@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import packing
-from fastspec.kernels.reference_step import commit, embed, feed_embed, feed_rows, publish, verify_commit
+from fastspec.kernels.reference_step import commit, embed, feed_rows, publish, verify_commit
 
 __all__ = [
     "KEY_BLOCK",
@@ -24,7 +24,6 @@ __all__ = [
     "attend",
     "commit",
     "embed",
-    "feed_embed",
     "feed_rows",
     "linear",
     "paged_attention",
@@ -330,9 +329,7 @@ def prefill_linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`linear` with a packed weight [N/16, K/32, 16, 32]; with `gated` 8 gate rows, then their 8 up rows, and so on."""
-    rows = weight.transpose(1, 2).reshape(-1, weight.shape[1] * 32)
-    if gated:
-        rows = rows.view(-1, 2, 8, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    rows = packing.unpack(weight, gated)
     return linear(x, rows, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 

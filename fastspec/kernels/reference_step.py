@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastspec import processors, verify
+from fastspec.kernels import packing
 
 
 def feed_rows(
@@ -60,14 +59,7 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows [..., H] of an embedding [V, H], or packed [V/16, H/32, 16, 32], at int64 ids clamped to the table."""
     if weight.dim() == 2:
         return weight[ids.clamp(0, weight.shape[0] - 1)]
-    ids = ids.clamp(0, weight.shape[0] * 16 - 1)
-    return weight[ids // 16, :, ids % 16].flatten(-2)
-
-
-def feed_embed(weight: Tensor, *rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(embedded ids, positions, writes) of `feed_rows(*rows, **shape)`."""
-    ids, positions, writes = feed_rows(*rows, **shape)
-    return embed(weight, ids), positions, writes
+    return packing.embed_rows(weight, ids.clamp(0, weight.shape[0] * 16 - 1))
 
 
 def verify_commit(

@@ -29,7 +29,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 [max_rows + 1] zeros, of the pick.
+        pick: int64 [batch + 1] zeros, of the pick.
     """
 
     attend: AttendWork

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastspec import sampling, verify
 from fastspec.kernels import reference
 from fastspec.kernels.commit import commit, scratch_of
-from fastspec.kernels.embed import embed, feed_embed
+from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.publish import publish
 from fastspec.kernels.verify_commit import verify_commit
@@ -82,8 +82,7 @@ def starts_of_a_pass(state: DecodeState, k: int, hidden: int = 4096, vocab: int 
     return {
         "feed_rows": lambda _: feed_rows(*rows, **shape),
         "feed_rows, embed": lambda _: embed(weight, feed_rows(*rows, **shape)[0]),
-        "feed_embed": lambda _: feed_embed(weight, *rows, **shape),
-        "torch: feed_rows, embed": lambda _: reference.feed_embed(weight, *rows, **shape),
+        "torch: feed_rows, embed": lambda _: reference.embed(weight, reference.feed_rows(*rows, **shape)[0]),
     }
 
 

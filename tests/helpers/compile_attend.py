@@ -9,12 +9,11 @@ import torch
 
 from fastspec.kernels import attend, paged_attention, rope
 from fastspec.kernels.attend_fragments import fragment_kernel
+from tests.helpers.compile_kernels import PDL_FROM, Entry
 
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ELEMENT = {2: "*bf16", 4: "*fp32"}
 FRAGMENT_DIMS = (64, 128)  # that the kernel out of registers can take, whether or not it is used for them
-PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
 
 ROWS = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr", "query_ptr")

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
+PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 
 
 def entries(arch: int) -> Iterator[Entry]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fastspec.kernels import prefill_linear as prefill
-
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
-
+from tests.helpers.compile_kernels import Entry
 
 # what one block may use of shared memory, in bytes (CUDA programming guide, compute capabilities table)
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}

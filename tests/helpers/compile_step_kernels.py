@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fastspec.kernels import commit, embed, feed_rows, publish, verify_commit
+from tests.helpers.compile_kernels import PDL_FROM, Entry
 
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
-PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 STATE = [
     *("tokens_ptr", "lengths_ptr", "limits_ptr", "draft_lengths_ptr", "finish_ptr", "stop_ptr"),
     *("counts_ptr", "block_ptr", "emitted_ptr", "accepted_ptr", "scratch_ptr"),
@@ -46,11 +44,8 @@ def _feeds() -> Iterator[Entry]:
                 constants = {"PACKED": packed, "BLOCK": embed.BLOCK}
                 table = {"weight_ptr": element, "out_ptr": element}
                 options = {"num_warps": embed.NUM_WARPS}
-                signature = _signature(wide, ["rows", "width", *FEED_SIZES], writes_ptr="*i1", **table)
-                yield embed._feed_embed_kernel, signature, {**constants, **absent}, options, size
-                if counts:
-                    signature = _signature(["ids_ptr"], ["rows", "width"], **table)
-                    yield embed._embed_kernel, signature, constants, options, size
+                signature = _signature(["ids_ptr"], ["rows", "width"], **table)
+                yield embed._embed_kernel, signature, constants, options, size
 
 
 def _commits() -> Iterator[Entry]:

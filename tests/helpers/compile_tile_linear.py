@@ -14,11 +14,9 @@ from typing import Any
 from fastspec.kernels import tile_linear as tile
 from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
 from fastspec.kernels.tile_parts import norm_kernel
-from tests.helpers.compile_kernels import compiled
+from tests.helpers.compile_kernels import PDL_FROM, Entry, compiled
 
 ELEMENT = {2: "*bf16", 4: "*fp32"}
-PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, int], int]
 
 
 def entries(arch: int) -> Iterator[Entry]:

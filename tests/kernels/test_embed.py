@@ -8,11 +8,10 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from tests.helpers.devices import devices
-from tests.helpers.states import assert_same, copy_of, random_state
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.embed import embed, feed_embed
+from fastspec.kernels.embed import embed
 
 
 def table(vocab: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -53,37 +52,6 @@ def test_an_awkward_row_major_width(device: str) -> None:
     weight = table(19, 111, torch.float32, device)
     ids = torch.tensor([[18], [3]], device=device)
     assert torch.equal(embed(weight, ids), weight[ids])
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("first", "queries"), [(-2, 2), (-1, 4), (1, 1)])
-def test_fused_with_the_rows_of_a_pass(first: int, queries: int, device: str) -> None:
-    weight = table(64, 1056, torch.bfloat16, device)
-    for stored in (weight, packed(weight)):
-        whole, rows = random_state(first, batch=5, k=3, vocab=90, device=device, before=1)
-        rows.lengths[1] = 1
-        twin = copy_of(whole)
-        results = []
-        for op, view in ((feed_embed, rows), (reference.feed_embed, twin.rows(1, 6))):
-            counted = {"draft_counts": view.draft_counts, "num_drafts": 3} if first == -2 else {}
-            results.append(
-                op(
-                    stored,
-                    view.tokens,
-                    view.lengths,
-                    view.finish,
-                    view.draft_tokens,
-                    first=first,
-                    queries=queries,
-                    limit=20,
-                    vocab=64,
-                    **counted,
-                )
-            )
-        for ours, theirs in zip(*results, strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs)
-        assert_same(whole, twin)
 
 
 @pytest.mark.gpu

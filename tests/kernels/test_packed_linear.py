@@ -19,6 +19,7 @@ from torch import Tensor
 from fastspec.kernels import packing, reference
 from tests.helpers.devices import devices
 from tests.helpers.gluon_simulator import simulated
+from tests.helpers.products import product_case, widened
 
 NAN = float("nan")
 EPILOGUES = [
@@ -51,38 +52,14 @@ def case(
     rows: int, n: int, k: int, dtype: torch.dtype, device: str, epilogue: str = "plain", seed: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """x, packed weight and keyword arguments of one call."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
-
-    words = epilogue.split("+")
-    x, weight = draw(rows, k), packing.pack(draw(n, k, scale=k**-0.5), "gated" in words)
-    gamma, bias, residual = draw(k), draw(n), draw(rows, n // 2 if "gated" in words else n)
-    arguments: dict[str, Any] = {}
-    if "norm" in words:
-        arguments["norm"] = (gamma, 1e-5)
-    if "bias" in words:
-        arguments["bias"] = bias
-    if "residual" in words:
-        arguments["residual"] = residual
-    if "gated" in words:
-        arguments["gated"] = True
-    if "fp32" in words:
-        arguments["out_dtype"] = torch.float32
-    return x, weight, arguments
+    x, weight, arguments = product_case(rows, n, k, dtype, device, epilogue, seed)
+    return x, packing.pack(weight, "gated" in arguments), arguments
 
 
 def some_rows(x: Tensor, arguments: dict[str, Any], at: Any) -> tuple[Tensor, dict[str, Any]]:
     if "residual" in arguments:
         arguments = {**arguments, "residual": arguments["residual"][at]}
     return x[at], arguments
-
-
-def widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double()
-    return (value[0].double(), value[1]) if isinstance(value, tuple) else value
 
 
 def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str, Any]) -> tuple[float, float]:

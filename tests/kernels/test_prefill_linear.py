@@ -11,6 +11,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from tests.helpers.devices import devices
 from tests.helpers.modules import module_output
+from tests.helpers.products import product_case, widened
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -34,32 +35,8 @@ def case(
     rows: int, n: int, k: int, dtype: torch.dtype, device: str, epilogue: str = "plain", seed: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """x, packed weight and keyword arguments of one call."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
-
-    x, weight = draw(rows, k), packed(draw(n, k, scale=k**-0.5))
-    gamma, bias, residual = draw(k), draw(n), draw(rows, n)
-    words = epilogue.split("+")
-    arguments: dict[str, Any] = {}
-    if "norm" in words:
-        arguments["norm"] = (gamma, 1e-5)
-    if "bias" in words:
-        arguments["bias"] = bias
-    if "residual" in words:
-        arguments["residual"] = residual
-    if "gated" in words:
-        arguments["gated"] = True
-    if "fp32" in words:
-        arguments["out_dtype"] = torch.float32
-    return x, weight, arguments
-
-
-def widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double()
-    return (value[0].double(), value[1]) if isinstance(value, tuple) else value
+    x, weight, arguments = product_case(rows, n, k, dtype, device, epilogue, seed, residual_width=n)
+    return x, packed(weight), arguments
 
 
 def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str, Any]) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from tests.helpers.devices import devices
 from tests.helpers.modules import module_output
+from tests.helpers.products import product_case, widened
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -29,38 +30,6 @@ EPILOGUES = [
 ]
 # the interpreter has no bf16 products
 DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
-
-
-def case(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: str, epilogue: str = "plain", seed: int = 0
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """x, weight and keyword arguments of one call."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
-
-    x, weight = draw(rows, k), draw(n, k, scale=k**-0.5)
-    words = epilogue.split("+")
-    gamma, bias, residual = draw(k), draw(n), draw(rows, n // 2 if "gated" in words else n)
-    arguments: dict[str, Any] = {}
-    if "norm" in words:
-        arguments["norm"] = (gamma, 1e-5)
-    if "bias" in words:
-        arguments["bias"] = bias
-    if "residual" in words:
-        arguments["residual"] = residual
-    if "gated" in words:
-        arguments["gated"] = True
-    if "fp32" in words:
-        arguments["out_dtype"] = torch.float32
-    return x, weight, arguments
-
-
-def widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double()
-    return (value[0].double(), value[1]) if isinstance(value, tuple) else value
 
 
 def exact(x: Tensor, weight: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -83,7 +52,7 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 62, 32), (2, 38, 200), (9, 34, 33), (18, 18, 131), (66, 10, 64)])
 def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) -> None:
     for dtype in DTYPES[device]:
-        x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
+        x, weight, arguments = product_case(rows, n, k, dtype, device, epilogue)
         ours = tile.tile_linear(x, weight, **arguments)
         assert ours.dtype == arguments.get("out_dtype", dtype)
         error, bound = error_and_bound(ours, x, weight, arguments)
@@ -95,7 +64,7 @@ def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
     for rows, n, k in ((1, 4096, 4096), (3, 10240, 2048), (6, 2048, 8192), (33, 9000, 512), (300, 998, 1111)):
-        x, weight, arguments = case(rows, n, k, dtype, "cuda", epilogue)
+        x, weight, arguments = product_case(rows, n, k, dtype, "cuda", epilogue)
         error, bound = error_and_bound(tile.tile_linear(x, weight, **arguments), x, weight, arguments)
         assert error <= bound, (rows, n, k)
 
@@ -107,7 +76,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(epilogue: str, device: str) -> 
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES[device]:
         count, n = (70, 300) if device == "cuda" else (36, 10)
-        x, weight, arguments = case(count, n, 300, dtype, device, epilogue)
+        x, weight, arguments = product_case(count, n, 300, dtype, device, epilogue)
         if device == "cpu":
             # the interpreter multiplies by numpy, whose order follows the shape: small integers have one sum only
             x, weight = (3 * x).round(), (30 * weight).round()
@@ -127,7 +96,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(epilogue: str, device: str) -> 
 def test_bits_over_many_rows(epilogue: str, n: int, k: int, dtype: torch.dtype) -> None:
     """10^4 rows in one call against the same rows 1..64 at a time, in random places."""
     generator = torch.Generator().manual_seed(2)
-    x, weight, arguments = case(10_000, n, k, dtype, "cuda", epilogue)
+    x, weight, arguments = product_case(10_000, n, k, dtype, "cuda", epilogue)
     whole = tile.tile_linear(x, weight, **arguments)
     order = torch.randperm(10_000, generator=generator).cuda()
     start = 0
@@ -140,7 +109,7 @@ def test_bits_over_many_rows(epilogue: str, n: int, k: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("device", devices())
 def test_what_is_not_of_a_row_is_not_read(device: str) -> None:
     """NaN in other rows stays there; the result holds nothing else of what torch.empty found."""
-    x, weight, _ = case(5, 34, 65, torch.float32, device)
+    x, weight, _ = product_case(5, 34, 65, torch.float32, device)
     clean = tile.tile_linear(x, weight)
     x[3] = NAN
     for norm in (None, (torch.ones(65, device=device), 1e-6)):
@@ -151,7 +120,7 @@ def test_what_is_not_of_a_row_is_not_read(device: str) -> None:
 
 
 def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, _ = case(9, 35, 40, torch.float32, "cpu")
+    x, weight, _ = product_case(9, 35, 40, torch.float32, "cpu")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
     assert tile.tile_linear(x, weight).isfinite().all()
@@ -174,7 +143,7 @@ def test_fp16_sums_beyond_its_range_are_normed() -> None:
 def test_pick_equals_its_twin(rows: int, normed: bool, device: str) -> None:
     """Of the very logits that `tile_linear` writes: the same arithmetic, so equality and no tolerance."""
     for dtype in DTYPES[device]:
-        x, weight, arguments = case(rows, 70, 65, dtype, device, "norm" if normed else "plain")
+        x, weight, arguments = product_case(rows, 70, 65, dtype, device, "norm" if normed else "plain")
         logits = tile.tile_linear(x, weight, out_dtype=torch.float32, **arguments)
         scratch = torch.zeros(65, dtype=torch.int64, device=device)
         for limit in (1, 16, 33, 70):
@@ -225,7 +194,7 @@ def test_pick_of_zeros_of_both_signs(device: str) -> None:
 def test_pick_at_real_sizes(dtype: torch.dtype) -> None:
     scratch = torch.zeros(65, dtype=torch.int64, device="cuda")
     for rows in (1, 6, 17, 64):
-        x, weight, arguments = case(rows, 50_000, 512, dtype, "cuda", "norm")
+        x, weight, arguments = product_case(rows, 50_000, 512, dtype, "cuda", "norm")
         logits = tile.tile_linear(x, weight, out_dtype=torch.float32, **arguments)
         for _ in range(20):
             assert torch.equal(tile.tile_pick(x, weight, 49_999, scratch, **arguments), logits[:, :49_999].argmax(-1))
@@ -259,7 +228,7 @@ def test_tables_are_complete() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    x, weight, _ = case(2, 16, 32, torch.float32, "cpu")
+    x, weight, _ = product_case(2, 16, 32, torch.float32, "cpu")
     scratch = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous"):
         tile.tile_linear(x, weight.t().contiguous().t())
