@@ -105,6 +105,19 @@ def test_a_model_accepts_itself_under_any_options(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+def test_a_model_accepts_itself_where_drafts_penalise_each_other(device: str) -> None:
+    """Among five ids every step repeats some, so a draft's law depends on the drafts before it in the step."""
+    few = {"allowed": (5, 6, 7, 8, 9), "draft_limit": None}
+    rows = [
+        options(**few, frequency_penalty=1.5),
+        options(**few, temperature=1.0, presence_penalty=2.0),
+        options(**few, temperature=0.7, repetition_penalty=1.5, frequency_penalty=0.5),
+    ]
+    for request in run(tiny_engine(device=device, same=True), rows):
+        assert request.accepted == request.drafted > 0, request.options
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("depth", [1, 3])
 def test_draft_limits(depth: int, device: str) -> None:
     """Ragged drafts in one step: the target's own text everywhere, and never more drafts than asked for."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from fastspec import sampling
 from fastspec.sampling import (
     ACCEPT,
     DRAFT,
@@ -107,6 +109,44 @@ def test_rare_tokens_win_as_often_as_they_should() -> None:
     for token in (1, 2):
         expected = float(probs[token]) * draws
         assert abs(counts[token] - expected) < 5 * math.sqrt(expected)  # five sigmas of a Poisson count
+
+
+def test_uniforms_keep_their_precision_however_small() -> None:
+    """Of 64 random bits, down to the least: three roundings to fp32 off, and never 0 or 1."""
+    for word in (0, 1, *(2**bits + 12345 for bits in range(14, 64)), 2**64 - 2**40, 2**64 - 1):
+        got = Fraction(sampling._unit(torch.tensor(word >> 32), torch.tensor(word % 2**32)).item())
+        exact = Fraction(2 * word + 1, 2**65)
+        assert 0 < got < 1
+        assert abs(got - exact) <= 3 * exact / 2**24, word
+
+
+@pytest.mark.parametrize("rare", [1e-7, 1e-9, 1e-12, 1e-15])
+def test_the_race_is_exact_in_the_small_tail(rare: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chance of a rare token, not by draws but counted: over 2^16 slices of the other token's random word, how many
+    words of its own would let it win. The largest word that wins is found by bisection, for earlier is always better.
+    """
+    slices, other = 2**16, torch.arange(2**16) * 2**16 + 2**15
+    zero = torch.zeros(slices, 1, dtype=torch.int64)
+    probs = torch.tensor([1.0 - rare, rare]).expand(slices, 2)
+    draws = PhiloxDraws(torch.zeros(slices, dtype=torch.int64))
+    low, high = torch.full((slices,), -1), torch.full((slices,), 2**62)
+    for _ in range(63):
+        word = (low + high) // 2
+        given = other[:, None], zero, (word >> 32)[:, None], (word % 2**32)[:, None]
+        monkeypatch.setattr(sampling, "philox", lambda counter, key, given=given: given)
+        won = draws.pick(probs, zero[:, 0], TARGET) == 1
+        low, high = torch.where(won, word, low), torch.where(won, high, word)
+    chance = ((low + 1).double() / 2.0**64).mean().item()
+    # the slices' middles are off by about log(2) / 2^17, the shares of words by 2^-24 and the law by 2^-24
+    assert abs(chance / float(probs[0, 1]) - 1) < 1e-5
+
+
+def test_every_part_of_the_key_matters() -> None:
+    """Seeds and positions beyond 32 bits, and purposes, of coins as of races: none has the numbers of another."""
+    keys = [(seed, place, purpose) for seed in (1, 1 + 2**40) for place in (2, 3, 2 + 2**35) for purpose in (0, 1, 2)]
+    races = {exponentials(torch.tensor([s]), torch.tensor([at]), purpose, 1).item() for s, at, purpose in keys}
+    coins = {uniforms(torch.tensor([s]), torch.tensor([[at]]), purpose).item() for s, at, purpose in keys}
+    assert len(races) == len(coins) == len(keys)
 
 
 def test_certain_acceptance_never_fails_and_impossible_never_happens() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fastspec import verify
 from fastspec.sampling import TARGET
+from fastspec.state import AT_LIMIT, RUNNING, STOPPED, DecodeState
+from tests.helpers.states import copy_of, random_state
 from tests.helpers.tables import all_outcomes
 
 VOCAB = 4
@@ -154,3 +156,42 @@ def test_an_acceptance_after_a_rejection_does_not_count() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 2, 1, 0]]), 4).float()
     accepted, _ = verify.greedy(logits, torch.tensor([[3, 0, 1]]), torch.tensor([3]))
     assert accepted.tolist() == [1]
+
+
+def committed(state: DecodeState, row: int, accepted: int, block: list[int]) -> dict[str, object]:
+    """The definition, token by token: what a row holds after a commit."""
+    length, limit = int(state.lengths[row]), int(state.limits[row])
+    tokens, finish = state.tokens[row, :length].tolist(), int(state.finish[row])
+    fed, counts, emitted = int(state.draft_lengths[row]), int(state.draft_counts[row]), 0
+    if finish != RUNNING:
+        return {"tokens": tokens, "finish": finish, "draft_lengths": fed, "emitted": 0, "accepted": -1}
+    for token in block[: accepted + 1]:
+        if finish == RUNNING and len(tokens) < limit:
+            tokens.append(token)
+            emitted += 1
+            if token in state.stop_ids[row].tolist():
+                finish = STOPPED
+    if finish == RUNNING and emitted == limit - length:  # also where nothing was to be emitted
+        finish = AT_LIMIT
+    if counts:  # the draft has seen all drafts but its last, and keeps what is in the row, less the row's last token
+        fed = min(length + counts - 1, len(tokens) - 1)
+    return {"tokens": tokens, "finish": finish, "draft_lengths": fed, "emitted": emitted, "accepted": accepted}
+
+
+def test_a_commit_is_its_definition() -> None:
+    k, rows, found = 3, 200, set()
+    for seed in range(4):
+        state, _ = random_state(seed, batch=rows, k=k, vocab=12, device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        state.stop_ids[:, :2] = torch.randint(12, (rows, 2), generator=generator)
+        block = torch.randint(12, (rows, k + 1), generator=generator)
+        accepted = torch.randint(k + 1, (rows,), generator=generator)
+        before = copy_of(state)
+        verify.commit(state, accepted, block)
+        for row in range(rows):
+            wanted = committed(before, row, int(accepted[row]), block[row].tolist())
+            got = {name: getattr(state, name)[row].tolist() for name in wanted}
+            got["tokens"] = got["tokens"][: state.lengths[row]]
+            assert got == wanted, row
+            found.add((wanted["finish"], wanted["emitted"]))
+    assert len(found) > 12  # stops and caps at every place
