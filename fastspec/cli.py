@@ -14,14 +14,16 @@ import torch
 import typer
 
 import fastspec
+from fastspec import cli_flags as flags
 from fastspec.demo import demo_pair
 from fastspec.doctor import diagnose
-from fastspec.errors import OutOfPages
+from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
 from fastspec.text import StreamWriter, escape_control
 
 DEMO_PROMPT = "def main(argv=None):"
+_AT_ONCE = 8  # texts decoded together
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal language models.",
@@ -63,8 +65,22 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
     max_new_tokens: MaxNewTokens = 128,
     num_speculative_tokens: Drafts = 4,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
+    temperature: flags.Temperature = 0.0,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.Repetition = None,
+    presence_penalty: flags.Presence = None,
+    frequency_penalty: flags.Frequency = None,
+    logit_bias: flags.LogitBias = None,
+    allowed_token_ids: flags.AllowedIds = None,
+    suppress_tokens: flags.BannedIds = None,
+    min_new_tokens: flags.MinNewTokens = None,
+    stop_strings: flags.StopStrings = None,
+    num_return_sequences: flags.Sequences = 1,
+    seed: flags.Seed = None,
+    verification: flags.Rule = None,
+    proposer: flags.Drafter = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Device = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
@@ -74,19 +90,20 @@ def generate(
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
     if target is None:
         target, draft = map(str, demo_pair())
-    options = {"dtype": dtype, "device": device, "max_length": max_length}
+    asked = flags.options_of(context.params)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
+    options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
+    if verification is not None:
+        options["verification"] = verification
+    if proposer is not None:
+        options["proposer"] = flags.proposer_of(proposer)
     with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
         pieces: list[str] = []
         output = _generate(
-            generator,
-            prompt,
-            _write if stream else pieces.append,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
+            generator, prompt, _write if stream else pieces.append, max_new_tokens=max_new_tokens, **asked
         )
         _write("".join([*pieces, "\n"]))
-        typer.echo(f"{output.stats}; {output.finish_reasons[0]}; {generator.device}", err=True)
+        typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {generator.device}", err=True)
 
 
 @app.command()
@@ -181,7 +198,7 @@ def _opened(
     context: typer.Context, target: str, draft: str | None, drafts: int, options: dict[str, Any]
 ) -> FastSpecGenerator:
     open_generator: Callable[..., FastSpecGenerator] = context.obj
-    return open_generator(target, draft, num_speculative_tokens=drafts, max_batch_size=1, **options)
+    return open_generator(target, draft, num_speculative_tokens=drafts, **{"max_batch_size": 1, **options})
 
 
 def _generate(
@@ -190,13 +207,26 @@ def _generate(
     tokenizer = generator.tokenizer
     if tokenizer is None:
         raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
-    output = generator.generate(
-        [tokenizer(prompt)["input_ids"]],
-        streamer=StreamWriter(tokenizer, write),
-        return_dict_in_generate=True,
-        **options,
-    )
-    return cast("GenerateOutput", output)
+    ids = tokenizer(prompt)["input_ids"]
+
+    def writer() -> StreamWriter:
+        return StreamWriter(tokenizer, flags.UpTo(write, prompt, options.get("stop_strings", ())))
+
+    several = options.get("num_return_sequences", 1) > 1
+    streamer = None if several else writer()
+    output = generator.generate([ids], streamer=streamer, return_dict_in_generate=True, **options)
+    result = cast("GenerateOutput", output)
+    for index, tokens in enumerate(result.new_tokens if several else ()):
+        write(f"{chr(10) * (index > 0)}--- {index + 1} of {len(result.new_tokens)}\n")
+        _replay(writer(), ids, tokens)
+    return result
+
+
+def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
+    """Writes the text of tokens that are there already."""
+    writer.put(torch.tensor(prompt))
+    writer.put(torch.tensor(tokens))
+    writer.end()
 
 
 def _write(text: str) -> None:
@@ -210,7 +240,7 @@ def _write(text: str) -> None:
 def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
-    except (ValueError, MemoryError, OutOfPages, torch.OutOfMemoryError) as error:
+    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
         typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
 

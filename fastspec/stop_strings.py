@@ -15,6 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.text import TextStream
 
 
+def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
+    """Characters of `new` up to the end of the stop string that ends first in it; 0 where there is none.
+
+    It may begin in `before`.
+    """
+    text, known = before + new, len(before)
+    starts = [(text.find(string, max(0, known - len(string) + 1)), len(string)) for string in stop_strings]
+    return min((at + length - known for at, length in starts if at >= 0), default=0)
+
+
 class StopWatch:
     """Looks for stop strings in the text of one row while its tokens come.
 
@@ -53,13 +63,7 @@ class StopWatch:
 
     def _end_in(self, new: str) -> int:
         """Characters of `new` up to the end of the stop string that ends first; 0 where there is none."""
-        text, known = self._before + new, len(self._before)
-        ends = []
-        for string in self._stop_strings:
-            at = text.find(string, max(0, known - len(string) + 1))
-            if at >= 0:
-                ends.append(at + len(string) - known)
-        return min(ends, default=0)
+        return first_end(self._before, new, self._stop_strings)
 
     def _tail(self, text: str) -> str:
         return text[len(text) - min(self._reach, len(text)) :]

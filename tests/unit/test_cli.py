@@ -93,7 +93,6 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
             "input_ids": [stub.tokenizer("hello")["input_ids"]],
             "max_new_tokens": 128,
             "do_sample": False,
-            "seed": None,
             "return_dict_in_generate": True,
         }
     ]
