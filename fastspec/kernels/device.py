@@ -20,6 +20,14 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def new_ids(count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count] for a kernel to write.
+
+    Zeros within `compiling()`, where no kernel does: a later op may look something up by them.
+    """
+    return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=torch.int64, device=device)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options), or no more than its compilation within `compiling()`."""
     if _compiling.get():
@@ -32,7 +40,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def compiling() -> Iterator[None]:
     """Within it `launch` launches nothing: it compiles, in parallel; leaving it waits for all that was begun.
 
-    What wrappers of kernels return is uninitialised meanwhile, so what runs within must not act on values.
+    What wrappers of kernels return is uninitialised meanwhile (but for ids, which are 0), so what runs within must not
+    act on values.
     """
     import triton
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.device import launch
+from fastspec.kernels.device import launch, new_ids
 from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
 from fastspec.kernels.tile_parts import finish, norm_kernel, offer, rms_scale, settle, weighted
 
@@ -273,7 +273,7 @@ def tile_pick(
     if scratch.dtype != torch.int64 or scratch.numel() <= num_rows:
         raise ValueError(f"scratch is {scratch.dtype} {tuple(scratch.shape)}; wanted int64 [{num_rows + 1}] or longer")
     if out is None:
-        out = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+        out = new_ids(num_rows, x.device)
     if num_rows == 0:
         return out
     rows, gamma, scale, eps = _normed(x, norm, pdl)

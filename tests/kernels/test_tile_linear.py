@@ -15,6 +15,7 @@ from tests.helpers.products import product_case, widened
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels import device as launching
 from fastspec.kernels import tile_linear as tile
 
 NAN = float("nan")
@@ -246,3 +247,18 @@ def test_arguments_are_checked() -> None:
         tile.tile_pick(x, weight, 16, scratch[:2])
     assert tile.tile_linear(x[:0], weight).shape == (0, 16)
     assert tile.tile_pick(x[:0], weight, 16, scratch).shape == (0,)
+
+
+@pytest.mark.parametrize("compiled_only", [False, True])
+def test_ids_can_be_looked_up_while_kernels_are_compiled(compiled_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel runs then, and a later op may index with what the pick returned: it is 0 in every row."""
+    monkeypatch.setattr(tile, "launch", lambda *arguments, **options: None)
+    x, weight = torch.ones(3, 32), torch.ones(20, 32)
+    token = launching._compiling.set(compiled_only)
+    torch.use_deterministic_algorithms(True)  # fills new memory, with the largest number for integers
+    try:
+        picked = tile.tile_pick(x, weight, 20, torch.zeros(4, dtype=torch.int64))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        launching._compiling.reset(token)
+    assert picked.tolist() == [0] * 3 if compiled_only else min(picked.tolist()) > 20
