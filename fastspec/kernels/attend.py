@@ -63,7 +63,7 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
-FRAGMENT_DIMS: tuple[int, ...] = ()  # head_dim that attend_fragments.py is used for: none until it was measured
+FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
 FRAGMENT_SPLIT = 256  # largest split_keys there: its loop over a split is unrolled
 FRAGMENT_WARPS = 4  # along the keys; part of what the bits of a row depend on
 

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import Ops, reference
-from fastspec.kernels.attend import AttendWork, attend_work, attend_work_bytes
+from fastspec.kernels import Ops, packing, reference
+from fastspec.kernels.attend import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attend import attend as attend_paged
 from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.device import compiling, has_pdl
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.packed_launch import supported
+from fastspec.kernels.packed_linear import packed_linear
+from fastspec.kernels.packed_pick import MAX_ROWS, packed_pick
+from fastspec.kernels.prefill_linear import prefill_linear
 from fastspec.kernels.publish import publish
 from fastspec.kernels.reference import UNTILED, Tiling
 from fastspec.kernels.tile_linear import tile_linear, tile_pick
@@ -29,7 +33,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 [batch + 1] zeros, of the pick.
+        pick: int64 zeros, of the pick: one for each row and one more, and as many as `packed_pick` wants at least.
     """
 
     attend: AttendWork
@@ -40,13 +44,24 @@ def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    pick = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    pick = torch.zeros(_pick_size(batch), dtype=torch.int64, device=device)
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), pick)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
     """Bytes of `workspace`."""
-    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
+    return 8 * _pick_size(batch) + attend_work_bytes(batch * max_queries, max_positions, heads)
+
+
+def _pick_size(batch: int) -> int:
+    return max(batch, MAX_ROWS) + 1
+
+
+def store(weight: Tensor, gated: bool) -> Tensor:
+    """A weight [N, K] as the products here want it: packed where it can be, else as it is."""
+    if packing.can_pack(weight.shape, weight.dtype) and supported(torch.cuda.get_device_capability(weight.device)):
+        return packing.pack(weight, gated)
+    return weight
 
 
 def attend(*tensors: Tensor, work: Workspace, **options: Any) -> Tensor:
@@ -55,10 +70,16 @@ def attend(*tensors: Tensor, work: Workspace, **options: Any) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
-    """As `reference.linear`, which defines it; `tiling.rows` says whether the rows are a prompt's or a step's.
+    """As `reference.linear`, which defines it, for what `store` returned.
 
-    A library's product is as good for a prompt's many rows, and for fp32, padded to always as many rows.
+    A packed weight has one kernel for the passes of steps and one for prompts. For other weights `tiling.rows` says
+    which it is: a library's product is as good for a prompt's many rows, and for fp32, padded to always as many rows.
     """
+    if weight.dim() == 4:
+        # no bias goes with a gate there
+        if x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES and (bias is None or not options.get("gated")):
+            return prefill_linear(x, weight, bias, **options)
+        return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     if x.dtype == torch.float32 or tiling.rows is None or tiling.rows > DECODE_ROWS:
         return reference.linear(x, weight, bias, tiling, **options)
     return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
@@ -75,7 +96,9 @@ def pick(
     out: Tensor,
 ) -> None:
     """As `reference.pick`, which defines it."""
-    if x.dtype == torch.float32 or tiling.rows is None:
+    if weight.dim() == 4:
+        packed_pick(x, weight, limit, work.pick[: MAX_ROWS + 1], norm=norm, pdl=has_pdl(x.device), out=out)
+    elif x.dtype == torch.float32 or tiling.rows is None:
         reference.pick(x, weight, limit, tiling, norm=norm, out=out)
     else:
         out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
@@ -83,7 +106,7 @@ def pick(
 
 TRITON_OPS = Ops(
     name="triton",
-    store=lambda weight, gated: weight,
+    store=store,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     commit_scratch=scratch_of,

@@ -18,7 +18,7 @@ from fastspec.state import DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
-CHUNKS = (16, 32, 64)
+CHUNKS = (32, 64)
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
