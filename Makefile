@@ -22,7 +22,7 @@ OFFLINE := $(findstring --no-index,$(PIP_ARGS))
 # a stamp belongs to the settings it was made with: other settings install again
 KEY := $(shell printf '%s' '$(TORCH)|$(TRITON)|$(PIP_ARGS)|$(CURDIR)' | cksum | cut -d' ' -f1)
 NEEDED := torch transformers safetensors huggingface_hub psutil tqdm typer
-NEEDED_BY_TESTS := hypothesis pytest pytest_timeout tokenizers
+NEEDED_BY_TESTS := hypothesis matplotlib pytest pytest_timeout tokenizers
 LINTERS := ruff mypy importlinter
 
 have = $(PY) -c 'import importlib.util, sys; sys.exit(any(map(lambda name: importlib.util.find_spec(name) is None, sys.argv[1:])))' $(1)

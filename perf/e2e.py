@@ -21,7 +21,7 @@ from perf.stats import rate, ratio_interval
 from perf.workloads import Bytes, step_bytes
 
 WARM_UP_TOKENS = 12  # new tokens of the calls that are not timed: graphs are captured, kernels compiled
-_GIB = 2**30
+_MIB = 2**20
 PLAIN, PLAIN_LOOSE = "fastspec plain", "fastspec plain, exact=False"
 
 
@@ -75,7 +75,9 @@ def fastspec_call(generator: FastSpecGenerator, run: Run, index: int, *, k: int,
         raise TypeError(f"generate gave {type(output).__name__} although return_dict_in_generate was set")
     stats = output.stats
     steps = max(row.steps for row in stats.rows)
-    return Call(stats.emitted, steps, stats.steps, seconds, first, output.new_tokens)
+    return Call(
+        stats.emitted, steps, stats.steps, seconds, first, output.new_tokens, stats.drafted or None, stats.accepted
+    )
 
 
 def _wait(device: str) -> None:
@@ -83,25 +85,33 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def generator_of(run: Run, *, k: int, exact: bool = True, nvtx: bool = False) -> FastSpecGenerator:
+    """A generator for up to k drafts that has just the room that a run needs."""
+    return FastSpecGenerator(
+        run.target,
+        run.draft if k else None,
+        num_speculative_tokens=k,
+        max_batch_size=max(len(batch) for batch in run.batches),
+        max_length=max(len(prompt) for batch in run.batches for prompt in batch) + run.new,
+        dtype=run.dtype,
+        device=run.device,
+        exact=exact,
+        nvtx=nvtx,
+        progress=False,
+    )
+
+
 class _Opened:
     """A generator, what it took to make, and what it holds."""
 
     def __init__(self, run: Run, *, exact: bool, k: int) -> None:
         self._cuda = torch.device(run.device).type == "cuda"
-        self._before = self._used()
+        self._used_before = self._used()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._reserved_before = torch.cuda.memory_reserved()
         start = time.perf_counter()
-        longest = max(len(prompt) for batch in run.batches for prompt in batch) + run.new
-        self.generator = FastSpecGenerator(
-            run.target,
-            run.draft if k else None,
-            num_speculative_tokens=k,
-            max_batch_size=max(len(batch) for batch in run.batches),
-            max_length=longest,
-            dtype=run.dtype,
-            device=run.device,
-            exact=exact,
-            progress=False,
-        )
+        self.generator = generator_of(run, k=k, exact=exact)
         _wait(run.device)
         self.start_up = time.perf_counter() - start
 
@@ -114,50 +124,88 @@ class _Opened:
         return total - free
 
     def memory(self) -> Row:
-        """What the plan said, and what the GPU has less now; the second is None on a CPU."""
-        planned = self.generator.memory_plan.total
-        held = self._used() - self._before if self._cuda else None
-        return {
-            "planned_gib": round(planned / _GIB, 3),
-            "used_gib": None if held is None else round(held / _GIB, 3),
-        }
+        """What the plan said, what was taken at most, and what the GPU has less now; on a CPU only the first.
+
+        Ask after a call: then all that a call takes was taken.
+        """
+        row: Row = {"planned_mib": round(self.generator.memory_plan.total / _MIB, 1)}
+        if not self._cuda:
+            return row | {"peak_mib": None, "used_mib": None}
+        peak = torch.cuda.max_memory_reserved() - self._reserved_before
+        used = self._used() - self._used_before
+        return row | {"peak_mib": round(max(peak, used) / _MIB, 1), "used_mib": round(used / _MIB, 1)}
 
 
-def measure(run: Run, say: Callable[[str], None] = lambda _: None) -> tuple[list[Row], dict[str, list[Call]]]:
+Extra = Callable[[FastSpecGenerator], list[Row]]  # what else is measured on a generator that is open
+
+
+def measure(
+    run: Run,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    restart: bool = False,
+    extra: Extra | None = None,
+) -> tuple[list[Row], dict[str, list[Call]]]:
     """Plain decoding with exact True and False, then every k, in turn over the same batches.
 
+    Args:
+        run: what.
+        say: told of progress.
+        restart: make the generator a second time, to see how long that takes when everything is compiled.
+        extra: gives more rows, from the generator with all the drafts, when the calls are done.
+
     Returns:
-        One row a way of decoding, and the calls behind each, by the row's engine name and k.
+        One row a way of decoding, then the extra ones; and the calls behind each, by the row's engine name.
     """
     ks = tuple(k for k in dict.fromkeys(run.ks) if k and run.draft is not None)
     with ExitStack() as stack:
         main = _Opened(run, exact=True, k=max(ks, default=0))
+        facts: Row = {"start_up_s": round(main.start_up, 2)}
+        if restart:
+            main.generator.close()
+            main = _Opened(run, exact=True, k=max(ks, default=0))
+            facts["start_up_warm_s"] = round(main.start_up, 2)
         stack.enter_context(main.generator)
         ways: list[tuple[str, int, FastSpecGenerator]] = [(PLAIN, 0, main.generator)]
         ways += [(f"fastspec k={k}", k, main.generator) for k in ks]
-        start = time.perf_counter()
-        for _, k, generator in ways:
-            fastspec_call(generator, run, 0, k=k, new=min(WARM_UP_TOKENS, run.new))
-        extra = {"warm_up_s": round(time.perf_counter() - start, 2), **main.memory()}
+        facts["warm_up_s"] = _warm_up(ways, run)
+        facts |= main.memory()
         loose = _Opened(run, exact=False, k=0)
         stack.enter_context(loose.generator)
         ways.insert(1, (PLAIN_LOOSE, 0, loose.generator))
-        fastspec_call(loose.generator, run, 0, k=0, new=min(WARM_UP_TOKENS, run.new))
+        _warm_up(ways[1:2], run)
         say("warm")
-        calls: dict[str, list[Call]] = {name: [] for name, _, _ in ways}
-        for index in range(len(run.batches)):  # turn and turn about, so that a machine that slows down slows all
-            for name, k, generator in ways:
-                calls[name].append(fastspec_call(generator, run, index, k=k))
-            say(f"call {index + 1} of {len(run.batches)}")
+        calls = _in_turn(ways, run, say)
+        more = extra(main.generator) if extra else []
     rows = [summary(name, k, calls[name]) for name, k, _ in ways]
     for row in rows:
-        opened = loose if row["engine"] == PLAIN_LOOSE else main
-        row["start_up_s"] = round(opened.start_up, 2)
-        if opened is main:
-            row |= extra
-            equal, compared = same_text(calls[row["engine"]], calls[PLAIN])
-            row["text_equal"] = None if run.sampled else f"{equal} of {compared}"
-    return with_speed_ups(rows, calls), calls
+        if row["engine"] == PLAIN_LOOSE:
+            row["start_up_s"] = round(loose.start_up, 2)
+            continue
+        row |= facts
+        equal, compared = same_text(calls[row["engine"]], calls[PLAIN])
+        row["text_equal"] = None if run.sampled else f"{equal} of {compared}"
+    return [*with_speed_ups(rows, calls), *more], calls
+
+
+def _warm_up(ways: Sequence[tuple[str, int, FastSpecGenerator]], run: Run) -> float:
+    """A short call each; seconds taken."""
+    start = time.perf_counter()
+    for _, k, generator in ways:
+        fastspec_call(generator, run, 0, k=k, new=min(WARM_UP_TOKENS, run.new))
+    return round(time.perf_counter() - start, 2)
+
+
+def _in_turn(
+    ways: Sequence[tuple[str, int, FastSpecGenerator]], run: Run, say: Callable[[str], None]
+) -> dict[str, list[Call]]:
+    """Every batch in every way, turn and turn about, so that a machine that slows down slows all."""
+    calls: dict[str, list[Call]] = {name: [] for name, _, _ in ways}
+    for index in range(len(run.batches)):
+        for name, k, generator in ways:
+            calls[name].append(fastspec_call(generator, run, index, k=k))
+        say(f"call {index + 1} of {len(run.batches)}")
+    return calls
 
 
 def with_speed_ups(rows: Sequence[Row], calls: dict[str, list[Call]]) -> list[Row]:

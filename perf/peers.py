@@ -23,7 +23,8 @@ from perf.records import Row
 from perf.runs import Call, summary
 
 Prompts = Sequence[list[list[int]]]  # one batch per call
-EXTERNAL = ("vllm", "sglang", "gpt_fast")
+EXTERNAL = ("vllm", "sglang")
+NOT_HERE = "not importable here"
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError)
 SEED = 1234
 VLLM_SHARE = 0.6  # of the GPU's memory, which other engines' weights share
@@ -61,7 +62,7 @@ class _Passes(StoppingCriteria):
     def _count(self) -> None:
         self.passes += 1
         if self.passes == 1:
-            _wait(self._device)
+            wait(self._device)
             self.first = time.perf_counter()
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -75,7 +76,8 @@ class _Passes(StoppingCriteria):
             self._hook.remove()
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until all that was queued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -94,7 +96,7 @@ def transformers_call(target: PreTrainedModel, prompts: list[list[int]], setting
         **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if setting.sampled else {}),
     )
     torch.manual_seed(SEED)
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     try:
         with torch.inference_mode():
@@ -105,7 +107,7 @@ def transformers_call(target: PreTrainedModel, prompts: list[list[int]], setting
                 stopping_criteria=StoppingCriteriaList([stamps]),
                 **options,
             )
-        _wait(device)
+        wait(device)
     finally:
         stamps.close()
     seconds = time.perf_counter() - start
@@ -149,7 +151,7 @@ def transformers_peers(
             warm_up = time.perf_counter() - start
             calls = [transformers_call(target, batch, setting, **options[engine]) for batch in setting.batches]
         except FAILURES as error:
-            rows.append(_failed(name, k, error, say))
+            rows.append(failed(name, k, error, say))
             continue
         rows.append({**summary(name, k, calls), "warm_up_s": round(warm_up, 2)})
         taken[name] = calls
@@ -157,7 +159,7 @@ def transformers_peers(
     return rows, taken
 
 
-def _failed(name: str, k: int, error: Exception, say: Callable[[str], None]) -> Row:
+def failed(name: str, k: int, error: Exception, say: Callable[[str], None]) -> Row:
     """A row for an engine that broke: one peer must not take the others' figures with it."""
     say(f"{name} failed: {error}")
     return {"engine": name, "k": k, "status": f"failed: {type(error).__name__}"}
@@ -169,6 +171,11 @@ def _refusal(engine: str, draft: PreTrainedModel | None, setting: Setting) -> st
     if draft is None or not setting.k:
         return "needs a draft and k > 0"
     return "takes one prompt at a time" if len(setting.batches[0]) > 1 else None
+
+
+def importable(name: str) -> bool:
+    """Whether a package of that name is installed; its own imports may fail all the same."""
+    return importlib.util.find_spec(name) is not None
 
 
 def external_peers(
@@ -187,12 +194,8 @@ def external_peers(
     runners = {"vllm": _vllm, "sglang": _sglang}
     rows: list[Row] = []
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            rows.append({"engine": name, "k": setting.k, "status": "not installed"})
-        elif name not in runners:
-            rows.append(
-                {"engine": name, "k": setting.k, "status": "installed, but it reads checkpoints of its own only"}
-            )
+        if not importable(name):
+            rows.append({"engine": name, "k": setting.k, "status": NOT_HERE})
         elif target is None:
             rows.append({"engine": name, "k": setting.k, "status": "installed, but needs checkpoints on disk: --save"})
         else:
@@ -200,7 +203,7 @@ def external_peers(
                 try:
                     rows.append(_external_row(name, runners[name], target, draft if k else None, setting, k))
                 except FAILURES as error:
-                    rows.append(_failed(name, k, error, say))
+                    rows.append(failed(name, k, error, say))
     return rows
 
 

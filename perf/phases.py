@@ -1,8 +1,4 @@
-"""Where a step's time goes: wall time over many steps, and a profiler's trace of some of them.
-
-Kept to what any loop offers: `generate` with its statistics, and `stream`. What happens inside a step is read off
-the trace.
-"""
+"""Where a step's time goes: wall time over many steps, and a profiler's recording of some of them."""
 
 from __future__ import annotations
 
@@ -12,14 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from fastspec import FastSpecGenerator
 from perf.e2e import Run, fastspec_call
+from perf.inside import around_steps
+from perf.nsys import rows_of
+from perf.recording import of_chrome
 from perf.records import Row
-from perf.trace import analyse
+from perf.trace import STEP
 
-STEPS = 200  # consecutive steps of one call that are timed
 TRACED = 40  # steps that are traced: enough for a median, and a trace of some megabytes
 SETTLE = 8  # steps before those
 
@@ -28,12 +26,13 @@ def phase_rows(generator: FastSpecGenerator, run: Run, say: Callable[[str], None
     """A row for every k: time per step, and what the trace says.
 
     The difference of two rows' steps over the difference of their k is what one more draft costs; each row that
-    drafts has it as `draft_ms`, against k = 0. Tracing slows the launches down: times come from the untraced call,
-    the trace gives counts and gaps.
+    drafts has it as `draft_ms`, against k = 0. `prefill_ms` is the time to the first token less a step: the prompt's
+    passes through the target, and with drafts through the draft too. Tracing slows the launches down: times of steps
+    come from the untraced call, the trace gives counts, gaps, and how a step divides.
 
     Args:
         generator: made for the largest k, and for run.new tokens more than the prompts hold.
-        run: its `new` should leave STEPS steps for every k; a row says how many there were.
+        run: its `new` should leave some hundred steps for every k; a row says how many there were.
     """
     rows: list[Row] = []
     for k in dict.fromkeys((0, *run.ks)):
@@ -43,11 +42,12 @@ def phase_rows(generator: FastSpecGenerator, run: Run, say: Callable[[str], None
         row: Row = {
             "engine": f"fastspec k={k}" if k else "fastspec plain",
             "k": k,
-            "status": "ok",
             "steps": call.steps,
             "ms_step": None if step is None else round(step * 1e3, 4),
             "tokens_per_pass": round(call.tokens / call.row_steps, 3) if call.row_steps else None,
         }
+        if step is not None and call.first is not None:
+            row["prefill_ms"] = round(max(0.0, call.first - step) * 1e3, 3)
         if rows and k and step is not None and rows[0]["ms_step"] is not None:
             row["draft_ms"] = round((step * 1e3 - rows[0]["ms_step"]) / k, 4)
         rows.append(row | traced(generator, run, k))
@@ -56,25 +56,55 @@ def phase_rows(generator: FastSpecGenerator, run: Run, say: Callable[[str], None
 
 
 def traced(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) -> Row:
-    """Counts and gaps of some consecutive steps; on a CPU a row that says that there is no trace."""
+    """Counts, gaps and phases of some consecutive steps; on a CPU a row that says that there is no trace."""
     if torch.device(run.device).type != "cuda":
-        return {"trace": "none on a CPU"}
-    stream = iter(generator.stream(run.batches[0], max_new_tokens=run.new, num_speculative_tokens=k, **run.options(0)))
-    if _advance(stream, SETTLE) < SETTLE:
-        return {"trace": "too few steps"}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        made = _advance(stream, steps)
+        return {"status": "ok", "trace": "none on a CPU"}
+    stream = settled(generator, run, k)
+    if stream is None:
+        return {"status": "ok", "trace": "too few steps"}
+    with (
+        around_steps(generator, lambda key: record_function(f"{STEP}{key}")),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
+    ):
+        made = advance(stream, steps)
         torch.cuda.synchronize()
-    _advance(stream, run.new)
+    advance(stream, run.new)
     if not made:
-        return {"trace": "too few steps"}
+        return {"status": "ok", "trace": "too few steps"}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return {"trace": "ok", **analyse(events, made)}
+    return {"trace": "ok", **rows_of(of_chrome(events), made)}
 
 
-def _advance(stream: Iterator[object], steps: int) -> int:
+def settled(generator: FastSpecGenerator, run: Run, k: int) -> Iterator[object] | None:
+    """A stream that has made SETTLE steps; None where it ends before."""
+    stream = iter(generator.stream(run.batches[0], max_new_tokens=run.new, num_speculative_tokens=k, **run.options(0)))
+    return stream if advance(stream, SETTLE) == SETTLE else None
+
+
+def advance(stream: Iterator[object], steps: int) -> int:
     """Takes up to so many steps; returns how many there were."""
     return sum(1 for _ in zip(range(steps), stream, strict=False))
+
+
+def recorded_by_nsys(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) -> int:
+    """Makes the steps that `nsys profile` records, between cudaProfilerStart and Stop; returns how many.
+
+    Args:
+        generator: made with nvtx=True, so that the steps have ranges.
+
+    Raises:
+        ValueError: there are too few steps.
+    """
+    stream = settled(generator, run, k)
+    if stream is None:
+        raise ValueError(f"a call of {run.new} new tokens has too few steps to record")
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    made = advance(stream, steps)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    advance(stream, run.new)
+    return made

@@ -127,18 +127,19 @@ def private(value: Any) -> str | None:
 def table(rows: list[Row], columns: tuple[str, ...]) -> str:
     """Rows as a text table; a column that no row has is left out, and "-" stands for what a row lacks."""
     shown = [column for column in columns if any(row.get(column) is not None for row in rows)]
-    cells = [shown, *([_cell(row.get(column)) for column in shown] for row in rows)]
+    cells = [shown, *([cell(row.get(column)) for column in shown] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(shown))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
     )
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value in a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, list):
-        return "..".join(_cell(part) for part in value)
+        return "..".join(cell(part) for part in value)
     return str(value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from perf.records import Row
 from perf.stats import rate, rate_interval
+from perf.timing import summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Call:
         row_steps: passes that a row took part in, summed over rows.
         seconds: of the whole call. first: until the first token was there.
         text: the new tokens.
+        drafted, accepted: tokens, all rows; None where the engine does not tell.
     """
 
     tokens: int
@@ -29,6 +31,8 @@ class Call:
     seconds: float
     first: float | None
     text: list[list[int]]
+    drafted: int | None = None
+    accepted: int | None = None
 
     @property
     def step_seconds(self) -> float | None:
@@ -56,13 +60,21 @@ def summary(engine: str, k: int, calls: Sequence[Call]) -> Row:
         "status": "ok",
         "calls": len(calls),
         "new_tokens": sum(call.tokens for call in calls),
+        "ms_step": round(statistics.median(steps) * 1e3, 4) if steps else None,
+        "ms_step_iqr": round(summarise(steps, "wall", "").spread * 1e3, 4) if steps else None,
         "tok_s": round(rate(tokens, seconds), 2),
         "tok_s_95": [round(low, 2), round(high, 2)],
-        "ms_step": round(statistics.median(steps) * 1e3, 4) if steps else None,
+        "ms_token": round(sum(call.seconds * len(call.text) for call in calls) / sum(tokens) * 1e3, 4),
         "tokens_per_pass": round(per_pass, 3) if per_pass is not None else None,
+        "acceptance": _acceptance(calls),
         "first_ms": round(statistics.median(firsts) * 1e3, 3) if firsts else None,
         "samples": {"tokens": [call.tokens for call in calls], "seconds": [round(value, 5) for value in seconds]},
     }
+
+
+def _acceptance(calls: Sequence[Call]) -> float | None:
+    drafted, accepted = (sum(getattr(call, name) or 0 for call in calls) for name in ("drafted", "accepted"))
+    return round(accepted / drafted, 4) if drafted else None
 
 
 def same_text(calls: Sequence[Call], others: Sequence[Call]) -> tuple[int, int]:

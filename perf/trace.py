@@ -1,31 +1,29 @@
-"""What a profiler's trace says about steps: launches, synchronisations, copies, and how long the GPU waits."""
+"""What a recording says about steps: launches, synchronisations, copies, and how long the GPU waits."""
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import Any
 
+from perf.recording import Event, Recording, idle, merge
 from perf.records import Row
 
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-ON_HOST = ("cuda_runtime", "cuda_driver")
 _GRAPH, _KERNEL = ("GraphLaunch",), ("LaunchKernel", "LaunchCooperative")
 _SYNC = ("StreamSynchronize", "EventSynchronize", "DeviceSynchronize", "CtxSynchronize")
-_COPY = ("Memcpy",)
+_COPY = ("Memcpy", "Memset")
+STEP = "step: "  # how the name of a step's range begins
 
-Span = tuple[float, float]
 
+def analyse(recording: Recording, steps: int) -> Row:
+    """Counts calls and gaps of `steps` consecutive steps.
 
-def analyse(events: Iterable[dict[str, Any]], steps: int) -> Row:
-    """Reads a Chrome trace of `steps` consecutive steps.
+    Only what the host did from the first launch of a graph to the last one counts: a profiler is started and ended
+    with synchronisations of its own.
 
     Args:
-        events: its "traceEvents": times in microseconds, `cat` and `args` as torch.profiler writes them.
-        steps: made while it was recorded.
+        recording: of the steps.
+        steps: made meanwhile; where steps have ranges, those are counted instead.
 
     Returns:
         Host calls per step by kind; of the graph launched most often (the step) the median span of a launch, its
@@ -37,77 +35,93 @@ def analyse(events: Iterable[dict[str, Any]], steps: int) -> Row:
     """
     if steps < 1:
         raise ValueError(f"steps={steps}, wanted at least 1")
-    calls: Counter[str] = Counter()
-    launched: dict[int, float] = {}
-    work: dict[int, list[Span]] = defaultdict(list)
-    kinds: Counter[str] = Counter()
-    for event in events:
-        category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
-        correlation = (event.get("args") or {}).get("correlation")
-        if category in ON_HOST:
-            calls[_kind(name)] += 1
-            if _matches(name, _GRAPH) and correlation is not None:
-                launched[correlation] = float(event["ts"])
-        elif category in ON_GPU:
-            kinds[category] += 1
-            work[-1 if correlation is None else correlation].append((event["ts"], event["ts"] + event.get("dur", 0)))
-    row: Row = {f"{kind}_per_step": round(calls[kind] / steps, 3) for kind in ("graph", "launch", "sync", "copy")}
-    row["gpu_copies_per_step"] = round((kinds["gpu_memcpy"] + kinds["gpu_memset"]) / steps, 3)
-    row["traced_steps"] = steps
-    return row | _gaps(launched, work)
+    launches = outermost([call for call in recording.calls if kind_of(call) == "graph"])
+    calls = _steady(recording.calls, launches)
+    ranges = [each for each in _steady(recording.ranges, launches, slack=True) if each.name.startswith(STEP)]
+    made = len(ranges) or steps
+    counts = Counter(kind_of(call) for call in calls)
+    between = made * (len(launches) - 1) / len(launches) if len(launches) > 1 else made  # steps that those calls span
+    row: Row = {"graph_per_step": round(len(launches) / made, 3)}
+    row |= {f"{kind}_per_step": round(counts[kind] / between, 3) for kind in ("launch", "sync", "copy")}
+    copies = sum(work.kind in ("gpu_memcpy", "gpu_memset") for work in recording.work)
+    row["gpu_copies_per_step"] = round(copies / made, 3)
+    row["traced_steps"] = made
+    if ranges:
+        inside = [sum(each.start <= launch.start <= each.end for launch in launches) for each in ranges]
+        row["graphs_in_a_step"] = [min(inside), max(inside)]
+    return row | _gaps(recording)
 
 
-def _kind(name: str) -> str:
+def faults(row: Row) -> list[str]:
+    """What a captured step must not do, as far as a row of `analyse` shows it: one sentence each."""
+    found = []
+    if row.get("graph_per_step") != 1:
+        found.append(f"{row.get('graph_per_step')} graph launches per step, wanted 1")
+    elif row.get("graphs_in_a_step", [1, 1]) != [1, 1]:
+        low, high = row["graphs_in_a_step"]
+        found.append(f"{low} to {high} graph launches within a step's range, wanted 1")
+    for kind, words in (("sync", "synchronisations"), ("launch", "launches outside the graph")):
+        if row.get(f"{kind}_per_step"):
+            found.append(f"{row[f'{kind}_per_step']} {words} per step, wanted 0")
+    return found
+
+
+def kind_of(call: Event) -> str:
+    """ "graph", "launch", "sync", "copy" or "other"."""
+    if "Memcpy" in call.name and "Async" not in call.name:
+        return "sync"  # the host waits for it
     for kind, parts in (("graph", _GRAPH), ("launch", _KERNEL), ("sync", _SYNC), ("copy", _COPY)):
-        if _matches(name, parts):
+        if any(part in call.name for part in parts):
             return kind
     return "other"
 
 
-def _matches(name: str, parts: tuple[str, ...]) -> bool:
-    return any(part in name for part in parts)
+def outermost(calls: list[Event]) -> list[Event]:
+    """Calls that lie in no other of them: the runtime's launch may show the driver's within it."""
+    found: list[Event] = []
+    for call in calls:
+        if not found or call.end > found[-1].end or call.start >= found[-1].end:
+            found.append(call)
+    return found
 
 
-def _gaps(launched: dict[int, float], work: dict[int, list[Span]]) -> Row:
-    """Spans and idle times around launches of the commonest graph, told from others by its number of kernels."""
-    sizes = Counter(len(work[launch]) for launch in launched if work.get(launch))
-    if not sizes:
+def _steady(events: list[Event], launches: list[Event], *, slack: bool = False) -> list[Event]:
+    """Those between the first and the last launch; with slack also those that hold one of the two."""
+    if not launches:
+        return events
+    first, last = launches[0].start, launches[-1].end
+    if slack:
+        return [event for event in events if event.end >= first and event.start <= last]
+    return [event for event in events if first <= event.start <= last]
+
+
+def steps_of(recording: Recording) -> list[list[Event]]:
+    """The GPU's work of each launch of the commonest graph, told from others by its number of kernels."""
+    launches = [call for call in recording.calls if kind_of(call) == "graph"]
+    work: dict[int | None, list[Event]] = defaultdict(list)
+    for event in recording.work:
+        work[event.correlation].append(event)
+    wanted = {call.correlation for call in launches if call.correlation is not None}
+    lists = [work[correlation] for correlation in wanted if work.get(correlation)]
+    if not lists:
+        return []
+    size = Counter(map(len, lists)).most_common(1)[0][0]
+    return sorted((each for each in lists if len(each) == size), key=lambda each: each[0].start)
+
+
+def _gaps(recording: Recording) -> Row:
+    """Spans and idle times around launches of the step's graph."""
+    steps = steps_of(recording)
+    if not steps:
         return {"graph_kernels": None, "step_us": None, "idle_within_us": None, "idle_between_us": None}
-    size = sizes.most_common(1)[0][0]
-    steps = sorted(_extent(work[launch]) for launch in launched if len(work.get(launch, ())) == size)
-    busy = merge(span for spans in work.values() for span in spans)
-    between = [_idle(busy, before[1], after[0]) for before, after in itertools.pairwise(steps)]
-    within = [_idle(busy, start, end) for start, end in steps]
+    extents = [(min(event.start for event in step), max(event.end for event in step)) for step in steps]
+    busy = merge(event.span for event in recording.work)
+    between = [idle(busy, before[1], after[0]) for before, after in itertools.pairwise(extents)]
+    within = [idle(busy, start, end) for start, end in extents]
     return {
-        "graph_kernels": size,
-        "step_us": round(statistics.median(end - start for start, end in steps), 2),
+        "graph_kernels": len(steps[0]),
+        "step_us": round(statistics.median(end - start for start, end in extents), 2),
         "idle_within_us": round(statistics.median(within), 2),
         "idle_between_us": round(statistics.median(between), 2) if between else None,
         "idle_between_us_max": round(max(between), 2) if between else None,
     }
-
-
-def _extent(spans: list[Span]) -> Span:
-    return min(start for start, _ in spans), max(end for _, end in spans)
-
-
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Overlapping spans as one each, in order."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _idle(busy: list[Span], start: float, end: float) -> float:
-    """Time in start..end that no span of the merged list covers; 0 if they overlap."""
-    first = max(0, bisect.bisect_left(busy, (start, start)) - 1)  # the one before may reach into it
-    covered = 0.0
-    for begin, stop in busy[first:]:
-        if begin >= end:
-            break
-        covered += max(0.0, min(end, stop) - max(start, begin))
-    return max(0.0, end - start - covered)

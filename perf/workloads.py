@@ -1,9 +1,9 @@
-"""Named pairs of model shapes, and the cases that are measured on them."""
+"""Named pairs of model shapes, and what their passes read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,6 @@ class Workload:
         target, draft: fields of their Hugging Face configs; empty for the shipped pair.
         about: one line.
         dtype: of weights and cache.
-        batches, prompts, ks: values worth measuring: prompts at once, prompt lengths, drafts per step.
     """
 
     name: str
@@ -33,9 +32,6 @@ class Workload:
     draft: Fields
     about: str
     dtype: torch.dtype = torch.bfloat16
-    batches: tuple[int, ...] = (1, 8, 32)
-    prompts: tuple[int, ...] = (128, 1024, 8192)
-    ks: tuple[int, ...] = field(default=(0, 3, 4, 5, 7))
 
     def config(self, role: str) -> PretrainedConfig:
         """The config of "target" or "draft". No token ends a text: every run makes as many as it is asked for."""
@@ -101,8 +97,6 @@ _ALL = (
         _llama(8192, 28672, 8, 64, rope=8.0),
         _llama(4096, 14336, 4, 32, rope=8.0),
         "8 of Llama-3.1-70B's 80 layers with 4 of the 8B's 32: the widths of the pair, a tenth of the depth",
-        batches=(1,),
-        prompts=(128,),
     ),
     Workload(
         "qwen2.5-7b+0.5b",
@@ -116,41 +110,16 @@ _ALL = (
         _qwen("qwen3", 151936, 1024, 3072, 28, (16, 8), True),
         "Qwen3-8B with Qwen3-0.6B: norms on query and key heads",
     ),
-    Workload("shipped", {}, {}, "the demo pair that fastspec ships", prompts=(64, 128)),
+    Workload("shipped", {}, {}, "the demo pair that fastspec ships"),
     Workload(
         "tiny",
         _tiny(384, 1024, 3, tied=False),
         _tiny(320, 704, 1, tied=True),
         "seconds on a CPU: shows that the measuring works, and measures nothing",
         dtype=torch.float32,
-        batches=(1, 2),
-        prompts=(16,),
-        ks=(0, 3),
     ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One setting to measure: `batch` prompts of `prompt` tokens at once, `new` more each, with each k of `ks`."""
-
-    workload: str
-    batch: int
-    prompt: int
-    new: int
-    ks: tuple[int, ...]
-    sampled: bool = False
-
-
-CORE = (
-    Case("8b+1b", 1, 128, 256, (0, 4, 5)),
-    Case("8b+1b", 1, 128, 256, (0, 4), sampled=True),
-    Case("8b+1b", 8, 128, 256, (0, 3, 4)),
-    Case("8b+1b", 1, 1024, 256, (0, 4)),
-    Case("qwen3-8b+0.6b", 1, 128, 256, (0, 4)),
-)
-"""What a change to the decode path is measured on; the rest of the table is for releases."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
-"""The measuring base: its timer, its records, what it counts, and that every entry point runs on a CPU."""
+"""The measuring base: its timer, its records, what it counts, and the cases."""
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,12 @@ import pytest
 import torch
 
 from fastspec.models.spec import spec_from_config
-from perf import __main__ as cli
-from perf import bench, records, timing
-from perf.records import Row
+from perf import records, timing
+from perf.cases import CORE, LONGEST, PART_SECONDS, SETS, by_pair, listed, part_of, pending, seconds
 from perf.runs import Call, same_text, summary
 from perf.stats import rate_interval, ratio_interval
 from perf.timing import Comparison, Timing, summarise
-from perf.trace import analyse, merge
-from perf.workloads import CORE, WORKLOADS, Bytes, step_bytes
+from perf.workloads import WORKLOADS, Bytes, step_bytes
 
 SHAPED = sorted(set(WORKLOADS) - {"shipped"})
 
@@ -167,12 +163,15 @@ def test_intervals_cover_the_rate_and_shrink_with_pairing() -> None:
 
 
 def test_a_summary_weighs_prompts_by_time() -> None:
-    calls = [Call(10, 5, 5, 1.0, 0.2, [[1]]), Call(10, 10, 10, 3.0, 0.6, [[2]])]
+    calls = [Call(10, 5, 5, 1.0, 0.2, [[1]], 8, 6), Call(10, 10, 10, 3.0, 0.6, [[2]], 8, 0)]
     row = summary("x", 2, calls)
     assert row["tok_s"] == 5.0
     assert row["tokens_per_pass"] == 1.333
     assert row["ms_step"] == pytest.approx((800 / 4 + 2400 / 9) / 2, abs=1e-3)
     assert row["first_ms"] == 400
+    assert row["ms_token"] == 200
+    assert row["acceptance"] == 0.375
+    assert row["ms_step_iqr"] == pytest.approx((2400 / 9 - 800 / 4) / 2, abs=1e-3)
     assert same_text(calls, [calls[0], calls[0]]) == (1, 2)
 
 
@@ -216,173 +215,51 @@ def test_a_step_reads_the_target_once_and_the_draft_k_times() -> None:
     assert step_bytes(target, None, k=0, batch=1, context=0) == 1000
 
 
-def test_the_core_cases_exist() -> None:
-    assert {case.workload for case in CORE} <= set(WORKLOADS)
+def test_every_set_is_of_workloads_there_are_and_names_no_case_twice() -> None:
+    for cases in SETS.values():
+        assert {case.workload for case in cases} <= set(WORKLOADS)
+        assert len({case.name for case in cases}) == len(cases)
+    wanted = {"8b+1b", "70b-slice+8b-slice", "qwen2.5-7b+0.5b", "qwen3-8b+0.6b", "shipped"}
+    assert wanted <= {case.workload for case in CORE}
+    every = SETS["all"]
+    assert {1, 64} <= {case.batch for case in every}
+    assert {128, LONGEST} <= {case.prompt for case in every}
+    assert {case.sampled for case in every} == {True, False}
+    assert set(range(9)) <= {k for case in every for k in case.ks}
 
 
-def traced_step(at: float, correlation: int, kernels: list[tuple[float, float]]) -> list[Row]:
-    """A graph launch at `at` and its kernels: start and duration after it."""
-    launch = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": at, "args": {"correlation": correlation}}
-    ran = [
-        {"cat": "kernel", "name": "k", "ts": at + start, "dur": took, "args": {"correlation": correlation}}
-        for start, took in kernels
-    ]
-    return [launch, *ran]
+@pytest.mark.parametrize(
+    ("name", "count"), [("core", 1), ("core", 3), ("core", 10), ("all", 8), ("all", 20), ("smoke", 2)]
+)
+def test_parts_share_out_every_case_once(name: str, count: int) -> None:
+    parts = [part_of(SETS[name], (index, count)) for index in range(1, count + 1)]
+    assert [case for part in parts for case in part] == by_pair(SETS[name])
+    assert all(parts)
 
 
-def test_a_trace_gives_gaps_between_and_within_steps() -> None:
-    events: list[Row] = []
-    for index, at in enumerate((0.0, 110.0, 220.0)):
-        events += traced_step(at, index, [(10, 40), (55, 45)])  # 5 idle within; ends at 100; next starts 20 later
-    events += traced_step(400.0, 9, [(10, 3)])  # another graph
-    events += [
-        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 105},
-        {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": 106, "args": {"correlation": 50}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH", "ts": 104, "dur": 6, "args": {"correlation": 50}},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 106, "args": {"correlation": 51}},
-        {"cat": "cpu_op", "name": "aten::add", "ts": 1},
-        {"name": "process_name", "ph": "M"},
-    ]
-    row = analyse(events, steps=4)
-    assert row["graph_kernels"] == 2
-    assert row["step_us"] == 90
-    assert row["idle_within_us"] == 5
-    assert row["idle_between_us"] == pytest.approx((14 + 20) / 2)  # the copy fills 6 of the first gap
-    assert row["idle_between_us_max"] == 20
-    assert (row["graph_per_step"], row["sync_per_step"]) == (1, 0.25)
-    assert (row["copy_per_step"], row["launch_per_step"], row["gpu_copies_per_step"]) == (0.25, 0.25, 0.25)
+def test_parts_are_short_enough() -> None:
+    assert seconds(CORE) < PART_SECONDS
+    assert max(seconds(part_of(SETS["all"], (index, 10))) for index in range(1, 11)) < PART_SECONDS
+    with pytest.raises(ValueError, match="do not make 11 parts"):
+        part_of(CORE, (1, 11))
 
 
-def test_a_trace_without_a_gpu_claims_nothing() -> None:
-    assert analyse([], steps=2)["idle_between_us"] is None
-    with pytest.raises(ValueError, match="at least 1"):
-        analyse([], steps=0)
+def test_cases_of_one_pair_cost_its_making_once() -> None:
+    first, second = CORE[:2]
+    assert first.pair == second.pair
+    assert seconds([first, second]) < seconds([first]) + seconds([second]) - 10
+    assert listed(CORE)[-1]["expected_s"] == round(seconds(CORE))
 
 
-def test_spans_merge_when_they_touch() -> None:
-    assert merge([(5, 6), (0, 2), (2, 3), (1, 2)]) == [(0, 3), (5, 6)]
+def test_what_is_recorded_is_not_measured_again() -> None:
+    here = {"commit": "abc1234", "device": "cuda", "gpu": "H200"}
+    done = {**here, "case": CORE[0].name}
+    assert pending(CORE, [done], here) == list(CORE[1:])
+    for other in ({"commit": "def5678"}, {"device": "cpu"}, {"gpu": "H100"}, {"case": "another"}):
+        assert pending(CORE, [{**done, **other}], here) == list(CORE)
 
 
-def test_parts_share_out_every_batch_once() -> None:
-    prompts = [[index] for index in range(9)]
-    parts = [cli.batches(prompts, 2, (index, 3)) for index in (1, 2, 3)]
-    assert sorted(batch[0][0] for part in parts for batch in part) == [0, 2, 4, 6]
-    with pytest.raises(ValueError, match="none is left"):
-        cli.batches(prompts, 8, (2, 2))
-
-
-def run_cli(tmp_path: Path, *arguments: str) -> list[Row]:
-    """Rows that a command wrote; at least one, all with their commit and device."""
-    out = tmp_path / "rows.jsonl"
-    cli.main([*arguments, "--device", "cpu", "--out", str(out), "--commit", "0000000"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert rows
-    assert {(row["commit"], row["device"]) for row in rows} == {("0000000", "cpu")}
-    return rows
-
-
-SMALL = ("--prompt", "16", "--new", "8", "--prompts", "2")
-
-
-def test_run_measures_us_and_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="vocab_size"):
-        rows = run_cli(tmp_path, "run", "--workload", "tiny", *SMALL, "--k", "0,2", "--peers", "transformers")
-    by_name = {row["engine"]: row for row in rows}
-    assert list(by_name) == [
-        "fastspec plain",
-        "fastspec plain, exact=False",
-        "fastspec k=2",
-        "transformers plain",
-        "transformers static (not compiled on a CPU)",
-        "transformers assisted",
-        "vllm",
-        "sglang",
-        "gpt_fast",
-    ]
-    ours = by_name["fastspec k=2"]
-    assert ours["text_equal"] == "2 of 2"
-    assert ours["new_tokens"] == 16
-    assert 1 < ours["tokens_per_pass"] <= 3
-    assert ours["step_over_floor"] == pytest.approx(ours["ms_step"] / ours["floor_ms"], rel=1e-2)
-    assert ours["floor_ms"] > by_name["fastspec plain"]["floor_ms"]
-    assert ours["over"] in ("fastspec plain", "fastspec plain, exact=False")
-    assert max(row["speed_up"] for row in rows[:2]) == 1
-    assert by_name["transformers plain"]["tokens_per_pass"] == 1
-    assert "transformers assisted" in capsys.readouterr().out
-
-
-def test_peers_alone_and_a_batch_that_assistance_refuses(tmp_path: Path) -> None:
-    rows = run_cli(tmp_path, "peers", "--workload", "tiny", *SMALL, "--k", "2", "--batch", "2", "--part", "1/1")
-    assert {row["engine"]: row["status"] for row in rows}["transformers assisted"] == "takes one prompt at a time"
-
-
-def test_the_shipped_pair_runs_sampled(tmp_path: Path) -> None:
-    rows = run_cli(tmp_path, "run", "--workload", "shipped", *SMALL, "--k", "2", "--sampled")
-    assert [row["status"] for row in rows] == ["ok"] * 3
-    assert rows[-1]["pair"] == {"pair": "shipped"}
-    assert {row["source"] for row in rows} == {"disk"}
-
-
-def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(given: object) -> Iterator[list[Row]]:
-        yield [{"engine": "first", "status": "ok"}]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "command_ceiling", broken)
-    with pytest.raises(KeyboardInterrupt):
-        run_cli(tmp_path, "ceiling")
-    assert [row["engine"] for row in records.read(tmp_path / "rows.jsonl")] == ["first"]
-
-
-@pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
-def test_phases_say_that_a_cpu_has_no_trace(tmp_path: Path) -> None:
-    rows = run_cli(tmp_path, "phases", "--workload", "tiny", *SMALL, "--k", "2")
-    assert [row["k"] for row in rows] == [0, 2]
-    assert {row["trace"] for row in rows} == {"none on a CPU"}
-    assert rows[1]["draft_ms"] == pytest.approx((rows[1]["ms_step"] - rows[0]["ms_step"]) / 2, abs=1e-3)
-
-
-def test_kernel_benches_are_found_and_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    for name in ("good", "script", "_helper"):
-        (folder / f"{name}.py").write_text("")
-    modules: dict[str, Any] = {"good": Good, "script": object()}
-
-    def load(name: str) -> Any:
-        return modules[name.rpartition(".")[2]]
-
-    monkeypatch.setattr(bench, "FOLDER", folder)
-    monkeypatch.setattr(bench.importlib, "import_module", load)
-    rows = run_cli(tmp_path, "kernels", "--quick")
-    assert [(row["bench"], row["status"]) for row in rows] == [
-        ("good", "ok"),
-        ("script", "imported; it needs a GPU to run"),
-    ]
-    assert rows[0]["us"] == 1
-    with pytest.raises(ValueError, match="no bench nothing"):
-        cli.main(["kernels", "--only", "nothing", "--device", "cpu"])
-
-
-class Good:
-    """Stands for a module with a bench."""
-
-    @staticmethod
-    def rows(*, device: torch.device, quick: bool) -> list[Row]:
-        assert (device.type, quick) == ("cpu", True)
-        return [{"op": "x", "us": 1}]
-
-
-def test_every_bench_here_imports() -> None:
-    pytest.importorskip("triton")
-    rows = list(bench.run_benches([], device=torch.device("cpu"), quick=True))
-    assert [row for row in rows if "cannot" in row["status"]] == []
-
-
-def test_ceiling_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = run_cli(tmp_path, "ceiling")
-    assert row["gb_s"] > 0
-    assert cli.main(["report", str(tmp_path / "rows.jsonl")]) == [row]
-    assert "gb_s" in capsys.readouterr().out
+@pytest.mark.parametrize("commit", ["unknown", "abc1234+dirty"])
+def test_rows_of_code_that_is_not_known_count_for_nothing(commit: str) -> None:
+    here = {"commit": commit, "device": "cpu", "gpu": None}
+    assert pending(CORE, [{**here, "case": CORE[0].name}], here) == list(CORE)

@@ -245,5 +245,3 @@ def test_external_engines_run_plain_and_with_the_draft(name: str, monkeypatch: p
     )
     (row,) = peers.external_peers([name], None, None, setting)
     assert "needs checkpoints" in row["status"]
-    (row,) = peers.external_peers(["gpt_fast"], Path("t"), None, setting)
-    assert row["status"].startswith("installed, but")

@@ -1,0 +1,256 @@
+"""The gate: is this tree slower than that one? Both are measured in turn, in processes of their own.
+
+A step's time is compared as a ratio call by call, so that a machine that slows down slows both. The limit is 3%, or
+three times the spread where that is more; the spread is the standard error of the median ratio, from the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from fastspec import demo_pair
+from perf.records import ROOT, Row
+from perf.timing import NOISE_FLOOR, read_ceiling, summarise
+from perf.workloads import WORKLOADS, Bytes, step_bytes
+
+REGRESSION, OK = "REGRESSION", "ok"
+SPREADS = 3  # spreads beyond which a difference counts
+LEAST_ROUNDS = 5
+# standard error of a median over the interquartile range, for samples that are about normal
+MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
+QUICK_TESTS = "python -m pytest -q -x -p no:cacheprovider tests/unit/test_verify.py tests/unit/test_generator.py"
+
+
+class Refused(SystemExit):
+    """Nothing is timed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What ratios of the candidate over the base say.
+
+    Attributes:
+        ratio: median over rounds. spread: its standard error. limit: how far from 1 it may lie.
+    """
+
+    ratio: float
+    spread: float
+    limit: float
+
+    @classmethod
+    def of(cls, base: Sequence[float], candidate: Sequence[float]) -> Verdict:
+        """Of samples taken in turn."""
+        ratios = [after / before for before, after in zip(base, candidate, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        spread = MEDIAN_ERROR * (high - low) / math.sqrt(len(ratios))
+        return cls(statistics.median(ratios), spread, max(NOISE_FLOOR, SPREADS * spread))
+
+    @property
+    def above(self) -> bool:
+        """The candidate's figure is larger, beyond the limit."""
+        return self.ratio > 1 + self.limit
+
+    @property
+    def below(self) -> bool:
+        """The candidate's figure is smaller, beyond the limit."""
+        return self.ratio < 1 - self.limit
+
+
+class Side:
+    """One tree's process.
+
+    Args:
+        name: "base" or "candidate".
+        tree: its checkout; of it only the package is used.
+        scratch: an empty directory of its own.
+        options: of the worker.
+    """
+
+    def __init__(self, name: str, tree: Path, scratch: Path, options: Sequence[str]) -> None:
+        self.name = name
+        # one place that has that tree's fastspec and this tree's perf; what is run from there comes first on the path
+        for link, where in (("fastspec", tree / "fastspec"), ("perf", ROOT / "perf")):
+            if not where.is_dir():
+                raise Refused(f"{name}: there is no {link} in {tree}")
+            (scratch / link).symlink_to(where.resolve(), target_is_directory=True)
+        command = [sys.executable, "-m", "perf.gate_worker", *options]
+        self._process = subprocess.Popen(command, cwd=scratch, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self) -> Row:
+        """The next line.
+
+        Raises:
+            Refused: the process has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Refused(f"{self.name} ended with code {self._process.wait()}: see above")
+        answer: Row = json.loads(line)
+        return answer
+
+    def call(self, index: int, k: int) -> Row:
+        """One call, measured."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"index": index, "k": k}) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the process; it stops by itself when nothing more can come."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60 if kind is None else 1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def tree_of(named: str) -> Iterator[Path]:
+    """The directory itself, or a worktree of that revision, which goes when the context is left."""
+    if Path(named).is_dir():
+        yield Path(named).resolve()
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "base"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        done = subprocess.run([*git, "add", "--detach", str(place), named], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Refused(f"{named!r} is neither a directory nor a revision: {done.stderr.strip()}")
+        try:
+            yield place
+        finally:
+            subprocess.run([*git, "remove", "--force", str(place)], capture_output=True, check=False)
+
+
+def require_green(command: str) -> None:
+    """Runs the tests in this tree.
+
+    Raises:
+        Refused: they fail, or cannot be run.
+    """
+    words = shlex.split(command)
+    if words[:1] == ["python"]:
+        words[0] = sys.executable
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise Refused(f"{tail}\nthe tests are red (exit {done.returncode}), so nothing is timed: {command}")
+
+
+def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[Row]]]:
+    """For every k the calls of both sides, in turn, each round the other way round."""
+    options = [f"--{name}={getattr(given, name)}" for name in ("workload", "batch", "prompt", "new", "seed", "device")]
+    options += [f"--calls={given.calls}", f"--acceptance={given.acceptance}", "--k", *map(str, given.k)]
+    options += ["--sampled"] if given.sampled else []
+    candidate = Path(given.candidate).resolve() if given.candidate else ROOT
+    with ExitStack() as stack:
+        sides = []
+        for name, tree, more in (("base", base, []), ("candidate", candidate, [f"--plant={given.plant}"])):
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            sides.append(stack.enter_context(Side(name, tree, scratch, [*options, *more])))
+        for side, tree in zip(sides, (base, candidate), strict=True):
+            if (found := Path(side.answer()["ready"])) != tree.resolve():
+                raise Refused(f"{side.name} measures the fastspec of {found}, not of {tree}")
+        calls: dict[int, dict[str, list[Row]]] = {k: {side.name: [] for side in sides} for k in given.k}
+        for number in range(given.rounds):
+            for k in given.k:
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    calls[k][side.name].append(side.call(number, k))
+    return calls
+
+
+def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
+    """The row of one k."""
+    base, candidate = calls["base"], calls["candidate"]
+
+    def column(rows: list[Row], name: str) -> list[float]:
+        return [row[name] for row in rows]
+
+    steps = Verdict.of(column(base, "ms"), column(candidate, "ms"))
+    tokens = Verdict.of(column(base, "tokens_per_pass"), column(candidate, "tokens_per_pass"))
+    row: Row = {"bench": "gate", "k": k, "status": "ok", "floor_ms": round(floor_ms, 4)}
+    for name, rows in (("base", base), ("candidate", candidate)):
+        took = summarise(column(rows, "ms"), "wall", "").median
+        row[f"{name}_ms"] = round(took, 4)
+        row[f"{name}_over_floor"] = round(took / floor_ms, 3)
+        row[f"{name}_tokens_per_pass"] = round(statistics.mean(column(rows, "tokens_per_pass")), 3)
+    row |= {"ratio": round(steps.ratio, 4), "spread": round(steps.spread, 4), "limit": round(1 + steps.limit, 4)}
+    row |= {"tokens_ratio": round(tokens.ratio, 4), "rounds": len(base)}
+    row["verdict"] = REGRESSION if steps.above or tokens.below else ("faster" if steps.below else OK)
+    return row
+
+
+def floor(given: argparse.Namespace, k: int, ceiling: float) -> float:
+    """Milliseconds that reading alone takes in a step of k drafts."""
+    workload = WORKLOADS[given.workload]
+    if workload.target:
+        configs: list[PretrainedConfig] = [workload.config("target"), workload.config("draft")]
+    else:
+        configs = [AutoConfig.from_pretrained(str(place)) for place in demo_pair()]
+    target, draft = (Bytes.of(config, workload.dtype) for config in configs)
+    context = given.prompt + given.new / 2
+    return step_bytes(target, draft if k else None, k=k, batch=given.batch, context=context) / ceiling / 1e6
+
+
+def command_gate(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """Measures this tree against another, and fails when it is slower or its drafts are accepted less often."""
+    if given.rounds < LEAST_ROUNDS:
+        raise Refused(f"--rounds {given.rounds} is too few for a spread; at least {LEAST_ROUNDS}")
+    if given.tests:
+        require_green(given.tests)
+    else:
+        print("gate: no tests were run, as asked", file=sys.stderr)
+    ceiling = read_ceiling(device=given.device)
+    if torch.device(given.device).type == "cuda":
+        torch.cuda.empty_cache()
+    with tree_of(given.base) as base:
+        for number in range(given.times):
+            calls = measured(given, base)
+            labels: Row = {"workload": given.workload, "batch": given.batch, "prompt": given.prompt, "new": given.new}
+            labels |= {"sampled": given.sampled, "time": number + 1, "read_gb_s": round(ceiling)}
+            labels |= {"planted": given.plant} if given.plant else {}
+            yield [{**labels, **judged(k, calls[k], floor(given, k, ceiling))} for k in given.k]
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    made.add_argument("--base", required=True, help="the tree to compare with: a directory, or a revision of git")
+    made.add_argument("--candidate", help="the tree that is judged; this one by default")
+    made.add_argument("--tests", default=QUICK_TESTS, help="must pass before anything is timed; '' runs none")
+    made.add_argument("--rounds", type=int, default=15, help="calls of each side and k")
+    made.add_argument("--times", type=int, default=1, help="how often all of it is done, with new processes")
+    made.add_argument(
+        "--plant", type=float, default=0.0, help="slow the candidate's steps by this share, to see it caught"
+    )
+    made.add_argument("--workload", choices=sorted(WORKLOADS), default="shipped")
+    made.add_argument("--batch", type=int, default=1, help="prompts at once")
+    made.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    made.add_argument("--new", type=int, default=128, help="new tokens a prompt")
+    made.add_argument("--calls", type=int, default=3, help="batches of prompts that rounds go through in turn")
+    made.add_argument("--k", type=lambda text: tuple(map(int, text.split(","))), default=(0, 4), help="such as 0,4")
+    made.add_argument("--sampled", action="store_true", help="temperature 1, whole vocabulary; else greedy")
+    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
+    made.add_argument("--seed", type=int, default=0, help="of a planted pair")

@@ -1,0 +1,31 @@
+"""Where measuring reaches into a generator: around the launch of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from unittest import mock
+
+from fastspec import FastSpecGenerator
+from fastspec.engine import Engine
+
+
+def engine_of(generator: FastSpecGenerator) -> Engine:
+    """What an open generator runs on."""
+    return generator._open_engine()
+
+
+@contextmanager
+def around_steps(
+    generator: FastSpecGenerator, around: Callable[[str], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """While it is entered, every step is launched within `around(key)`; the key says what kind of step it is."""
+    runner = engine_of(generator).runner
+    launch = runner.run
+
+    def run(key: str, body: Callable[[], None]) -> None:
+        with around(key):
+            launch(key, body)
+
+    with mock.patch.object(runner, "run", run):
+        yield

@@ -1,0 +1,231 @@
+"""Pictures of rows: roofline, one step's timeline, tokens per second over k, speed-up over acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # writes files; there may be no screen
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from perf.cases import tokens_per_step
+from perf.records import Row
+from perf.workloads import WORKLOADS, Bytes
+
+SIZE, DPI = (7.2, 4.2), 110
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+COLOURS = ("#1f5f99", "#d9822b", "#3d8c40", "#a23b72", "#6b5b95", "#8c6d31", "#444444", "#17a2a8")
+OF_KIND: Mapping[str, str] = MappingProxyType(
+    {
+        "product": "#1f5f99",
+        "attention": "#d9822b",
+        "norm": "#3d8c40",
+        "feed": "#6b5b95",
+        "verify": "#a23b72",
+        "commit": "#17a2a8",
+        "other": "#888888",
+    }
+)
+TENSOR_PEAK = 989e12  # operations a second that NVIDIA states for an H200: bf16, dense
+MAIN = "8b+1b"  # the workload of the pictures that show one
+
+
+def save(name: str, folder: Path, draw: Callable[[Axes], bool], size: tuple[float, float] = SIZE) -> Path | None:
+    """A picture, or None where there are no rows for it."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        try:
+            if not draw(axes):
+                return None
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{name}.png"
+            figure.savefig(path, dpi=DPI, metadata={"Software": None})  # no version: the same rows, the same file
+            return path
+        finally:
+            plt.close(figure)
+
+
+def operations_and_bytes(row: Row) -> tuple[float, float] | None:
+    """What a step of an end-to-end row computes and reads; None for pairs whose shapes are not at hand."""
+    workload = WORKLOADS.get(str(row.get("workload")))
+    if workload is None or not workload.target or not row.get("floor_ms") or not row.get("read_gb_s"):
+        return None
+    target, draft = (Bytes.of(workload.config(role), workload.dtype).weights for role in ("target", "draft"))
+    k, batch = row.get("k") or 0, row["batch"]
+    parameters = (k + 1) * target + k * draft
+    return 2 * batch * parameters / workload.dtype.itemsize, row["floor_ms"] * row["read_gb_s"] * 1e6
+
+
+def roofline(kernels: Sequence[Row], steps: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Operations per second over operations per byte, of single kernels and of whole steps, under what can be."""
+
+    def draw(axes: Axes) -> bool:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for row in kernels:
+            if row.get("operations") and row.get("bytes"):
+                points.setdefault(f"kernel: {row['op']}", []).append(
+                    (row["operations"] / row["bytes"], row["operations"] / row["us"] / 1e6)
+                )
+        for row in steps:
+            counted = operations_and_bytes(row)
+            if counted and row.get("ms_step"):
+                points.setdefault(f"step: {row['workload']}", []).append(
+                    (counted[0] / counted[1], counted[0] / row["ms_step"] / 1e9)
+                )
+        ceilings = [row["read_gb_s"] for row in steps if row.get("read_gb_s")]
+        if not points or not ceilings:
+            return False
+        _roof(axes, max(ceilings) * 1e9)
+        for index, (name, places) in enumerate(sorted(points.items())):
+            marker = "o" if name.startswith("step") else "^"
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(
+                *zip(*sorted(places), strict=True), marker, color=colour, label=name, ms=6, alpha=0.85, mec="white"
+            )
+        axes.set(xlabel="operations per byte read", ylabel="TFLOP/s")
+        axes.legend(loc="lower right", ncols=2 if len(points) > 6 else 1, fontsize=8)
+        axes.set_title("Steps and kernels under the roofline", loc="left")
+        return True
+
+    return draw
+
+
+def _roof(axes: Axes, read: float) -> None:
+    ridge = TENSOR_PEAK / read
+    axes.plot([0.5, ridge, 2000], [0.5 * read / 1e12, TENSOR_PEAK / 1e12, TENSOR_PEAK / 1e12], color="#444444", lw=1.2)
+    axes.set(xscale="log", yscale="log", xlim=(0.5, 2000), ylim=(0.5, 2 * TENSOR_PEAK / 1e12))
+    axes.annotate(f"reading at {read / 1e9:.0f} GB/s, measured", (0.62, 0.62 * read / 1e12 * 1.5), fontsize=8)
+    axes.annotate(f"{TENSOR_PEAK / 1e12:.0f} TFLOP/s, stated", (ridge * 1.2, TENSOR_PEAK / 1e12 * 1.15), fontsize=8)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def step_timeline(row: Row) -> Callable[[Axes], bool]:
+    """One step, kernel by kernel: a line for each pass, a colour for each kind of kernel."""
+
+    def draw(axes: Axes) -> bool:
+        bars: list[list[Any]] = row.get("timeline") or []
+        if not bars:
+            return False
+        lanes = list(dict.fromkeys(bar[0] or "kernels" for bar in bars))
+        for kind, colour in OF_KIND.items():
+            for place, lane in enumerate(lanes):
+                spans = [
+                    (bar[2] / 1e3, bar[3] / 1e3) for bar in bars if (bar[0] or "kernels") == lane and bar[1] == kind
+                ]
+                axes.broken_barh(spans, (place - 0.36, 0.72), facecolors=colour, label=kind)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("ms since the step's first kernel")
+        axes.set_xlim(0, max(bar[2] + bar[3] for bar in bars) / 1e3 * 1.01)
+        shown = [kind for kind in OF_KIND if any(bar[1] == kind for bar in bars)]
+        handles = [Line2D([], [], color=OF_KIND[kind], lw=6, label=kind) for kind in shown]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(shown))
+        axes.set_title(f"One traced step of {len(bars)} kernels: {row['case']}, k = {row['k']}", loc="left")
+        return True
+
+    return draw
+
+
+def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Tokens per second over drafts per step, a line for each pair and batch that has several k."""
+
+    def draw(axes: Axes) -> bool:
+        lines: dict[tuple[str, int], dict[int, Row]] = {}
+        for row in rows:
+            lines.setdefault((row["workload"], row["batch"]), {})[row["k"]] = row
+        drawn = {key: line for key, line in lines.items() if len(line) > 1}
+        names = list(dict.fromkeys(name for name, _ in drawn))
+        for (name, batch), line in sorted(drawn.items()):
+            ks, found = sorted(line), [line[k]["tok_s"] for k in sorted(line)]
+            colour = COLOURS[names.index(name) % len(COLOURS)]
+            errors = [
+                [abs(rate - bound) for rate, bound in zip(found, bounds, strict=True)]
+                for bounds in zip(*(line[k]["tok_s_95"] for k in ks), strict=True)
+            ]
+            axes.errorbar(ks, found, yerr=errors, color=colour, marker="o", ms=4, capsize=2, lw=1.3)
+            axes.annotate(
+                f"batch {batch}",
+                (ks[-1], found[-1]),
+                xytext=(6, -3),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
+        if not drawn:
+            return False
+        axes.set(xlabel="drafts per step, k (0 decodes plainly)", ylabel="tokens per second, all rows", yscale="log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else ""))
+        axes.set_xticks(range(max(max(line) for line in drawn.values()) + 1))
+        axes.margins(x=0.1)
+        axes.legend(
+            handles=[Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
+        )
+        axes.set_title("Tokens per second over k", loc="left")
+        return True
+
+    return draw
+
+
+def acceptance_of(tokens: float, k: int) -> float:
+    """The acceptance of every draft at which steps of k emit so many tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_step(middle, k) < tokens else (low, middle)
+    return (low + high) / 2
+
+
+def gain_over_acceptance(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Speed-up over acceptance: what the measured steps give at any acceptance, and the rows themselves.
+
+    The lines are E(a, k) * T(0) / T(k) with measured times T of a step; points are whole calls, prompts included.
+    """
+
+    def draw(axes: Axes) -> bool:
+        timed = [row for row in rows if row.get("ms_step")]
+        plain = [row["ms_step"] for row in timed if not row["k"]]
+        drafted = sorted({row["k"]: row for row in timed if row["k"]}.items())
+        if not plain or not drafted:
+            return False
+        places = [index / 100 for index in range(30, 101)]
+        for index, (k, row) in enumerate(drafted):
+            ratio = min(plain) / row["ms_step"]
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(places, [tokens_per_step(a, k) * ratio for a in places], color=colour, lw=1.3, label=f"k = {k}")
+        for row in timed:
+            if row["k"] and row.get("tokens_per_pass") and row.get("speed_up"):
+                colour = COLOURS[[k for k, _ in drafted].index(row["k"]) % len(COLOURS)]
+                axes.plot(
+                    acceptance_of(row["tokens_per_pass"], row["k"]),
+                    row["speed_up"],
+                    "o",
+                    color=colour,
+                    mec="white",
+                    ms=7,
+                )
+        axes.axhline(1, color="#444444", lw=0.8)
+        axes.set(xlabel="acceptance of a draft", ylabel="speed-up over the faster plain decoding", xlim=(0.3, 1.0))
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper left", ncols=2)
+        axes.set_title(f"Speed-up over acceptance: {rows[0]['workload']}, batch {rows[0]['batch']}", loc="left")
+        return True
+
+    return draw

@@ -1,0 +1,144 @@
+"""Measures cases, one pair after the other, and gives their rows as each case is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from statistics import mean
+
+from transformers import PretrainedConfig
+
+from fastspec import FastSpecGenerator
+from perf import compiled, e2e, peers, phases
+from perf.cases import Case, by_pair, case_seconds
+from perf.opened import Models, batches_of, opened
+from perf.records import Row
+from perf.workloads import Bytes
+
+Say = Callable[[str], None]
+OWN = ("plain", "static", "assisted", "compiled")  # engines that run on the live models, in this process
+
+
+def measured(
+    cases: Sequence[Case],
+    *,
+    device: str,
+    ceiling: float,
+    engines: Sequence[str] = (),
+    seed: int = 0,
+    within: float | None = None,
+    say: Say = lambda _: None,
+) -> Iterator[list[Row]]:
+    """Rows of one case at a time, cases of one pair together.
+
+    Args:
+        ceiling: GB/s that this machine reads, for floors.
+        engines: peers, on the cases that are meant for them.
+        within: seconds; a case that is not expected to end by then is left out, and said.
+    """
+    end = None if within is None else time.monotonic() + within
+    for (workload, acceptance), group in groupby(by_pair(cases), key=lambda case: case.pair):
+        chosen = [case for case in group if _fits(case, end, say)]
+        if not chosen:
+            continue
+        save = any(case.peers for case in chosen) and needs_disk(engines)
+        with opened(workload, acceptance=acceptance, seed=seed, device=device, save=save, say=say) as models:
+            for case in chosen:
+                if not _fits(case, end, say):
+                    continue
+                begun = time.monotonic()
+                rows = list(case_rows(case, models, device, ceiling, engines if case.peers else (), say))
+                took = round(time.monotonic() - begun, 1)
+                say(f"{case.name}: {took} s, expected {case_seconds(case):.0f}")
+                yield [{**row, "case_s": took} for row in rows]
+        del models  # before the next pair is made
+
+
+def needs_disk(engines: Sequence[str]) -> bool:
+    """Whether one of these engines is here and reads checkpoints alone."""
+    return any(name in peers.EXTERNAL and peers.importable(name) for name in engines)
+
+
+def _fits(case: Case, end: float | None, say: Say) -> bool:
+    if end is None or time.monotonic() + case_seconds(case) <= end:
+        return True
+    say(f"left out, for it is not expected to end in time: {case.name}")
+    return False
+
+
+def case_rows(
+    case: Case, models: Models, device: str, ceiling: float, engines: Sequence[str], say: Say
+) -> Iterator[Row]:
+    """All rows of one case: our own ways, traces of steps, then the peers asked for."""
+    work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
+    run = models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=device)
+
+    def traces(generator: FastSpecGenerator) -> list[Row]:
+        return [traced_row(generator, run, k, models.configs, ceiling) for k in case.traced]
+
+    rows, _ = e2e.measure(run, say, restart=case.restart, extra=traces)
+    for name in engines:
+        rows += peer_rows(name, models, run, say)
+    yield from labelled(rows, case, models, run, ceiling)
+
+
+def traced_row(
+    generator: FastSpecGenerator,
+    run: e2e.Run,
+    k: int,
+    configs: tuple[PretrainedConfig, PretrainedConfig],
+    ceiling: float,
+) -> Row:
+    """The trace of steps of k drafts, and how close its passes come to reading alone."""
+    row: Row = {"bench": "trace", "engine": f"fastspec k={k}" if k else "fastspec plain", "k": k}
+    return with_shares({**row, **phases.traced(generator, run, k)}, run, configs, ceiling)
+
+
+def with_shares(row: Row, run: e2e.Run, configs: tuple[PretrainedConfig, PretrainedConfig], ceiling: float) -> Row:
+    """Adds the bytes of a draft pass and of the scoring pass, and their share of the read ceiling."""
+    context = mean(len(prompt) for batch in run.batches for prompt in batch) + run.new / 2
+    found = dict(row)
+    for phase, config in (("draft_pass", configs[1]), ("score", configs[0])):
+        took = row.get(f"{phase}_us")
+        if took:
+            each = Bytes.of(config, run.dtype)
+            nbytes = each.weights + len(run.batches[0]) * context * each.cache_token
+            found[f"{phase}_bytes"] = round(nbytes)
+            found[f"{phase}_share"] = round(nbytes / took / 1e3 / ceiling, 3)
+    return found
+
+
+def peer_rows(name: str, models: Models, run: e2e.Run, say: Say) -> list[Row]:
+    """Rows of one peer on the same prompts, with 4 drafts if we were measured with as many, else with our most.
+
+    Raises:
+        ValueError: there is no such peer.
+    """
+    k = 4 if 4 in run.ks else max(run.ks)
+    setting = peers.Setting(run.batches, run.new, k, run.sampled)
+    if name == "compiled":
+        return compiled.rows(models.target, models.draft, setting, say=say)
+    if name in OWN:
+        return peers.transformers_peers(models.target, models.draft, setting, engines=[name], say=say)[0]
+    if name in peers.EXTERNAL:
+        target, draft = models.directories or (None, None)
+        return peers.external_peers([name], target, draft, setting, say=say)
+    raise ValueError(f"no peer {name!r}; there are {', '.join((*OWN, *peers.EXTERNAL))}")
+
+
+def labelled(rows: list[Row], case: Case, models: Models, run: e2e.Run, ceiling: float) -> Iterator[Row]:
+    """Rows with their floors, and what they belong to."""
+    for row in e2e.with_floors(rows, *models.configs, run, ceiling):
+        yield {
+            **row,
+            "case": case.name,
+            "workload": case.workload,
+            "batch": case.batch,
+            "prompt": case.prompt,
+            "new": case.new,
+            "sampled": case.sampled,
+            "pair": models.report,
+            "source": "disk" if models.directories else "live",
+            "read_gb_s": round(ceiling),
+        }

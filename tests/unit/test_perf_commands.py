@@ -1,0 +1,178 @@
+"""Every command of `python -m perf` runs on a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perf import __main__ as cli
+from perf import bench, commands, records
+from perf.cases import SMOKE
+from perf.opened import batches_of
+from perf.records import Row
+
+pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
+
+
+def test_prompts_are_cut_into_whole_batches() -> None:
+    assert batches_of([[1], [2], [3], [4], [5]], 2) == [[[1], [2]], [[3], [4]]]
+    with pytest.raises(ValueError, match="no batch of 8"):
+        batches_of([[1]], 8)
+
+
+def run_cli(tmp_path: Path, *arguments: str) -> list[Row]:
+    """Rows that a command wrote; at least one, all with their commit and device."""
+    out = tmp_path / "rows.jsonl"
+    cli.main([*arguments, "--device", "cpu", "--out", str(out), "--commit", "0000000"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows
+    assert {(row["commit"], row["device"]) for row in rows} == {("0000000", "cpu")}
+    return rows
+
+
+SMALL = ("--prompt", "16", "--new", "8", "--prompts", "2")
+
+
+def test_run_measures_us_and_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="vocab_size"):
+        rows = run_cli(tmp_path, "run", "--workload", "tiny", *SMALL, "--k", "0,2", "--peers", "all")
+    by_name = {row["engine"]: row for row in rows}
+    assert list(by_name) == [
+        "fastspec plain",
+        "fastspec plain, exact=False",
+        "fastspec k=2",
+        "transformers plain",
+        "transformers static (not compiled on a CPU)",
+        "transformers assisted",
+        "torch.compile, static K/V, plain (not compiled on a CPU)",
+        "torch.compile, static K/V, speculative (not compiled on a CPU)",
+        "vllm",
+        "sglang",
+    ]
+    ours = by_name["fastspec k=2"]
+    assert ours["text_equal"] == "2 of 2"
+    assert ours["new_tokens"] == 16
+    assert 1 < ours["tokens_per_pass"] <= 3
+    assert ours["step_over_floor"] == pytest.approx(ours["ms_step"] / ours["floor_ms"], rel=1e-2)
+    assert ours["floor_ms"] > by_name["fastspec plain"]["floor_ms"]
+    assert ours["over"] in ("fastspec plain", "fastspec plain, exact=False")
+    assert max(row["speed_up"] for row in rows[:2]) == 1
+    assert by_name["transformers plain"]["tokens_per_pass"] == 1
+    assert by_name["vllm"]["status"] == "not importable here"
+    assert "transformers assisted" in capsys.readouterr().out
+
+
+def test_peers_alone_and_a_batch_that_assistance_refuses(tmp_path: Path) -> None:
+    rows = run_cli(tmp_path, "peers", "--workload", "tiny", *SMALL, "--k", "2", "--batch", "2")
+    assert {row["engine"]: row["status"] for row in rows}["transformers assisted"] == "takes one prompt at a time"
+
+
+def test_the_shipped_pair_runs_sampled(tmp_path: Path) -> None:
+    rows = run_cli(tmp_path, "run", "--workload", "shipped", *SMALL, "--k", "2", "--sampled")
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert rows[-1]["pair"] == {"pair": "shipped"}
+    assert {row["source"] for row in rows} == {"disk"}
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(given: object) -> Iterator[list[Row]]:
+        yield [{"engine": "first", "status": "ok"}]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "command_ceiling", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run_cli(tmp_path, "ceiling")
+    assert [row["engine"] for row in records.read(tmp_path / "rows.jsonl")] == ["first"]
+
+
+@pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
+def test_phases_say_that_a_cpu_has_no_trace(tmp_path: Path) -> None:
+    rows = run_cli(tmp_path, "phases", "--workload", "tiny", *SMALL, "--k", "2")
+    assert [row["k"] for row in rows] == [0, 2]
+    assert {row["trace"] for row in rows} == {"none on a CPU"}
+    assert rows[1]["draft_ms"] == pytest.approx((rows[1]["ms_step"] - rows[0]["ms_step"]) / 2, abs=1e-3)
+
+
+def test_kernel_benches_are_found_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for name in ("good", "script", "_helper"):
+        (folder / f"{name}.py").write_text("")
+    modules: dict[str, Any] = {"good": Good, "script": object()}
+
+    def load(name: str) -> Any:
+        return modules[name.rpartition(".")[2]]
+
+    monkeypatch.setattr(bench, "FOLDER", folder)
+    monkeypatch.setattr(bench.importlib, "import_module", load)
+    rows = run_cli(tmp_path, "kernels", "--quick")
+    assert [(row["bench"], row["status"]) for row in rows] == [
+        ("good", "ok"),
+        ("script", "imported; it needs a GPU to run"),
+    ]
+    assert rows[0]["us"] == 1
+    with pytest.raises(ValueError, match="no bench nothing"):
+        cli.main(["kernels", "--only", "nothing", "--device", "cpu"])
+
+
+class Good:
+    """Stands for a module with a bench."""
+
+    @staticmethod
+    def rows(*, device: torch.device, quick: bool) -> list[Row]:
+        assert (device.type, quick) == ("cpu", True)
+        return [{"op": "x", "us": 1}]
+
+
+def test_every_bench_here_imports() -> None:
+    pytest.importorskip("triton")
+    rows = list(bench.run_benches([], device=torch.device("cpu"), quick=True))
+    assert [row for row in rows if "cannot" in row["status"]] == []
+
+
+def test_ceiling_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run_cli(tmp_path, "ceiling")
+    assert row["gb_s"] > 0
+    assert cli.main(["report", str(tmp_path / "rows.jsonl")]) == [row]
+    assert "gb_s" in capsys.readouterr().out
+
+
+def test_a_set_of_cases_is_measured_once_part_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_cli(tmp_path, "run", "--cases", "smoke", "--part", "1/2")
+    names = list(dict.fromkeys(row["case"] for row in first))
+    assert names == [case.name for case in SMOKE[:2]]
+    traced = [row for row in first if row.get("bench") == "trace"]
+    assert [(row["k"], row["trace"]) for row in traced] == [(2, "none on a CPU")]
+    ours = next(row for row in first if row["engine"] == "fastspec k=2")
+    assert ours["start_up_warm_s"] > 0
+    assert ours["planned_mib"] > 1
+    assert ours["ms_token"] > 0
+    again = run_cli(tmp_path, "run", "--cases", "smoke", "--part", "1/2")
+    assert again == first
+    assert "recorded already" in capsys.readouterr().err
+    other = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "shipped")
+    assert {row["case"] for row in other[len(first) :]} == {SMOKE[2].name}
+
+
+def test_cases_can_be_listed_and_bounded_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = cli.main(["run", "--list", "--part", "2/2", "--device", "cpu"])
+    assert len(rows) > 2
+    assert rows[-1]["expected_s"] > 60
+    assert (
+        cli.main(["run", "--cases", "smoke", "--within", "0", "--device", "cpu", "--out", str(tmp_path / "x.jsonl")])
+        == []
+    )
+    assert capsys.readouterr().err.count("left out") == len(SMOKE)
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_an_unknown_peer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no peer 'other'; there are plain, static, assisted, compiled, vllm, sglang"):
+        run_cli(tmp_path, "peers", "--workload", "tiny", *SMALL, "--k", "2", "--peers", "other")
