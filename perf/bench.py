@@ -1,20 +1,18 @@
 """Finds and runs the benches of single operations under perf/kernels.
 
-A bench is a module perf/kernels/<name>.py. With `rows(*, device, quick)` it yields JSON-ready rows, and `quick` asks
-for the smallest sizes, to show that it runs. Without, it is a script that prints, and needs a GPU.
+A bench is a module perf/kernels/<name>.py whose `rows(*, device, quick)` yields JSON-ready rows; `quick` asks for the
+smallest sizes, to show that it runs. One with GPU_ONLY set is only imported where there is no GPU.
 """
 
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from perf.records import ROOT, Row
+from perf.records import Row
 
 FOLDER = Path(__file__).parent / "kernels"
 
@@ -39,14 +37,11 @@ def run_benches(
         say(name)
         module = f"perf.kernels.{name}"
         try:
-            bench = getattr(importlib.import_module(module), "rows", None)
+            found = importlib.import_module(module)
         except ImportError as error:
             yield {"bench": name, "status": f"cannot be imported here: {error.name or error}"}
             continue
-        if bench is not None:
-            yield from ({"bench": name, "status": "ok", **row} for row in bench(device=device, quick=quick))
-        elif device.type == "cuda":
-            done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, check=False)
-            yield {"bench": name, "status": "printed" if done.returncode == 0 else f"failed: exit {done.returncode}"}
-        else:
+        if device.type != "cuda" and getattr(found, "GPU_ONLY", False):
             yield {"bench": name, "status": "imported; it needs a GPU to run"}
+            continue
+        yield from ({"bench": name, "status": "ok", **row} for row in found.rows(device=device, quick=quick))

@@ -42,6 +42,7 @@ OF_KIND: Mapping[str, str] = MappingProxyType(
     }
 )
 TENSOR_PEAK = 989e12  # operations a second that NVIDIA states for an H200: bf16, dense
+ENLARGED = 11  # kernels of the scoring pass that are shown larger: about two layers
 MAIN = "8b+1b"  # the workload of the pictures that show one
 
 
@@ -78,7 +79,7 @@ def roofline(kernels: Sequence[Row], steps: Sequence[Row]) -> Callable[[Axes], b
         points: dict[str, list[tuple[float, float]]] = {}
         for row in kernels:
             if row.get("operations") and row.get("bytes"):
-                points.setdefault(f"kernel: {row['op']}", []).append(
+                points.setdefault(f"kernels: {row['bench']}", []).append(
                     (row["operations"] / row["bytes"], row["operations"] / row["us"] / 1e6)
                 )
         for row in steps:
@@ -109,26 +110,23 @@ def _roof(axes: Axes, read: float) -> None:
     ridge = TENSOR_PEAK / read
     axes.plot([0.5, ridge, 2000], [0.5 * read / 1e12, TENSOR_PEAK / 1e12, TENSOR_PEAK / 1e12], color="#444444", lw=1.2)
     axes.set(xscale="log", yscale="log", xlim=(0.5, 2000), ylim=(0.5, 2 * TENSOR_PEAK / 1e12))
-    axes.annotate(f"reading at {read / 1e9:.0f} GB/s, measured", (0.62, 0.62 * read / 1e12 * 1.5), fontsize=8)
+    beside = 12 * read / 1e12 * 1.3
+    axes.annotate(f"reading at {read / 1e9:.0f} GB/s, measured", (12, beside), fontsize=8, ha="right")
     axes.annotate(f"{TENSOR_PEAK / 1e12:.0f} TFLOP/s, stated", (ridge * 1.2, TENSOR_PEAK / 1e12 * 1.15), fontsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def step_timeline(row: Row) -> Callable[[Axes], bool]:
-    """One step, kernel by kernel: a line for each pass, a colour for each kind of kernel."""
+    """One step, kernel by kernel: a line for each pass, a colour for each kind; the scoring pass's start larger."""
 
     def draw(axes: Axes) -> bool:
-        bars: list[list[Any]] = row.get("timeline") or []
+        bars = [[bar[0] or "kernels", *bar[1:]] for bar in row.get("timeline") or []]
         if not bars:
             return False
-        lanes = list(dict.fromkeys(bar[0] or "kernels" for bar in bars))
-        for kind, colour in OF_KIND.items():
-            for place, lane in enumerate(lanes):
-                spans = [
-                    (bar[2] / 1e3, bar[3] / 1e3) for bar in bars if (bar[0] or "kernels") == lane and bar[1] == kind
-                ]
-                axes.broken_barh(spans, (place - 0.36, 0.72), facecolors=colour, label=kind)
+        lanes = list(dict.fromkeys(bar[0] for bar in bars))
+        for place, lane in enumerate(lanes):
+            _bars(axes, [bar for bar in bars if bar[0] == lane], place, 1e3)
         axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
@@ -138,9 +136,30 @@ def step_timeline(row: Row) -> Callable[[Axes], bool]:
         handles = [Line2D([], [], color=OF_KIND[kind], lw=6, label=kind) for kind in shown]
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(shown))
         axes.set_title(f"One traced step of {len(bars)} kernels: {row['case']}, k = {row['k']}", loc="left")
+        scoring = [bar for bar in bars if bar[0] == "score"][:ENLARGED]
+        if len(lanes) > 3 and scoring:  # else there is no room
+            _enlarged(axes, scoring)
         return True
 
     return draw
+
+
+def _bars(axes: Axes, bars: list[list[Any]], place: float, unit: float) -> None:
+    for kind, colour in OF_KIND.items():
+        spans = [(bar[2] / unit, bar[3] / unit) for bar in bars if bar[1] == kind]
+        axes.broken_barh(spans, (place - 0.36, 0.72), facecolors=colour)
+
+
+def _enlarged(axes: Axes, bars: list[list[Any]]) -> None:
+    """Some kernels in microseconds, in the corner that the passes leave free."""
+    inset = axes.inset_axes((0.56, 0.72, 0.42, 0.16))
+    start = bars[0][2]
+    _bars(inset, [[*bar[:2], bar[2] - start, bar[3]] for bar in bars], 0, 1)
+    inset.set_xlim(0, bars[-1][2] + bars[-1][3] - start)
+    inset.set_yticks([])
+    inset.tick_params(labelsize=7)
+    inset.spines["left"].set_visible(False)
+    inset.set_title("start of the scoring pass, µs", loc="left", fontsize=8)
 
 
 def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
@@ -160,14 +179,9 @@ def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
                 for bounds in zip(*(line[k]["tok_s_95"] for k in ks), strict=True)
             ]
             axes.errorbar(ks, found, yerr=errors, color=colour, marker="o", ms=4, capsize=2, lw=1.3)
-            axes.annotate(
-                f"batch {batch}",
-                (ks[-1], found[-1]),
-                xytext=(6, -3),
-                textcoords="offset points",
-                fontsize=8,
-                color=colour,
-            )
+            if batch > 1:
+                end = ks[-1], found[-1]
+                axes.annotate(f"batch {batch}", end, (6, -3), textcoords="offset points", fontsize=8, color=colour)
         if not drawn:
             return False
         axes.set(xlabel="drafts per step, k (0 decodes plainly)", ylabel="tokens per second, all rows", yscale="log")
@@ -178,7 +192,7 @@ def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         axes.legend(
             handles=[Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
         )
-        axes.set_title("Tokens per second over k", loc="left")
+        axes.set_title("Tokens per second over k, batch 1 where nothing else is said", loc="left")
         return True
 
     return draw

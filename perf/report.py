@@ -37,6 +37,7 @@ INSIDE: tuple[Column, ...] = (
     ("idle_between_us", "idle between"), ("graph_kernels", "kernels"), ("graph_per_step", "graph launches"),
     ("launch_per_step", "other launches"), ("sync_per_step", "syncs"), ("read_by", "read by"),
 )  # fmt: skip
+KINDS: tuple[Column, ...] = (("case", "case"), ("k", "k"), *((kind, kind) for kind in plots.OF_KIND))
 KERNELS: tuple[Column, ...] = (
     ("op", "kernel"), ("shape", "shape"), ("rows", "rows"), ("us", "µs"), ("us_iqr", "spread"), ("bytes", "bytes"),
     ("share", "of ceiling"), ("torch_us", "torch, µs"), ("commit", "commit"),
@@ -88,6 +89,16 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def by_kind(traced: Sequence[Row]) -> list[Row]:
+    """Rows with the microseconds of each kind of kernel in a step, and how many there are."""
+    return [
+        {"case": row["case"], "k": row["k"]}
+        | {kind: f"{took:.4g} ({row['kind_kernels'].get(kind, 0)})" for kind, took in row["kind_us"].items()}
+        for row in traced
+        if row.get("kind_us")
+    ]
+
+
 def sections(rows: Sequence[Row]) -> list[str]:
     """Headings and tables of whatever there is."""
     ended = newest(rows)
@@ -101,6 +112,7 @@ def sections(rows: Sequence[Row]) -> list[str]:
     for heading, part, columns in (
         ("Steps and whole calls", ended, STEPS),
         ("Inside a step, microseconds", traces(rows), INSIDE),
+        ("Kernels of a step by kind, microseconds together (and how many)", by_kind(traces(rows)), KINDS),
         ("Starting up, and memory", started, START),
         ("Single kernels", last_kernels, KERNELS),
         ("The gate", gates, GATE),

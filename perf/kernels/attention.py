@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from fastspec.kernels.packed_linear import packed_linear
 from perf import timing
 
 PAGE_SIZE = 64
+GPU_ONLY = True  # for perf.bench
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def timed(calls: list[Any], repeats: int) -> float:
 
 def without_early_launches(case: Case, repeats: int) -> float:
     kept = attention.has_pdl, attention.uses_fragments
-    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim, case.work.split_keys)
+    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim)
     attention.has_pdl, attention.uses_fragments = (lambda device: False), (lambda *args: fragments)
     try:
         return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
@@ -153,18 +154,14 @@ def in_a_layer(case: Case, repeats: int) -> float:
     return both - alone
 
 
-def forced(fragments: bool, device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
-    """In place of `uses_fragments`: the kernel out of registers wherever it can run, or nowhere."""
-    return fragments and split_keys <= attention.FRAGMENT_SPLIT
-
-
 def decode_record(
     name: str, batch: int, queries: int, context: int, split: int | None, ceiling: float, given: argparse.Namespace
 ) -> dict[str, Any]:
     case = Case(MODELS[name], batch, queries, context, split)
     error = case.error()
     assert error < 2**-6, f"{name} {batch} x {queries} over {context} is wrong by {error:.1%}"
-    us = timed([partial(case.call, layer) for layer in range(case.layers)], given.repeats)
+    took = timing.graph_time([partial(case.call, layer) for layer in range(case.layers)], repeats=given.repeats)
+    us, heads = took.us, MODELS[name]
     record = {
         "op": "attend",
         "model": name,
@@ -173,6 +170,9 @@ def decode_record(
         "context": context,
         "split_keys": case.work.split_keys,
         "us": round(us, 2),
+        "us_iqr": round(took.spread * 1e6, 3),
+        "operations": 4 * batch * queries * context * heads.heads * heads.dim,
+        "read_gb_s": round(ceiling),
         "us_late_launch": round(without_early_launches(case, given.repeats), 2),
         "bytes": case.nbytes,
         "share": round(case.nbytes / us / 1e3 / ceiling, 3),
@@ -203,6 +203,20 @@ def chunk_record(name: str, rows: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """For `python -m perf kernels`."""
+    ceiling, given = timing.read_ceiling(device=device), argparse.Namespace(repeats=9, chain=False)
+    for name in MODELS:
+        for context in (128, 1024) if quick else (128, 1024, 8192, 32768):
+            for batch, queries in ((1, 1), (1, 5)) if quick else ((1, 1), (1, 5), (8, 5), (32, 5)):
+                if batch * context > 2**18:
+                    continue  # more cache than fits
+                record = decode_record(name, batch, queries, context, None, ceiling, given)
+                shape = f"{name}, {batch} x {context}"
+                yield {**record, "shape": shape, "rows": queries, "torch_us": record["sdpa_us"]}
+        torch.cuda.empty_cache()
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
@@ -216,7 +230,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--kernel", choices=["tiles", "fragments"], help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
-        attention.uses_fragments = partial(forced, given.kernel == "fragments")
+        attention.uses_fragments = lambda *args: given.kernel == "fragments"
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

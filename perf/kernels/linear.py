@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ def layer(hidden: int, qkv: int, inner: int) -> list[Product]:
 MODELS = {"8b": (32, layer(4096, 6144, 14336)), "1b": (16, layer(2048, 3072, 8192))}
 HEADS = {"8b": (128256, 4096), "1b": (128256, 2048)}
 FUSED = {"norm", "gated", "residual"}
+GPU_ONLY = True  # for perf.bench
 
 
 def packed_weights(product: Product, count: int) -> list[Tensor]:
@@ -90,9 +91,9 @@ def product_rows(
         ours, theirs = call_of(product, count, plain)
         # cuBLAS's time does not depend on values: the same memory read as rows
         plain_rows = [weight.view(product.n, product.k) for weight in weights]
-        us = timing.graph_time([partial(ours, weight) for weight in weights], repeats=repeats).us
-        torchs = timing.graph_time([partial(theirs, weight) for weight in plain_rows], repeats=repeats).us
-        records.append(record(f"{model} {product.name}", [product], count, us, torchs, ceiling))
+        mine = timing.graph_time([partial(ours, weight) for weight in weights], repeats=repeats)
+        torchs = timing.graph_time([partial(theirs, weight) for weight in plain_rows], repeats=repeats)
+        records.append(record(f"{model} {product.name}", [product], count, mine, torchs, ceiling))
     return records
 
 
@@ -110,21 +111,26 @@ def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats
                     weight = each[place]
                     call[which](weight if which == 0 else weight.view(product.n, product.k))
 
-        us, torchs = (timing.graph_time(partial(chain, which), repeats=repeats).us for which in (0, 1))
-        records.append(record(f"{model} chain", products * layers, count, us, torchs, ceiling))
+        mine, torchs = (timing.graph_time(partial(chain, which), repeats=repeats) for which in (0, 1))
+        records.append(record(f"{model} chain", products * layers, count, mine, torchs, ceiling))
     return records
 
 
-def record(op: str, products: list[Product], rows: int, us: float, torch_us: float, ceiling: float) -> dict[str, Any]:
+def record(
+    op: str, products: list[Product], rows: int, mine: timing.Timing, torchs: timing.Timing, ceiling: float
+) -> dict[str, Any]:
     nbytes = sum(product.nbytes for product in products)
     return {
         "op": op,
         "shape": f"{products[0].n}x{products[0].k}" if len(products) == 1 else f"{len(products)} products",
-        "M": rows,
-        "us": round(us, 2),
+        "rows": rows,
+        "us": round(mine.us, 2),
+        "us_iqr": round(mine.spread * 1e6, 3),
         "bytes": nbytes,
-        "share": round(nbytes / us / 1e3 / ceiling, 3),
-        "torch_us": round(torch_us, 2),
+        "operations": nbytes * rows,  # two for each weight of two bytes
+        "share": round(nbytes / mine.us / 1e3 / ceiling, 3),
+        "torch_us": round(torchs.us, 2),
+        "read_gb_s": round(ceiling),
     }
 
 
@@ -135,6 +141,23 @@ def right(product: Product, rows: int) -> bool:
     ours = packed_linear(x, weight, pdl=False, out_dtype=torch.float32)
     exact = x.float() @ unpack(weight).float().T
     return bool((ours - exact).norm() / exact.norm() < 2**-8)
+
+
+def heads(model: str) -> list[Product]:
+    return [Product("head", *HEADS[model], ("norm", "fp32")), Product("pick", *HEADS[model], ("norm", "pick"))]
+
+
+def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """For `python -m perf kernels`."""
+    ceiling, counts = timing.read_ceiling(device=device), [1, 5] if quick else [1, 2, 5, 8, 16, 40, 64]
+    for model in MODELS:
+        for product in [*MODELS[model][1], *heads(model)]:
+            if all(right(product, count) for count in counts):
+                yield from product_rows(model, product, counts, ceiling, False, 9)
+            else:
+                yield {"op": f"{model} {product.name}", "status": "failed: it is not F.linear"}
+        yield from chain_rows(model, counts, ceiling, False, 9)
+        torch.cuda.empty_cache()
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -149,8 +172,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     print(f"read ceiling {ceiling:.0f} GB/s")
     records = []
     for model in given.models:
-        heads = [Product("head", *HEADS[model], ("norm", "fp32")), Product("pick", *HEADS[model], ("norm", "pick"))]
-        for product in [] if given.chains else [*MODELS[model][1], *heads]:
+        for product in [] if given.chains else [*MODELS[model][1], *heads(model)]:
             assert all(right(product, rows) for rows in given.rows), f"{product} is wrong"
             records += product_rows(model, product, given.rows, ceiling, given.plain, given.repeats)
         records += chain_rows(model, given.rows, ceiling, given.plain, given.repeats)

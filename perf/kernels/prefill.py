@@ -10,8 +10,9 @@ Usage: python -m perf.kernels.prefill [--rows 256 1024 2048] [--only qkv o] [--r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from fastspec.kernels import prefill_hopper as hopper
 from fastspec.kernels.prefill_linear import prefill_linear
 from perf import timing
 
+GPU_ONLY = True  # for perf.bench
 # (N, K), gated: a Llama 8B's products
 PRODUCTS = {
     "qkv": (6144, 4096, False),
@@ -30,9 +32,9 @@ PRODUCTS = {
 }
 
 
-def packed(rows: Tensor) -> Tensor:
-    n, k = rows.shape
-    return rows.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous()
+def packed(weight: Tensor) -> Tensor:
+    n, k = weight.shape
+    return weight.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous()
 
 
 def time(call: Callable[[Tensor], object], weights: list[Tensor], repeats: int) -> float:
@@ -50,6 +52,28 @@ def sweep(x: Tensor, weights: list[Tensor], gated: bool, repeats: int) -> str:
 
     times = sorted((time(partial(call, tile), weights, repeats), tile) for tile in hopper.TILES)
     return ", ".join(f"{tile.rows}x{tile.columns} {us:.1f}" for us, tile in times)
+
+
+def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """For `python -m perf kernels`."""
+    for name, (n, k, gated) in PRODUCTS.items():
+        weights = [packed((torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16))]
+        weights += [weights[0].clone() for _ in range(min(8, timing.copies_for(n * k * 2)) - 1)]
+        for count in (1024,) if quick else (256, 1024, 2048):
+            x = torch.randn(count, k, device=device).to(torch.bfloat16)
+            calls = [partial(prefill_linear, x, weight, gated=gated) for weight in weights]
+            took = timing.graph_time(calls, repeats=9)
+            torchs = time(partial(F.linear, x), [weight.view(n, k) for weight in weights], 9)
+            yield {
+                "op": f"8b {name}, prompt",
+                "shape": f"{n}x{k}",
+                "rows": count,
+                "us": round(took.us, 2),
+                "us_iqr": round(took.spread * 1e6, 3),
+                "bytes": 2 * n * k,
+                "operations": 2 * n * k * count,
+                "torch_us": round(torchs, 2),
+            }
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ Usage: python -m perf.kernels.verify [--vocab 128256] [--repeats 15]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from fastspec.state import RUNNING, DecodeState
 from perf import timing
 
 Call = Callable[[Tensor], object]
+GPU_ONLY = True  # for perf.bench
 SHAPES = [(1, 0), (1, 5), (1, 7), (8, 5), (32, 5)]
 SLOTS = 64
 MOST_COPIES = 60  # of logits, each a node of the graph that is timed
@@ -92,6 +94,26 @@ def times(calls: dict[str, Call], given: list[Tensor], repeats: int) -> dict[str
         name: timing.graph_time([partial(call, logits) for logits in given], repeats=repeats).us
         for name, call in calls.items()
     }
+
+
+def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """For `python -m perf kernels`."""
+    ceiling, vocab = timing.read_ceiling(device=device), 128256
+    torch.cuda.empty_cache()
+    for batch, k in SHAPES[:2] if quick else SHAPES:
+        size = batch * (k + 1) * vocab * 4
+        count = min(MOST_COPIES, timing.copies_for(size))
+        logits = [torch.randn(batch, k + 1, vocab, device=device) for _ in range(count)]
+        found = times(ends_of_a_step(running_state(batch, k, device), k, vocab), logits, 9)
+        yield {
+            "op": "verify_commit + publish",
+            "shape": f"batch {batch}, {vocab}",
+            "rows": k + 1,
+            "us": round(found["verify_commit + publish"], 2),
+            "bytes": size,
+            "share": round(size / found["verify_commit + publish"] / 1e3 / ceiling, 3),
+            "torch_us": round(found["torch: greedy, commit"], 2),
+        }
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,9 +104,9 @@ def test_kernel_benches_are_found_and_run(
 ) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
-    for name in ("good", "script", "_helper"):
+    for name in ("good", "on_a_gpu", "_helper"):
         (folder / f"{name}.py").write_text("")
-    modules: dict[str, Any] = {"good": Good, "script": object()}
+    modules: dict[str, Any] = {"good": Good, "on_a_gpu": OnAGpu}
 
     def load(name: str) -> Any:
         return modules[name.rpartition(".")[2]]
@@ -115,7 +116,7 @@ def test_kernel_benches_are_found_and_run(
     rows = run_cli(tmp_path, "kernels", "--quick")
     assert [(row["bench"], row["status"]) for row in rows] == [
         ("good", "ok"),
-        ("script", "imported; it needs a GPU to run"),
+        ("on_a_gpu", "imported; it needs a GPU to run"),
     ]
     assert rows[0]["us"] == 1
     with pytest.raises(ValueError, match="no bench nothing"):
@@ -131,10 +132,17 @@ class Good:
         return [{"op": "x", "us": 1}]
 
 
-def test_every_bench_here_imports() -> None:
+class OnAGpu:
+    """Stands for one that needs a GPU: it has no rows to give here."""
+
+    GPU_ONLY = True
+
+
+def test_every_bench_here_imports_and_can_give_rows() -> None:
     pytest.importorskip("triton")
     rows = list(bench.run_benches([], device=torch.device("cpu"), quick=True))
-    assert [row for row in rows if "cannot" in row["status"]] == []
+    assert [row["status"] for row in rows] == ["imported; it needs a GPU to run"] * len(bench.names())
+    assert all(callable(importlib.import_module(f"perf.kernels.{name}").rows) for name in bench.names())
 
 
 def test_ceiling_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

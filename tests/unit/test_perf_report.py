@@ -1,0 +1,131 @@
+"""The report: tables and pictures of rows, between two marks of a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf import __main__ as cli
+from perf import plots, records, report
+from perf.cases import tokens_per_step
+from perf.records import Row
+from perf.report import BEGIN, END
+
+HERE: Row = {"device": "cuda", "gpu": "G", "torch": "2", "triton": "3", "commit": "abc1234", "date": "2026-01-01"}
+MOST_BYTES = 150 * 1024
+
+
+def step_row(k: int, **more: Any) -> Row:
+    tokens = tokens_per_step(0.78, k)
+    row: Row = {
+        "engine": f"fastspec k={k}" if k else "fastspec plain",
+        "case": "8b+1b, batch 1, prompt 128, greedy",
+        "workload": "8b+1b",
+        "batch": 1,
+        "prompt": 128,
+        "new": 256,
+        "sampled": False,
+        "k": k,
+        "status": "ok",
+        "ms_step": 4.0 + k,
+        "floor_ms": 3.4 + 0.6 * k,
+        "step_over_floor": 1.2,
+        "tok_s": 1e3 * tokens / (4.0 + k),
+        "tok_s_95": [200.0, 600.0],
+        "tokens_per_pass": tokens,
+        "speed_up": tokens * 4 / (4 + k),
+        "read_gb_s": 4400,
+        "planned_mib": 18000.0,
+        "peak_mib": 17900.0,
+        "start_up_s": 3.0,
+    }
+    return {**row, **HERE, **more}
+
+
+def trace_row() -> Row:
+    phases = ["draft 1", "draft 2", "score", "verify"]
+    bars = [[phase, "product" if phase != "verify" else "verify", 10.0 * at, 9.0] for at, phase in enumerate(phases)]
+    more = {"step_us": 39.0, "timeline": bars, "kind_us": {"product": 27.0}, "kind_kernels": {"product": 3}}
+    return {
+        **step_row(2, bench="trace", ms_step=None),
+        **more,
+        "sync_per_step": 0.0,
+        "read_by": "torch.profiler (CUPTI)",
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    kernel = {"bench": "linear", "op": "8b qkv", "shape": "6144x4096", "rows": 5, "us": 12.5, "bytes": 50331648}
+    gate = {"bench": "gate", "workload": "shipped", "k": 4, "ratio": 1.1, "planted": 0.1, "verdict": "REGRESSION"}
+    old = {**step_row(0), "tok_s": 111.0, "commit": "0ld"}
+    del old["case"]  # as rows had none once
+    for name, rows in {
+        "suite": [
+            old,
+            *(step_row(k) for k in (0, 2, 4)),
+            trace_row(),
+            {**step_row(0), "device": "cpu", "commit": "cpu"},
+        ],
+        "kernels": [{**HERE, **kernel, "operations": 5 * kernel["bytes"], "share": 0.9}],
+        "gate": [{**HERE, **gate}],
+    }.items():
+        records.append(tmp_path / f"{name}.jsonl", rows)
+    return [str(tmp_path / f"{name}.jsonl") for name in ("suite", "kernels", "gate", "missing")]
+
+
+def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files: list[str]) -> None:
+    document = tmp_path / "docs" / "page.md"
+    document.parent.mkdir()
+    document.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    for _ in range(2):  # a second time changes nothing
+        (row,) = cli.main(["report", "--rows", *files, "--document", str(document)])
+        text = document.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert "old\n" not in text
+        assert text.count("### ") == 6
+    assert "4 pictures" in row["status"]
+    assert "0ld" not in text  # a newer row of the same case came after it
+    assert "| cpu |" not in text
+    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in text
+    assert "27 (3)" in text
+    assert "REGRESSION" in text
+    pictures = sorted((document.parent / "figures").glob("*.png"))
+    assert [path.stem for path in pictures] == ["gain_over_acceptance", "roofline", "step", "tokens_over_k"]
+    assert all(f"figures/{path.name}" in text and 5000 < path.stat().st_size < MOST_BYTES for path in pictures)
+
+
+def test_the_same_rows_make_the_same_pictures(tmp_path: Path) -> None:
+    for turn in ("1", "2"):
+        plots.save("x", tmp_path / turn, plots.step_timeline(trace_row()))
+    assert (tmp_path / "1" / "x.png").read_bytes() == (tmp_path / "2" / "x.png").read_bytes()
+
+
+def test_without_rows_there_is_no_picture(tmp_path: Path) -> None:
+    nothing = (plots.roofline([], []), plots.step_timeline({}), plots.rate_over_k([]), plots.gain_over_acceptance([]))
+    assert [plots.save("x", tmp_path, draw) for draw in nothing] == [None] * 4
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("acceptance", [0.3, 0.78, 1.0])
+def test_acceptance_is_found_from_tokens_per_step(k: int, acceptance: float) -> None:
+    assert plots.acceptance_of(tokens_per_step(acceptance, k), k) == pytest.approx(acceptance, abs=1e-6)
+
+
+def test_a_document_without_marks_and_files_without_rows_are_named(tmp_path: Path, files: list[str]) -> None:
+    (tmp_path / "page.md").write_text("nothing")
+    with pytest.raises(ValueError, match=r"page\.md has no lines"):
+        cli.main(["report", "--rows", *files, "--document", str(tmp_path / "page.md")])
+    with pytest.raises(SystemExit, match="no rows of device cuda"):
+        cli.main(["report", "--rows", str(tmp_path / "missing.jsonl"), "--document", str(tmp_path / "page.md")])
+
+
+def test_the_documents_own_marks_and_pictures_are_there() -> None:
+    text = report.DOCUMENT.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+    for path in (report.DOCUMENT.parent / "figures").glob("*.png"):
+        assert f"figures/{path.name}" in text
+        assert path.stat().st_size < MOST_BYTES
