@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +19,8 @@ from fastspec.proposers.base import GREEDY, StepShape
 from fastspec.sampling import PhiloxDraws
 from fastspec.state import DecodeState
 from fastspec.step import Parts, prefill, step
+
+_USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,14 @@ class Engine:
         """Rows that a step runs over so as to reach the first `rows`: a power of two, or all there are."""
         return min(1 << (rows - 1).bit_length(), self.state.batch)
 
+    def buckets(self, max_rows: int) -> list[int]:
+        """Those that steps of up to `max_rows` rows come to, ascending."""
+        return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
+
+    def typical_shape(self, k: int, sampler: str, top_logprobs: int | None) -> StepShape:
+        """A step over rows of a usual length."""
+        return self.shape(k, sampler, top_logprobs, min(_USUAL_LENGTH, self.state.tokens.shape[1]))
+
     def launch(self, rows: int, shape: StepShape) -> int:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
         return self.ring.count(lambda: self.runner.run(key_of(rows, shape), self._body(rows, shape)))
@@ -85,6 +97,18 @@ class Engine:
                 if self.parts.proposer:
                     self.parts.proposer.catch_up(view, shape, chunk)
 
+    def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
+        """What such a step takes when none of its rows runs; waits for the device."""
+        run = partial(self.runner.run, key_of(rows, shape), self._body(rows, shape))
+        with self._idle(rows):
+            run()
+            self.ring.resync()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            self.ring.resync()
+            return (time.perf_counter() - start) / repeats
+
     def finish(self) -> None:
         """Waits for everything that is queued: buffers may go afterwards."""
         with self.on_device():
@@ -97,7 +121,7 @@ class Engine:
 
         Largest first: their graphs share one pool.
         """
-        sizes = sorted({self.bucket(rows) for rows in range(1, max_rows + 1)}, reverse=True)
+        sizes = reversed(self.buckets(max_rows))
         shapes = [self.shape(k, sampler, top_logprobs, 0) for k in sorted(set(ks), reverse=True)]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
         return [(rows, shape) for rows, shape in steps if not self.runner.ready(key_of(rows, shape))]

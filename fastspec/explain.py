@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fastspec.auto import AUTO
+from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.memory import Layout, weight_bytes
 from fastspec.models.sources import Checkpoint
@@ -12,7 +14,14 @@ from fastspec.settings import Settings
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
-def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int) -> str:
+def explain(
+    settings: Settings,
+    engine: Engine,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    shared_vocab: int,
+    drafting: Drafting,
+) -> str:
     """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
     layout = settings.layout
     lines = [
@@ -20,6 +29,7 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
         f"target     {_model(target, str(layout.target_dtype))}",
         f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
+        f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
@@ -34,7 +44,8 @@ def explain(settings: Settings, engine: Engine, target: Checkpoint, draft: Check
 
 def break_even_advice(stats: Stats, layout: Layout) -> str | None:
     """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
-    if layout.draft is None or not stats.drafted or stats.steps < _STEPS_TO_JUDGE or stats.synthetic:
+    judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
+    if layout.draft is None or not judged or stats.auto == AUTO:  # which has seen to it
         return None
     draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
     needed = 1 + stats.drafted / stats.steps * draft_pass
@@ -77,6 +88,16 @@ def _drafting(
     if draft.spec.max_length < settings.max_length:
         text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
     return text
+
+
+def _drafts(drafting: Drafting) -> str:
+    """k, and what "auto" made of it."""
+    lines = drafting.describe()
+    if not drafting.auto and not lines:
+        return f"k = {drafting.most}, unless a call says otherwise"
+    named = ", ".join(map(str, drafting.ks))
+    head = f"k = {drafting.default}; auto chooses among {named} by measured tokens per second"
+    return "\n           ".join([head, *lines])
 
 
 def _verifying(settings: Settings) -> str:

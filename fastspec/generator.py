@@ -13,24 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import calls, inputs, options
 from fastspec.build import build
+from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import break_even_advice, explain
-from fastspec.loop import DecodeLoop, Request
+from fastspec.loop import Request
 from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
 from fastspec.modes import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import FULL, GREEDY, SAMPLERS, Proposer
+from fastspec.proposers.base import GREEDY, SAMPLERS, Proposer
 from fastspec.proposers.choose import check
+from fastspec.readying import decode, make_ready
 from fastspec.settings import announce, settings_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
@@ -45,7 +46,8 @@ class FastSpecGenerator:
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own (README).
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly.
+        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
+            while it decodes, by measured tokens per second (README says how, and what becomes of seeds).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and what fits in 90% of the free memory; it is printed. A row that outgrows the draft's
@@ -76,7 +78,7 @@ class FastSpecGenerator:
         *,
         proposer: Proposer | None = None,
         verification: Verification = BLOCK,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int | str = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
         page_size: int = 64,
@@ -116,7 +118,8 @@ class FastSpecGenerator:
         self.device = self._settings.device
         self.max_length = self._settings.max_length
         self.memory_plan: MemoryPlan = self._settings.memory
-        self.num_speculative_tokens = self._settings.layout.max_drafts
+        self._drafting = Drafting(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
+        self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._progress = progress
@@ -140,7 +143,7 @@ class FastSpecGenerator:
         *,
         proposer: Proposer | None = None,
         verification: Verification = BLOCK,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int | str = 4,
         max_batch_size: int = 8,
         max_length: int | None = None,
         page_size: int = 64,
@@ -198,8 +201,8 @@ class FastSpecGenerator:
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
             **keywords: generation options (README lists them; most take one value, or one per prompt), `seed`,
-                `num_speculative_tokens` to draft fewer than the generator was made for, and `tokenizer` for
-                stop_strings where it is not the checkpoint's.
+                `num_speculative_tokens` to draft fewer than the generator was made for, or "auto", and `tokenizer`
+                for stop_strings where it is not the checkpoint's.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, padded after a row's end; or a GenerateOutput when
@@ -255,11 +258,12 @@ class FastSpecGenerator:
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
 
-        The constructor does this for greedy decoding with its own num_speculative_tokens; a call that needs others
-        captures them before its first step. Without graphs there is nothing to do.
+        With "auto" that is every k it chooses from, and what their steps take is measured. The constructor does this
+        for greedy decoding with its own num_speculative_tokens; a call that needs others captures them before its
+        first step. Without graphs there is nothing to capture.
 
         Args:
-            num_speculative_tokens: drafts per step, up to the generator's own.
+            num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
 
         Raises:
@@ -267,22 +271,9 @@ class FastSpecGenerator:
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        k = self._drafts(num_speculative_tokens)
+        choice = self._drafting.ahead(num_speculative_tokens, sampler)
         with self._in_use() as engine:
-            self._capture(engine, self._settings.layout.batch, {k, 0}, sampler, None, prompts=True)
-
-    def _capture(
-        self, engine: Engine, rows: int, ks: set[int], sampler: str, top_logprobs: int | None, *, prompts: bool = False
-    ) -> None:
-        """Captures what is missing of the steps over up to `rows` rows, with a progress bar."""
-        missing = engine.missing(rows, ks, sampler, top_logprobs)
-        if engine.runner.static and missing:
-            with engine.on_device():
-                engine.compile(missing, prompts=prompts)
-        bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (self._progress and missing))
-        with engine.on_device():
-            for size, shape in bar:
-                engine.capture(size, shape)
+            make_ready(engine, self._settings.layout.batch, choice, progress=self._progress, prompts=True)
 
     def _prepare(
         self,
@@ -305,22 +296,10 @@ class FastSpecGenerator:
             vocab_size=spec.vocab_size,
             context=min(spec.max_length, self.max_length),
         )
-        self._drafts(chosen.num_speculative_tokens)
+        self._drafting.of(chosen)
         if chosen.stop_strings and tokenizer is None:
             tokenizer = self.tokenizer
         return calls.requests_of(prompts, chosen, tokenizer, self.max_length), chosen
-
-    def _drafts(self, asked: int | None) -> int:
-        """Drafts per step of a call that asks for so many."""
-        if asked is None:
-            return self.num_speculative_tokens
-        if asked > self.num_speculative_tokens:
-            made = "without drafts" if not self.num_speculative_tokens else f"for at most {self.num_speculative_tokens}"
-            raise ValueError(
-                f"num_speculative_tokens={asked}, but the generator was made {made}; "
-                "make it with a draft and a larger num_speculative_tokens"
-            )
-        return asked
 
     @contextmanager
     def _in_use(self) -> Iterator[Engine]:
@@ -335,21 +314,19 @@ class FastSpecGenerator:
 
     def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
-        sampler = GREEDY if chosen.plain else FULL
-        k = self._drafts(chosen.num_speculative_tokens)
-        opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
+        choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            self._capture(engine, rows, {k, *opted_out}, sampler, chosen.top_logprobs)
-            yield from DecodeLoop(engine, requests, chosen.stop_ids, sampler, lambda made: k, chosen.top_logprobs)
+            make_ready(engine, rows, choice, progress=self._progress)
+            yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 
     def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:
         """What happened since `start`."""
         rows = tuple(request.stats() for request in requests)
         seconds = time.perf_counter() - start
-        k = self._drafts(chosen.num_speculative_tokens)
-        return Stats.of(rows, k, seconds, synthetic_name(self._settings.verification))
+        choice = self._drafting.of(chosen)
+        return Stats.of(rows, choice.k, seconds, synthetic_name(self._settings.verification), choice.note)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -358,7 +335,8 @@ class FastSpecGenerator:
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        return explain(self._settings, self._open_engine(), self._target, self._draft, self._shared_vocab)
+        models = self._target, self._draft
+        return explain(self._settings, self._open_engine(), *models, self._shared_vocab, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fastspec import admission
+from fastspec.auto import Observation, Outlook
 from fastspec.engine import Engine, next_chunk
 from fastspec.graphs.ring import RowResult
 from fastspec.options import RowOptions
 from fastspec.output import RowStats
+from fastspec.pace import Pacer, StepClock
 from fastspec.state import IDLE, RUNNING, STOPPED
 from fastspec.step import prefill
+
+_PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class Request:
     accepted: int = 0
     dropped: int = 0
     histogram: list[int] = field(default_factory=list)
+    steps_at: list[int] = field(default_factory=list)
     draft_length: int = 0
     behind: bool = False
 
@@ -78,10 +83,11 @@ class Request:
             len(self.new_tokens),
             self.dropped,
             tuple(self.histogram),
+            tuple(self.steps_at),
         )
 
-    def record(self, result: RowResult) -> list[int]:
-        """Counts one step; returns its tokens."""
+    def record(self, result: RowResult, k: int) -> list[int]:
+        """Counts one step of k drafts; returns its tokens."""
         if result.finish == RUNNING and result.accepted < 0:
             self.broken_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
@@ -98,6 +104,7 @@ class Request:
         self.accepted += result.accepted
         self.dropped += result.accepted + 1 - len(tokens)
         self.histogram[result.accepted] += 1
+        self.steps_at[k] += 1
         if result.finish != RUNNING:
             self.finish_reason = "stop" if result.finish == STOPPED else "length"
         if end is not None:
@@ -112,10 +119,19 @@ class Launched:
     Attributes:
         sequence: its number in the ring.
         requests: by the row each had when it was launched.
+        k: drafts.
+        bucket: rows it covers.
+        resumed: passes of catching up that were queued before it, when the step before it was a plain one or there
+            were any; else None.
+        timed: only such passes, or nothing, came between it and the step before it.
     """
 
     sequence: int
     requests: dict[int, int]
+    k: int
+    bucket: int
+    resumed: float | None
+    timed: bool
 
 
 class DecodeLoop:
@@ -128,6 +144,7 @@ class DecodeLoop:
         sampler: the sampler kind of every step.
         choose_k: drafts for the next step, given the number of steps made; at most engine.max_drafts.
         top_logprobs: as in StepShape.
+        pacer: chooses instead of choose_k, and is told what every step did.
     """
 
     def __init__(
@@ -138,6 +155,7 @@ class DecodeLoop:
         sampler: str,
         choose_k: Callable[[int], int],
         top_logprobs: int | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self._engine = engine
         self._top_logprobs = top_logprobs
@@ -145,6 +163,10 @@ class DecodeLoop:
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
+        self._pacer = pacer
+        self._clock = StepClock(ahead=engine.runner.depth > 1)
+        self._disturbed = False  # other work was queued since the last step
+        self._last_k = 0
         self._waiting = deque(range(len(requests)))
         self._rows: dict[int, int] = {}  # row of the state -> index of the request in it
         self._launched: deque[Launched] = deque()
@@ -156,6 +178,7 @@ class DecodeLoop:
         engine.pages.release_all()
         for request in requests:
             request.histogram = [0] * (engine.max_drafts + 1)
+            request.steps_at = [0] * (engine.max_drafts + 1)
 
     def __iter__(self) -> Iterator[dict[int, list[int]]]:
         """Yields, after every step, the new tokens of each request that stepped, by its index."""
@@ -163,7 +186,9 @@ class DecodeLoop:
             # left before yielding: a context held open across a yield would leak into the caller
             with self._engine.on_device():
                 emitted = self._advance()
+            self._clock.leave()
             yield emitted
+            self._clock.back()
 
     def _advance(self) -> dict[int, list[int]]:
         """Launches what may be launched, then reads the oldest step."""
@@ -178,21 +203,48 @@ class DecodeLoop:
         if not any(self._may_go_on(index) for index in self._rows.values()):
             return False
         requests = [self._requests[index] for index in self._rows.values()]
-        # where every row has opted out the step is a plain one
-        k = self._choose_k(self._steps) if any(request.options.draft_limit != 0 for request in requests) else 0
+        k = self._drafts(requests)
+        passes = 0.0
         if k:
             if self._launched and any(request.behind for request in requests):
                 return False  # how far the draft is behind is known once those steps are read
-            self._catch_up()
+            passes = self._catch_up()
         rows = self._engine.bucket(max(self._rows) + 1)
         ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
         longest = max(request.length for request in requests) + ahead
         shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
-        self._launched.append(Launched(self._engine.launch(rows, shape), dict(self._rows)))
+        resumed = passes if passes or (k and not self._last_k) else None
+        # a step launched into an empty queue began when the host came to it, not when the one before it ended
+        timed = not self._disturbed and (resumed is not None or bool(self._launched) or self._engine.runner.depth == 1)
+        sequence = self._engine.launch(rows, shape)
+        self._launched.append(Launched(sequence, dict(self._rows), k, rows, resumed, timed))
         self._steps += 1
+        self._last_k, self._disturbed = k, False
         for request in requests:
             request.behind |= not k
         return True
+
+    def _drafts(self, requests: list[Request]) -> int:
+        """Drafts for the next step."""
+        if all(request.options.draft_limit == 0 for request in requests):
+            return 0  # where every row has opted out the step is a plain one
+        if self._pacer is None:
+            return self._choose_k(self._steps)
+        remaining = max(request.limit - request.length for request in requests)
+        behind = sum(_passes(self._behind(request)) for request in requests)
+        return self._pacer.choose(Outlook(self._engine.bucket(max(self._rows) + 1), remaining, behind))
+
+    def _behind(self, request: Request) -> list[int]:
+        """The chunks in which the draft would take in what it has not seen of a row, all but the last two tokens."""
+        proposer = self._engine.parts.proposer
+        if proposer is None or request.options.draft_limit == 0:
+            return []
+        missing = min(request.length - 2, proposer.max_length) - request.draft_length
+        chunks = []
+        while missing > 0:
+            chunks.append(next_chunk(self._engine.chunks, missing))
+            missing -= chunks[-1]
+        return chunks
 
     def _may_go_on(self, index: int) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
@@ -221,6 +273,7 @@ class DecodeLoop:
                 self._sampler,
             )
             self._prefill(row, request)
+            self._disturbed = True
 
     def _compact(self) -> None:
         """Moves the highest rows down when the next step can then run over half as many."""
@@ -230,6 +283,7 @@ class DecodeLoop:
             self._rows[place] = self._rows.pop(source)
             self._engine.pages.move(source, place)
             self._engine.state.move(source, place)
+            self._disturbed = True
 
     def _prefill(self, row: int, request: Request) -> None:
         """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
@@ -242,32 +296,36 @@ class DecodeLoop:
                 prefill(self._engine.parts, view, shape, start, chunk)
                 start += chunk
 
-    def _catch_up(self) -> None:
-        """Lets the draft take in what it has not seen of each row, all but the last two tokens."""
+    def _catch_up(self) -> float:
+        """Lets the draft take in what it has not seen of each row; returns the passes that takes."""
         proposer = self._engine.parts.proposer
         assert proposer is not None, "k > 0 needs a proposer"
+        passes = 0.0
         for row, index in self._rows.items():
             request = self._requests[index]
             if request.options.draft_limit == 0:
                 continue
             view = self._engine.state.rows(row, row + 1)
-            known = min(request.length - 2, proposer.max_length)
-            while request.draft_length < known:
-                chunk = next_chunk(self._engine.chunks, known - request.draft_length)
+            chunks = self._behind(request)
+            for chunk in chunks:
                 upto = request.draft_length + chunk
                 proposer.catch_up(view, self._engine.chunk_shape(upto, chunk, self._sampler), chunk)
-                request.draft_length = min(upto, known)
+                request.draft_length = min(upto, request.length - 2, proposer.max_length)
+            passes += _passes(chunks)
             request.behind = False
+        return passes
 
     def _collect(self, step: Launched) -> dict[int, list[int]]:
         """Reads a step's results; frees the rows that finished."""
+        waited = self._engine.runner.depth == 1 or not self._engine.ring.ready(step.sequence)
         results = self._engine.ring.read(step.sequence, max(step.requests) + 1)
+        self._report(step, results, self._clock.arrived(waited))
         emitted: dict[int, list[int]] = {}
         for row, index in sorted(step.requests.items()):
             request = self._requests[index]
             if request.finish_reason is not None:
                 continue  # it ended in a step that was read after this one was launched
-            emitted[index] = tokens = request.record(results[row])
+            emitted[index] = tokens = request.record(results[row], step.k)
             if self._top_logprobs is not None:
                 logprobs, pairs = self._engine.ring.logprobs(step.sequence, row, len(tokens), self._top_logprobs)
                 request.logprobs += logprobs
@@ -279,3 +337,16 @@ class DecodeLoop:
                 if results[row].finish == RUNNING:  # the device does not know: before anybody gets the row's pages
                     self._engine.state.finish[place].fill_(IDLE)
         return emitted
+
+    def _report(self, step: Launched, results: list[RowResult], seconds: float | None) -> None:
+        """Tells the pacer what a step did to the rows that it found running."""
+        if self._pacer is None:
+            return
+        going = [row for row, index in step.requests.items() if self._requests[index].finish_reason is None]
+        accepted = tuple(results[row].accepted for row in going if results[row].accepted >= 0)
+        self._pacer.observe(Observation(step.k, step.bucket, accepted, seconds if step.timed else None, step.resumed))
+
+
+def _passes(chunks: list[int]) -> float:
+    """What feeding these chunks costs, in passes over a few rows."""
+    return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)

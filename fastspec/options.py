@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from fastspec.auto import AUTO
 from fastspec.errors import UnsupportedOption
 from fastspec.row_options import RowOptions, derive_seed, rows_of
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
@@ -120,6 +121,8 @@ class Options:
         copies: num_return_sequences.
         return_dict: return a GenerateOutput instead of a tensor.
         num_speculative_tokens: drafts per step asked for, the most of all rows; None for the generator's.
+        auto: some row asks for "auto".
+        seeded: the caller gave a seed.
         top_logprobs: record the emitted tokens' log-probabilities, and this many alternatives; None: neither.
     """
 
@@ -132,6 +135,8 @@ class Options:
     return_dict: bool
     num_speculative_tokens: int | None
     top_logprobs: int | None
+    auto: bool = False
+    seeded: bool = False
 
     @property
     def plain(self) -> bool:
@@ -202,7 +207,13 @@ def resolve(
         return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
         num_speculative_tokens=max(limits) if len(limits) == len(rows) else None,
         top_logprobs=_top_logprobs(own["logprobs"], vocab_size),
+        auto=_asks_for_auto(own["num_speculative_tokens"]),
+        seeded=own["seed"] is not None,
     )
+
+
+def _asks_for_auto(drafts: Any) -> bool:
+    return any(isinstance(one, str) and one == AUTO for one in (listed(drafts) if is_list(drafts) else [drafts]))
 
 
 def _top_logprobs(value: Any, vocab_size: int) -> int | None:

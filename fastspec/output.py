@@ -19,6 +19,7 @@ class RowStats:
         emitted: tokens returned.
         dropped: accepted or picked tokens cut off by a stop id or the cap.
         histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
+        steps_at: how many steps were made with k = 0, 1, ..; sums to steps.
     """
 
     steps: int
@@ -28,6 +29,7 @@ class RowStats:
     emitted: int
     dropped: int
     histogram: tuple[int, ...]
+    steps_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,13 @@ class Stats:
         steps: target passes summed over rows.
         plain_steps: those of them that drafted nothing: k = 0, or a row beyond the draft's context.
         drafted, accepted, emitted, dropped: as in RowStats, summed.
-        k: drafts per step asked for.
+        k: drafts per step asked for; with "auto" the most that a step may have had.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
         synthetic: what drafts were accepted by, when it was no rule that keeps the law; then the text is not the
             model's. None for a real one.
+        auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
+            or why it did not. None where k was a number.
     """
 
     steps: int
@@ -55,16 +59,32 @@ class Stats:
     seconds: float
     rows: tuple[RowStats, ...]
     synthetic: str | None = None
+    auto: str | None = None
 
     @classmethod
-    def of(cls, rows: tuple[RowStats, ...], k: int, seconds: float, synthetic: str | None = None) -> Stats:
+    def of(
+        cls,
+        rows: tuple[RowStats, ...],
+        k: int,
+        seconds: float,
+        synthetic: str | None = None,
+        auto: str | None = None,
+    ) -> Stats:
         """Sums the rows."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
-        return cls(**{name: total(name) for name in names}, k=k, seconds=seconds, rows=rows, synthetic=synthetic)
+        totals = {name: total(name) for name in names}
+        return cls(**totals, k=k, seconds=seconds, rows=rows, synthetic=synthetic, auto=auto)
+
+    @property
+    def steps_at(self) -> dict[int, int]:
+        """How many of the steps were made with each k; ks without any are left out."""
+        width = max((len(row.steps_at) for row in self.rows), default=0)
+        counts = {k: sum(row.steps_at[k] for row in self.rows if k < len(row.steps_at)) for k in range(width)}
+        return {k: count for k, count in counts.items() if count}
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -97,8 +117,16 @@ class Stats:
         notice = f"; NOT THE MODEL'S TEXT: {self.synthetic}" if self.synthetic else ""
         return (
             f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "
-            f"acceptance {rate} of {self.drafted} drafted, k = {self.k}{alone}{notice}"
+            f"acceptance {rate} of {self.drafted} drafted, k = {self._drafts()}{alone}{notice}"
         )
+
+    def _drafts(self) -> str:
+        """k, or the ks that "auto" chose."""
+        if self.auto is None:
+            return str(self.k)
+        if self.auto != "auto":
+            return f"{self.k} ({self.auto})"
+        return f"auto ({', '.join(f'{k} in {count}' for k, count in self.steps_at.items())} of {self.steps} steps)"
 
 
 @dataclass(frozen=True, slots=True)

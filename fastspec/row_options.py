@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastspec import values
+from fastspec.auto import AUTO
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 MAX_PENALTY = 2.0  # of presence and frequency, either way, as in vLLM
@@ -112,7 +113,6 @@ def _numbers(fields: Mapping[str, Any], do_sample: bool, max_new_tokens: int) ->
     least = values.whole("min_new_tokens", fields["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")
-    drafts = fields["num_speculative_tokens"]
     return {
         "temperature": _temperature(fields["temperature"]) if do_sample else 0.0,
         "top_k": values.whole("top_k", 0 if (k := fields["top_k"]) is None else k, low=0, high=2**31 - 1),
@@ -124,8 +124,17 @@ def _numbers(fields: Mapping[str, Any], do_sample: bool, max_new_tokens: int) ->
         "presence_penalty": values.real("presence_penalty", fields["presence_penalty"], 0.0, low=low, high=high),
         "frequency_penalty": values.real("frequency_penalty", fields["frequency_penalty"], 0.0, low=low, high=high),
         "min_new_tokens": least,
-        "draft_limit": None if drafts is None else values.whole("num_speculative_tokens", drafts, low=0),
+        "draft_limit": _draft_limit(fields["num_speculative_tokens"]),
     }
+
+
+def _draft_limit(value: Any) -> int | None:
+    """Drafts of a row per step at most; None leaves it to the generator, or to "auto"."""
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return None
+    if isinstance(value, str):
+        raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {value!r}")
+    return values.whole("num_speculative_tokens", value, low=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from tqdm import tqdm
 
+from fastspec.auto import AUTO, MOST
 from fastspec.kernels import ops_for
 from fastspec.kernels.reference import UNTILED, Tiling
 from fastspec.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
@@ -38,6 +39,7 @@ class Settings:
         compiled: run the models' passes through torch.compile.
         memory: the plan.
         verification: how drafts are judged.
+        auto: calls that say nothing choose k while they decode.
     """
 
     device: torch.device
@@ -49,6 +51,7 @@ class Settings:
     compiled: bool
     memory: MemoryPlan
     verification: Verification
+    auto: bool = False
 
 
 class Drafts(Protocol):
@@ -63,7 +66,7 @@ def settings_of(
     target: Checkpoint,
     draft: Checkpoint | None,
     *,
-    num_speculative_tokens: int,
+    num_speculative_tokens: int | str,
     max_batch_size: int,
     max_length: int | None,
     page_size: int,
@@ -86,13 +89,13 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    check_range("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
+    drafts = _drafts(num_speculative_tokens)
     check_range("max_batch_size", max_batch_size, 1, 1024)
     check_range("page_size", page_size, 1, 4096)
     on, rule = _device(device, target), checked(verification)
     layout = Layout(
         batch=max_batch_size,
-        max_drafts=num_speculative_tokens if draft or proposer else 0,
+        max_drafts=drafts if draft or proposer else 0,
         page_size=page_size,
         target=target.spec,
         target_dtype=_dtype(dtype, target.spec, on),
@@ -106,7 +109,8 @@ def settings_of(
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
     _check_compile(compile, exact, on)
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule)
+    auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
 
 
 def announce(settings: Settings) -> None:
@@ -119,6 +123,16 @@ def check_range(name: str, value: Any, low: int, high: int) -> None:
     """Raises ValueError unless value is a whole number from low to high."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+
+
+def _drafts(asked: int | str) -> int:
+    """Drafts per step that there must be room for."""
+    if isinstance(asked, str):
+        if asked != AUTO:
+            raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
+        return MOST
+    check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    return asked
 
 
 def _device(device: torch.device | str | None, target: Checkpoint) -> torch.device:

@@ -173,7 +173,7 @@ def read_loops(engine: Engine, request: Request, launch: Launch, n: int, ahead: 
             queued += 1
         for _ in range(n):
             engine.ring.launched += 1
-            request.record(engine.ring.read(engine.ring.launched, 1)[0])
+            request.record(engine.ring.read(engine.ring.launched, 1)[0], engine.max_drafts)
             if request.finish_reason is not None:
                 break
         queued -= 1
