@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastspec.graphs.failures import device_failed
 from fastspec.state import Outbox
 
 Pairs = list[tuple[int, float]]  # ids and their log-probabilities
@@ -113,8 +114,11 @@ class ResultRing:
 
     def _check_alive(self, sequence: int) -> None:
         """Asks the device what became of its work."""
-        if self._device.type == "cuda" and not torch.cuda.current_stream(self._device).query():
-            return  # raises if the device failed; otherwise it is still at work
+        try:
+            if self._device.type == "cuda" and not torch.cuda.current_stream(self._device).query():
+                return  # it is still at work
+        except RuntimeError as error:
+            raise device_failed(error) from error
         if not self.ready(sequence):
             raise RuntimeError(
                 f"the device finished its work, but step {sequence} left no result (the last one there is "

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fastspec.graphs.failures import device_failed
+
 _WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' work areas; the second finds them there
 
 
@@ -142,18 +144,22 @@ class GraphRunner:
         self._stream = _StreamLease(device, self)
 
     def run(self, key: str, body: Callable[[], None]) -> None:
-        """Replays the graph of `key`: one launch."""
+        """Replays the graph of `key`: one launch.
+
+        Raises:
+            RuntimeError: nothing was captured under `key`, or the device has failed.
+        """
         captured = self._graphs.get(key)
         if captured is None:
             raise RuntimeError(
                 f"no CUDA graph for the step ({key}): {self._failures.get(key, 'it was never captured')}. "
                 "warmup() captures it; graphs=False launches every operation from the host instead"
             )
-        if self._nvtx:
-            with torch.cuda.nvtx.range(f"step: {key}"):
+        try:
+            with torch.cuda.nvtx.range(f"step: {key}") if self._nvtx else nullcontext():
                 captured.graph.replay()
-        else:
-            captured.graph.replay()
+        except RuntimeError as error:
+            raise device_failed(error) from error
 
     def ready(self, key: str) -> bool:
         """Whether it was captured."""

@@ -7,13 +7,18 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fastspec import FastSpecGenerator, demo_pair, step
-from fastspec.graphs.runner import EagerRunner, GraphRunner
+from fastspec.graphs import ring as rings
+from fastspec.graphs.ring import ResultRing
+from fastspec.graphs.runner import Captured, EagerRunner, GraphRunner
+from fastspec.proposers.base import GREEDY
 from fastspec.state import DecodeState
+from tests.helpers.tiny import tiny_engine
 
 CUDA = torch.device("cuda", 0)
 
@@ -23,15 +28,101 @@ def capture(runner: GraphRunner, body: Callable[[], None]) -> None:
         runner.capture("a key", body, lambda: nullcontext())
 
 
-@pytest.mark.gpu
+def fresh_kernel() -> Any:
+    """A Triton kernel that was never launched: nobody else's, so nobody has loaded it."""
+    triton = pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+    @triton.jit
+    def add_one(x_ptr):
+        triton.language.store(x_ptr, triton.language.load(x_ptr) + 1)
+
+    return add_one
+
+
+class Replays:
+    """Stands for a captured graph."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.error = error
+
+    def replay(self) -> None:
+        if self.error:
+            raise self.error
+
+
+def runner_with(**graphs: Any) -> GraphRunner:
+    """A runner that has captured these, without a device."""
+    runner = object.__new__(GraphRunner)
+    runner._graphs = {key: Captured(graph, 1, 0.0, 0) for key, graph in graphs.items()}
+    runner._failures, runner._nvtx = {"spoilt": "its capture failed: x"}, False
+    return runner
+
+
 def test_a_key_that_was_never_captured() -> None:
-    runner = GraphRunner(CUDA)
+    runner = runner_with(known=Replays())
+    runner.run("known", lambda: pytest.fail("it is replayed, not called"))
     with pytest.raises(RuntimeError, match=r"no CUDA graph for the step \(a key\): it was never captured. warmup\(\)"):
         runner.run("a key", lambda: None)
+    with pytest.raises(RuntimeError, match=r"no CUDA graph for the step \(spoilt\): its capture failed: x. warmup\(\)"):
+        runner.run("spoilt", lambda: None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fault", ["host read", "kernel not warm", "kept memory", "other stream"])
+def test_a_step_that_nobody_captured_is_never_launched() -> None:
+    """Whoever asks the engine for it: an error, and no step is counted."""
+    engine = tiny_engine(batch=1, device="cuda", graphs=True)
+    with engine.on_device(), pytest.raises(RuntimeError, match=r"\(1 rows, k = 3, greedy\): it was never captured"):
+        engine.launch(1, engine.shape(3, GREEDY, None, 5))
+    engine.ring.settle()
+    assert engine.ring.launched == 0
+
+
+DEAD_CONTEXT = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ...")
+SAID = "the CUDA device failed: CUDA error: device-side assert triggered. Nothing on it can go on in this process"
+
+
+def test_a_dead_context_is_named_by_the_replay_that_meets_it() -> None:
+    with pytest.raises(RuntimeError, match=SAID) as caught:
+        runner_with(known=Replays(DEAD_CONTEXT)).run("known", lambda: None)
+    assert caught.value.__cause__ is DEAD_CONTEXT
+
+
+def test_a_dead_context_is_named_by_the_wait_that_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing came for a while, so the stream is asked."""
+
+    class Dead:
+        def query(self) -> bool:
+            raise DEAD_CONTEXT
+
+    ring = ResultRing(1, 0, 1, torch.device("cpu"), pinned=False)
+    ring._device = CUDA
+    monkeypatch.setattr(rings, "PATIENCE", 0.01)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Dead())
+    with pytest.raises(RuntimeError, match=SAID) as caught:
+        ring.read(1, 1)
+    assert caught.value.__cause__ is DEAD_CONTEXT
+
+
+def test_a_device_that_is_only_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = ResultRing(1, 0, 1, torch.device("cpu"), pinned=False)
+    asked = []
+
+    class Busy:
+        def query(self) -> bool:
+            asked.append(1)
+            if len(asked) == 3:
+                ring.outbox.entries[1, 0] = 1
+            return False
+
+    ring._device = CUDA
+    monkeypatch.setattr(rings, "PATIENCE", 0.01)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Busy())
+    assert ring.read(1, 1)[0].emitted == 0
+    assert len(asked) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["host read", "kernel not warm", "wait", "kept memory", "other stream"])
 def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
     runner = GraphRunner(CUDA)
     x = torch.ones(8, device=CUDA)
@@ -47,7 +138,9 @@ def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
             if fault == "host read":
                 x.sum().item()
             elif fault == "kernel not warm":
-                torch.cuda.synchronize()  # what loading a module does, and the driver forbids here
+                fresh_kernel()[(1,)](x)  # loading it is what the driver forbids here
+            elif fault == "wait":
+                torch.cuda.synchronize()
             elif fault == "kept memory":
                 kept.append(torch.empty(2**20, device=CUDA))
             else:
@@ -107,8 +200,9 @@ def test_a_dead_device_is_an_error_and_not_a_hang() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DEAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240
     )
-    assert "raised:" in done.stdout, done.stderr[-2000:]
-    assert "CUDA error" in done.stdout or "device-side assert" in done.stdout
+    assert "raised: the CUDA device failed: " in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "device-side assert" in done.stdout
+    assert "Nothing on it can go on in this process" in done.stdout
 
 
 def test_graphs_need_cuda() -> None:
