@@ -57,7 +57,9 @@ def layer_pass(
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     for kept, new in zip(cache, (k, v), strict=True):
         kept[:, :, positions] = new
-    attended = F.scaled_dot_product_attention(q, *cache, attn_mask=mask, enable_gqa=q.shape[1] != cache[0].shape[1])
+    group = q.shape[1] // k.shape[1]
+    keys, values = (kept.repeat_interleave(group, dim=1) for kept in cache)  # with a mask no fused kernel groups heads
+    attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
     x = x + F.linear(attended.transpose(1, 2).flatten(2), layer.o)
     y = F.rms_norm(x, x.shape[-1:], layer.norms[1], eps)
     gate, up, down = layer.mlp
@@ -180,6 +182,7 @@ class CompiledEngine:
 
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel | None, setting: Setting, k: int) -> None:
         batch, longest = len(setting.batches[0]), len(setting.batches[0][0]) + setting.new + k + 2
+        longest = -(-longest // 8) * 8  # masks of other widths are copied before they are used
         self._setting, self._k = setting, k
         self._target = StaticDecoder(target, batch, longest)
         self._passes = Passes(self._target, batch, k + 1, sampled=setting.sampled)
@@ -283,6 +286,7 @@ def rows(
             continue
         try:
             with torch.inference_mode():
+                torch.compiler.reset()  # shapes of earlier settings would count towards the limit of recompilations
                 start = time.perf_counter()
                 engine = CompiledEngine(target, draft, setting, k)
                 engine.call(setting.batches[0])

@@ -197,7 +197,7 @@ def external_peers(
         if not importable(name):
             rows.append({"engine": name, "k": setting.k, "status": NOT_HERE})
         elif target is None:
-            rows.append({"engine": name, "k": setting.k, "status": "installed, but needs checkpoints on disk: --save"})
+            rows.append({"engine": name, "k": setting.k, "status": "importable, but it needs checkpoints on disk"})
         else:
             for k in dict.fromkeys((0, setting.k if draft is not None else 0)):
                 try:

@@ -184,9 +184,12 @@ def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
                 axes.annotate(f"batch {batch}", end, (6, -3), textcoords="offset points", fontsize=8, color=colour)
         if not drawn:
             return False
-        axes.set(xlabel="drafts per step, k (0 decodes plainly)", ylabel="tokens per second, all rows", yscale="log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else ""))
+        axes.set(xlabel="drafts per step, k (0 decodes plainly)", ylabel="tokens per second, all rows")
+        rates = [row["tok_s"] for line in drawn.values() for row in line.values()]
+        if max(rates) > 5 * min(rates):
+            _log_rates(axes)
+        else:
+            axes.set_ylim(0, 1.1 * max(row["tok_s_95"][1] for line in drawn.values() for row in line.values()))
         axes.set_xticks(range(max(max(line) for line in drawn.values()) + 1))
         axes.margins(x=0.1)
         axes.legend(
@@ -196,6 +199,12 @@ def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         return True
 
     return draw
+
+
+def _log_rates(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else ""))
 
 
 def acceptance_of(tokens: float, k: int) -> float:
