@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastspec.errors import CheckpointError, InvalidLogits, OutOfPages, UnsupportedModel, UnsupportedOption
 
 if TYPE_CHECKING:
+    from fastspec.calibrate import Calibration
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
     from fastspec.modes import SyntheticAcceptance
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Calibration",
     "CertainProposer",
     "CheckpointError",
     "FastSpecGenerator",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Calibration": "fastspec.calibrate",
     "CertainProposer": "fastspec.proposers.certain",
     "FastSpecGenerator": "fastspec.generator",
     "GenerateOutput": "fastspec.output",

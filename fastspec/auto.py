@@ -17,7 +17,8 @@ No torch, no clock, no randomness: the same observations give the same choices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastspec.estimates import Acceptance, StepTimes, tokens_per_step
@@ -127,6 +128,16 @@ class Controller:
     def know(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """Takes over times of steps by (bucket, k), measured before any call."""
         self.times.know(seconds)
+
+    def learn(self, steps: Sequence[Observation], bucket: int) -> None:
+        """Takes over what steps over that many rows did in a trial, whoever chose their ks."""
+        taken: dict[int, list[float]] = {}
+        for step in steps:
+            if step.seconds is not None and step.caught_up is None and step.bucket == bucket:
+                taken.setdefault(step.k, []).append(step.seconds)
+            if step.k and step.accepted:
+                self.acceptance.observe(step.k, step.accepted)
+        self.know({(bucket, k): statistics.median(seconds) for k, seconds in taken.items()})
 
     def begin(self) -> None:
         """A new call: its prompts may be of another kind."""

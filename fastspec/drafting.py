@@ -112,10 +112,27 @@ class Drafting:
         k = self.check(asked)
         return Choice(k, tuple(sorted({0, k})), sampler, None)
 
+    def every(self, chosen: Options) -> Choice:
+        """All ks there are, for a trial of each; the controller of such calls may learn from it.
+
+        Raises:
+            ValueError: there is nothing that drafts, or the call chooses drafts itself.
+        """
+        if not self.most:
+            raise ValueError("there is nothing to calibrate: the generator was made without anything that drafts")
+        if chosen.auto or any(row.draft_limit is not None for row in chosen.rows):
+            raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
+        if chosen.top_logprobs is not None:
+            raise ValueError("calibrate records no log-probabilities; leave out logprobs")
+        sampler = GREEDY if chosen.plain else FULL
+        return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+
     def describe(self) -> list[str]:
         """A line for every kind of call that "auto" has chosen k for."""
         lines = []
         for (sampler, recorded), controller in self.controllers.items():
+            if not controller.made and not self.auto:
+                continue  # it only learned from a trial
             made = ", ".join(f"{count} with {k}" for k, count in sorted(controller.made.items())) or "none"
             kind = f"{sampler} sampler" + ("" if recorded is None else ", log-probabilities recorded")
             lines.append(f"{kind}: {controller.why()}; steps: {made}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from fastspec.modes import REJECTION, Verification
 from fastspec.proposers.base import GREEDY, StepShape
 from fastspec.sampling import PhiloxDraws
 from fastspec.state import DecodeState
-from fastspec.step import Parts, prefill, step
+from fastspec.step import Parts, prefill, score, step
 
+_MEANS = 3  # of each time
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
@@ -99,15 +101,37 @@ class Engine:
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes when none of its rows runs; waits for the device."""
-        run = partial(self.runner.run, key_of(rows, shape), self._body(rows, shape))
         with self._idle(rows):
-            run()
-            self.ring.resync()
+            return self._timed(key_of(rows, shape), self._body(rows, shape), repeats)
+
+    def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
+        """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
+
+        With graphs each part is captured as one.
+        """
+        view, proposer = self.state.rows(0, rows), self.parts.proposer
+        parts: dict[str, Callable[[], object]] = {"score": lambda: score(self.parts, view, shape)}
+        if proposer is not None and shape.num_drafts:
+            parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
+        taken = {}
+        for name, part in parts.items():
+            key, body = f"{name}: {key_of(rows, shape)}", partial(_forget, part)
+            self.runner.capture(key, body, lambda: self._idle(rows))
+            taken[name] = self._timed(key, body, repeats)
+        return taken.get("draft", 0.0), taken["score"]
+
+    def _timed(self, key: str, body: Callable[[], None], repeats: int) -> float:
+        """Seconds of one run: the median of a few means over runs in a row, after one that does not count."""
+        self.runner.run(key, body)
+        self.ring.resync()
+        means = []
+        for _ in range(_MEANS):
             start = time.perf_counter()
-            for _ in range(repeats):
-                run()
+            for _ in range(repeats // _MEANS):
+                self.runner.run(key, body)
             self.ring.resync()
-            return (time.perf_counter() - start) / repeats
+            means.append((time.perf_counter() - start) * _MEANS / repeats)
+        return statistics.median(means)
 
     def finish(self) -> None:
         """Waits for everything that is queued: buffers may go afterwards."""
@@ -138,6 +162,11 @@ class Engine:
                 yield
         finally:
             self.ring.resync()
+
+
+def _forget(part: Callable[[], object]) -> None:
+    """Runs a part whose result nobody needs."""
+    part()
 
 
 def key_of(rows: int, shape: StepShape) -> str:

@@ -105,8 +105,12 @@ class StepTimes:
     _latest_scale: float = 1.0
 
     def know(self, measured: Mapping[tuple[int, int], float]) -> None:
-        """Takes over measured times of steps."""
+        """Takes over measured times of steps; what was learned of these steps no longer counts."""
         self.measured |= measured
+        for bucket, k in measured:
+            self.scale.pop(bucket, None)
+            self.own.pop((bucket, k), None)
+            self.first.pop((bucket, k), None)
 
     def seconds(self, bucket: int, k: int) -> float:
         """What such a step is expected to take."""

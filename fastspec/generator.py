@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fastspec import calls, inputs, options
 from fastspec.build import build
+from fastspec.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
@@ -254,6 +255,37 @@ class FastSpecGenerator:
         """
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         return self._run(requests, chosen)
+
+    def calibrate(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        generation_config: GenerationConfig | None = None,
+        **keywords: Any,
+    ) -> Calibration:
+        """Tries every k on these prompts, plain decoding included, and says what limits the speed-up.
+
+        The ks are those that "auto" chooses from; what is missing of their steps is captured first. "auto" learns
+        from the trial.
+
+        Args:
+            input_ids, attention_mask, generation_config, **keywords: as in `generate`; max_new_tokens is by default as
+                many as there is room for, up to 64.
+
+        Returns:
+            A Calibration: print it for a table and a verdict.
+
+        Raises:
+            ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
+        """
+        if "max_new_tokens" not in keywords and (generation_config is None or generation_config.max_new_tokens is None):
+            longest = max(map(len, inputs.prompts_of(input_ids, attention_mask, self._target.spec.vocab_size)))
+            keywords["max_new_tokens"] = max(1, min(CALIBRATION_TOKENS, self.max_length - longest))
+        requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
+        choice = self._drafting.every(chosen)
+        with self._in_use() as engine:
+            make_ready(engine, min(len(requests), self._settings.layout.batch), choice, progress=self._progress)
+            return calibrate(engine, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
