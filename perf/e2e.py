@@ -179,6 +179,8 @@ def measure(
         more = extra(main.generator) if extra else []
     rows = [summary(name, k, calls[name]) for name, k, _ in ways]
     for row in rows:
+        if row["ms_step"] is not None and row["first_ms"] is not None:
+            row["prefill_ms"] = round(max(0.0, row["first_ms"] - row["ms_step"]), 3)
         if row["engine"] == PLAIN_LOOSE:
             row["start_up_s"] = round(loose.start_up, 2)
             continue

@@ -18,7 +18,7 @@ from perf.recording import of_chrome
 from perf.records import Row
 from perf.trace import STEP
 
-TRACED = 40  # steps that are traced: enough for a median, and a trace of some megabytes
+TRACED = 40  # steps that are traced at most: enough for a median, and a trace of some megabytes
 SETTLE = 8  # steps before those
 
 
@@ -55,7 +55,12 @@ def phase_rows(generator: FastSpecGenerator, run: Run, say: Callable[[str], None
     return rows
 
 
-def traced(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) -> Row:
+def steady_steps(run: Run, k: int) -> int:
+    """Steps after the first few in which no row can end: where one does, others move, and that takes launches."""
+    return max(1, min(TRACED, run.new // (k + 1) - SETTLE - 2))
+
+
+def traced(generator: FastSpecGenerator, run: Run, k: int) -> Row:
     """Counts, gaps and phases of some consecutive steps; on a CPU a row that says that there is no trace."""
     if torch.device(run.device).type != "cuda":
         return {"status": "ok", "trace": "none on a CPU"}
@@ -66,11 +71,9 @@ def traced(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) 
         around_steps(generator, lambda key: record_function(f"{STEP}{key}")),
         profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
     ):
-        made = advance(stream, steps)
+        made = advance(stream, steady_steps(run, k))
         torch.cuda.synchronize()
     advance(stream, run.new)
-    if not made:
-        return {"status": "ok", "trace": "too few steps"}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -79,9 +82,12 @@ def traced(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) 
 
 
 def settled(generator: FastSpecGenerator, run: Run, k: int) -> Iterator[object] | None:
-    """A stream that has made SETTLE steps; None where it ends before."""
+    """A stream that has made SETTLE steps; None where it may end soon after."""
+    if run.new // (k + 1) <= SETTLE + 2:
+        return None
     stream = iter(generator.stream(run.batches[0], max_new_tokens=run.new, num_speculative_tokens=k, **run.options(0)))
-    return stream if advance(stream, SETTLE) == SETTLE else None
+    advance(stream, SETTLE)
+    return stream
 
 
 def advance(stream: Iterator[object], steps: int) -> int:
@@ -89,7 +95,7 @@ def advance(stream: Iterator[object], steps: int) -> int:
     return sum(1 for _ in zip(range(steps), stream, strict=False))
 
 
-def recorded_by_nsys(generator: FastSpecGenerator, run: Run, k: int, steps: int = TRACED) -> int:
+def recorded_by_nsys(generator: FastSpecGenerator, run: Run, k: int) -> int:
     """Makes the steps that `nsys profile` records, between cudaProfilerStart and Stop; returns how many.
 
     Args:
@@ -103,7 +109,7 @@ def recorded_by_nsys(generator: FastSpecGenerator, run: Run, k: int, steps: int 
         raise ValueError(f"a call of {run.new} new tokens has too few steps to record")
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    made = advance(stream, steps)
+    made = advance(stream, steady_steps(run, k))
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
     advance(stream, run.new)

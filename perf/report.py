@@ -23,7 +23,7 @@ STEPS: tuple[Column, ...] = (
     ("case", "case"), ("engine", "engine"), ("k", "k"), ("ms_step", "ms/step"), ("ms_step_iqr", "spread"),
     ("floor_ms", "floor"), ("step_over_floor", "step/floor"), ("tok_s", "tok/s"), ("tok_s_95", "95% interval"),
     ("tokens_per_pass", "tokens/pass"), ("ms_token", "ms/token"), ("first_ms", "first token, ms"),
-    ("speed_up", "speed-up"), ("commit", "commit"),
+    ("prefill_ms", "prefill, ms"), ("speed_up", "speed-up"), ("commit", "commit"),
 )  # fmt: skip
 START: tuple[Column, ...] = (
     ("case", "case"), ("start_up_s", "first start, s"), ("start_up_warm_s", "second, s"),

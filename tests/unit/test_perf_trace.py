@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from perf import __main__ as cli
-from perf import nsys
+from perf import nsys, phases, trace
 from perf.anatomy import anatomy, kind_of, phases_of
-from perf.nsys import NotAnExport, command_of, of_sqlite, profile, rows_of
+from perf.e2e import generator_of
+from perf.inside import around_steps
+from perf.nsys import NotAnExport, command_of, of_sqlite, rows_of
+from perf.opened import batches_of, opened
 from perf.recording import Event, merge, of_chrome
 from perf.records import Row
 from perf.trace import analyse, faults, outermost
@@ -183,9 +188,9 @@ def test_an_export_gives_the_rows_of_a_trace(tmp_path: Path) -> None:
     assert (row["draft_first_us"], row["score_us"], row["verify_us"], row["step_us"]) == (15, 56, 7, 90)
     assert row["idle_between_us"] == 910
     events = [event for index in range(STEPS) for event in launch_of(STEP, 1000.0 * index, index)]
-    trace = rows_of(of_chrome(events), steps=STEPS)
-    same = set(trace) - {"read_by", "graphs_in_a_step"}
-    assert {key: row[key] for key in same} == {key: trace[key] for key in same}
+    other = rows_of(of_chrome(events), steps=STEPS)
+    same = set(other) - {"read_by", "graphs_in_a_step"}
+    assert {key: row[key] for key in same} == {key: other[key] for key in same}
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -231,10 +236,10 @@ def test_nsys_is_run_around_the_same_command(tmp_path: Path, monkeypatch: pytest
     assert {"--capture-range=cudaProfilerApi", "--cuda-graph-trace=node", "--export=sqlite"} <= set(line)
     assert line[-6:] == ["-m", "perf", "nsys", "--workload", "shipped", "--inside"]
     monkeypatch.setattr(nsys.shutil, "which", lambda name: None)
-    assert profile(["nsys"], tmp_path) is None
+    assert nsys.profile(["nsys"], tmp_path) is None
     monkeypatch.setattr(nsys.shutil, "which", lambda name: "/bin/false")
     with pytest.raises(RuntimeError, match="no export"):
-        profile(["nsys"], tmp_path)
+        nsys.profile(["nsys"], tmp_path)
 
 
 def test_the_command_reads_an_export_and_without_nsys_says_who_recorded(
@@ -247,3 +252,23 @@ def test_the_command_reads_an_export_and_without_nsys_says_who_recorded(
     (row,) = cli.main(["nsys", "--workload", "shipped", *small, "--device", "cpu"])
     assert (row["trace"], cli.exit_code([row])) == ("none on a CPU", 0)
     assert "torch.profiler instead" in capsys.readouterr().err
+
+
+def test_torch_profiler_sees_a_range_around_every_step(tmp_path: Path) -> None:
+    with opened("shipped", acceptance=0.78, seed=0, device="cpu") as models:
+        run = models.run(batches_of(models.prompts(1, 16), 1), new=40, ks=(2,), sampled=False, device="cpu")
+        with generator_of(run, k=2) as generator:
+            stream = phases.settled(generator, run, 2)
+            assert stream is not None
+            with (
+                around_steps(generator, lambda key: record_function(f"{trace.STEP}{key}")),
+                profile(activities=[ProfilerActivity.CPU]) as profiler,
+            ):
+                assert phases.advance(stream, 5) == 5
+            assert phases.advance(stream, 1000) > 0
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    recording = of_chrome(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert [event.name for event in recording.ranges] == ["step: 1 rows, k = 2, greedy"] * 5
+    row = rows_of(recording, steps=1)
+    assert row["traced_steps"] == 5
+    assert row["status"] == "failed: 0.0 graph launches per step, wanted 1"  # as a step is that runs from the host
