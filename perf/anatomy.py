@@ -20,12 +20,11 @@ KINDS = (
     ("norm", ("norm",)),
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "flash", "attend", "rotate", "fmha")),
-    ("verify", ("verify",)),
+    ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
-    (
-        "product",
-        ("narrow", "wide", "tile_", "fp32", "hopper", "prefill", "gemm", "gemv", "cutlass", "nvjet", "triton_"),
-    ),
+    ("sampler", ("_laws", "_bounds", "_draw", "softmax", "sort", "scan", "cumsum")),
+    ("product", ("narrow", "wide", "held", "tile_", "fp32", "hopper", "prefill")),
+    ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"
 Timeline = list[list[Any]]  # [phase, kind, start, duration] of each kernel, microseconds from the step's start

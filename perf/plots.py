@@ -36,6 +36,7 @@ OF_KIND: Mapping[str, str] = MappingProxyType(
         "attention": "#d9822b",
         "norm": "#3d8c40",
         "feed": "#6b5b95",
+        "sampler": "#8c6d31",
         "verify": "#a23b72",
         "commit": "#17a2a8",
         "other": "#888888",

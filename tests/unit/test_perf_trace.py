@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from perf import __main__ as cli
 from perf import nsys, phases, trace
-from perf.anatomy import anatomy, kind_of, phases_of
+from perf.anatomy import OTHER, anatomy, kind_of, phases_of
 from perf.e2e import generator_of
 from perf.inside import around_steps
 from perf.nsys import NotAnExport, command_of, of_sqlite, rows_of
 from perf.opened import batches_of, opened
 from perf.recording import Event, merge, of_chrome
-from perf.records import Row
+from perf.records import ROOT, Row
 from perf.trace import analyse, faults, outermost
 
 
@@ -112,6 +113,13 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
     assert anatomy(of_chrome(events))["draft_pass_us"] is None  # kernels that nobody knows
     assert kind_of("triton_red_fused_0") == "product"
     assert kind_of("elementwise") == "other"
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "fastspec" / "kernels").glob("*.py")]
+    launched = {name for text in sources for name in re.findall(r"\blaunch\(\s*(\w+_kernel)\b", text)}
+    assert {"_feed_kernel", "narrow_kernel", "_verify_kernel"} <= launched
+    assert [name for name in sorted(launched) if kind_of(name) == OTHER] == []  # perf.anatomy.KINDS names them
 
 
 def launch_of(step: list[tuple[str, float, float]], at: float, correlation: int) -> list[Row]:
