@@ -140,8 +140,9 @@ def _out(given: argparse.Namespace) -> str | None:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 when something that was checked did not hold: a gate's verdict, or steps that wait or launch too much."""
-    broken = any(str(row.get("status", "")).startswith("failed") and row.get("bench") == "trace" for row in rows)
+    """1 when a gate's verdict is bad, steps wait or launch too much, or a case gave no rows; peers may fail."""
+    failed = [row for row in rows if str(row.get("status", "")).startswith("failed")]
+    broken = any(row.get("bench") == "trace" or ("case" in row and "engine" not in row) for row in failed)
     return int(broken or any(row.get("verdict") == gate.REGRESSION for row in rows))
 
 

@@ -196,7 +196,8 @@ def pending(cases: Iterable[Case], rows: Iterable[Row], here: Row) -> list[Case]
     if commit == UNKNOWN or commit.endswith("+dirty"):
         return list(cases)
     same = ("commit", "device", "gpu")
-    done = {row.get("case") for row in rows if all(row.get(key) == here[key] for key in same)}
+    good = [row for row in rows if row.get("status") == "ok" and row.get("bench") != "trace"]
+    done = {row.get("case") for row in good if all(row.get(key) == here[key] for key in same)}
     return [case for case in cases if case.name not in done]
 
 

@@ -109,8 +109,9 @@ def one_pair(given: argparse.Namespace, *, save: bool = False) -> Iterator[tuple
 
 def command_peers(given: argparse.Namespace) -> Rows:
     """Peers alone, on one case."""
-    ceiling = read_ceiling(device=given.device)
     engines = engines_of(given)
+    suite.known(engines)
+    ceiling = read_ceiling(device=given.device)
     with one_pair(given, save=suite.needs_disk(engines)) as (case, models, run):
         for name in engines:
             yield list(suite.labelled(suite.peer_rows(name, models, run, say), case, models, run, ceiling))

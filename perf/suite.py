@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from statistics import mean
 
@@ -11,7 +13,7 @@ from transformers import PretrainedConfig
 
 from fastspec import FastSpecGenerator
 from perf import compiled, e2e, peers, phases
-from perf.cases import Case, by_pair, case_seconds
+from perf.cases import Case, by_pair, case_seconds, pair_seconds
 from perf.opened import Models, batches_of, opened
 from perf.records import Row
 from perf.workloads import Bytes
@@ -36,23 +38,59 @@ def measured(
         ceiling: GB/s that this machine reads, for floors.
         engines: peers, on the cases that are meant for them.
         within: seconds; a case that is not expected to end by then is left out, and said.
+
+    Raises:
+        ValueError: there is no such peer.
     """
+    known(engines)
     end = None if within is None else time.monotonic() + within
     for (workload, acceptance), group in groupby(by_pair(cases), key=lambda case: case.pair):
-        chosen = [case for case in group if _fits(case, end, say)]
+        chosen = [case for case in group if _fits(case, end, say, pair_seconds(workload))]
         if not chosen:
             continue
         save = any(case.peers for case in chosen) and needs_disk(engines)
-        with opened(workload, acceptance=acceptance, seed=seed, device=device, save=save, say=say) as models:
+        with ExitStack() as stack:
+            try:
+                pair = opened(workload, acceptance=acceptance, seed=seed, device=device, save=save, say=say)
+                models = stack.enter_context(pair)
+            except peers.FAILURES as error:
+                yield [failed(case, error, say) for case in chosen]
+                continue
             for case in chosen:
-                if not _fits(case, end, say):
-                    continue
-                begun = time.monotonic()
-                rows = list(case_rows(case, models, device, ceiling, engines if case.peers else (), say))
-                took = round(time.monotonic() - begun, 1)
-                say(f"{case.name}: {took} s, expected {case_seconds(case):.0f}")
-                yield [{**row, "case_s": took} for row in rows]
-        del models  # before the next pair is made
+                if _fits(case, end, say):
+                    yield _rows_or_failure(case, models, device, ceiling, engines if case.peers else (), say)
+            del models  # before the next pair is made
+
+
+def _rows_or_failure(
+    case: Case, models: Models, device: str, ceiling: float, engines: Sequence[str], say: Say
+) -> list[Row]:
+    """A case's rows; where it fails one that says so, and the other cases go on."""
+    begun = time.monotonic()
+    try:
+        rows = list(case_rows(case, models, device, ceiling, engines, say))
+    except peers.FAILURES as error:
+        return [failed(case, error, say)]
+    took = round(time.monotonic() - begun, 1)
+    say(f"{case.name}: {took} s, expected {case_seconds(case):.0f}")
+    return [{**row, "case_s": took} for row in rows]
+
+
+def failed(case: Case, error: Exception, say: Say) -> Row:
+    """The row of a case that gave none; what went wrong is said, for it may name places."""
+    say(f"{case.name} failed\n{''.join(traceback.format_exception(error))}")
+    return {"case": case.name, "workload": case.workload, "status": f"failed: {type(error).__name__}"}
+
+
+def known(engines: Sequence[str]) -> None:
+    """Checks names of peers.
+
+    Raises:
+        ValueError: there is no such peer.
+    """
+    every = (*OWN, *peers.EXTERNAL)
+    if unknown := [name for name in engines if name not in every]:
+        raise ValueError(f"no peer {unknown[0]!r}; there are {', '.join(every)}")
 
 
 def needs_disk(engines: Sequence[str]) -> bool:
@@ -60,8 +98,8 @@ def needs_disk(engines: Sequence[str]) -> bool:
     return any(name in peers.EXTERNAL and peers.importable(name) for name in engines)
 
 
-def _fits(case: Case, end: float | None, say: Say) -> bool:
-    if end is None or time.monotonic() + case_seconds(case) <= end:
+def _fits(case: Case, end: float | None, say: Say, before: float = 0.0) -> bool:
+    if end is None or time.monotonic() + before + case_seconds(case) <= end:
         return True
     say(f"left out, for it is not expected to end in time: {case.name}")
     return False
@@ -110,21 +148,15 @@ def with_shares(row: Row, run: e2e.Run, configs: tuple[PretrainedConfig, Pretrai
 
 
 def peer_rows(name: str, models: Models, run: e2e.Run, say: Say) -> list[Row]:
-    """Rows of one peer on the same prompts, with 4 drafts if we were measured with as many, else with our most.
-
-    Raises:
-        ValueError: there is no such peer.
-    """
+    """Rows of one peer on the same prompts, with 4 drafts if we were measured with as many, else with our most."""
     k = 4 if 4 in run.ks else max(run.ks)
     setting = peers.Setting(run.batches, run.new, k, run.sampled)
     if name == "compiled":
         return compiled.rows(models.target, models.draft, setting, say=say)
-    if name in OWN:
-        return peers.transformers_peers(models.target, models.draft, setting, engines=[name], say=say)[0]
-    if name in peers.EXTERNAL:
+    if name not in OWN:
         target, draft = models.directories or (None, None)
         return peers.external_peers([name], target, draft, setting, say=say)
-    raise ValueError(f"no peer {name!r}; there are {', '.join((*OWN, *peers.EXTERNAL))}")
+    return peers.transformers_peers(models.target, models.draft, setting, engines=[name], say=say)[0]
 
 
 def labelled(rows: list[Row], case: Case, models: Models, run: e2e.Run, ceiling: float) -> Iterator[Row]:

@@ -253,13 +253,19 @@ def test_cases_of_one_pair_cost_its_making_once() -> None:
 
 def test_what_is_recorded_is_not_measured_again() -> None:
     here = {"commit": "abc1234", "device": "cuda", "gpu": "H200"}
-    done = {**here, "case": CORE[0].name}
+    done = {**here, "case": CORE[0].name, "status": "ok"}
     assert pending(CORE, [done], here) == list(CORE[1:])
-    for other in ({"commit": "def5678"}, {"device": "cpu"}, {"gpu": "H100"}, {"case": "another"}):
+    for other in (
+        {"commit": "def5678"},
+        {"device": "cpu"},
+        {"gpu": "H100"},
+        {"case": "another"},
+        {"status": "failed: E"},
+    ):
         assert pending(CORE, [{**done, **other}], here) == list(CORE)
 
 
 @pytest.mark.parametrize("commit", ["unknown", "abc1234+dirty"])
 def test_rows_of_code_that_is_not_known_count_for_nothing(commit: str) -> None:
     here = {"commit": commit, "device": "cpu", "gpu": None}
-    assert pending(CORE, [{**here, "case": CORE[0].name}], here) == list(CORE)
+    assert pending(CORE, [{**here, "case": CORE[0].name, "status": "ok"}], here) == list(CORE)

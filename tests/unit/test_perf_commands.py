@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from perf import __main__ as cli
-from perf import bench, commands, records
-from perf.cases import SMOKE
+from perf import bench, commands, records, suite
+from perf.cases import SMOKE, Case
 from perf.opened import batches_of
 from perf.records import Row
 
@@ -184,3 +184,26 @@ def test_cases_can_be_listed_and_bounded_in_time(tmp_path: Path, capsys: pytest.
 def test_an_unknown_peer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no peer 'other'; there are plain, static, assisted, compiled, vllm, sglang"):
         run_cli(tmp_path, "peers", "--workload", "tiny", *SMALL, "--k", "2", "--peers", "other")
+
+
+def test_a_case_that_fails_keeps_its_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = suite.case_rows
+
+    def breaks(case: Case, *given: Any) -> Iterator[Row]:
+        if case == SMOKE[0]:
+            raise RuntimeError("at /some/where/else")
+        yield from whole(case, *given)
+
+    monkeypatch.setattr(suite, "case_rows", breaks)
+    rows = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "tiny")
+    assert (rows[0]["case"], rows[0]["status"]) == (SMOKE[0].name, "failed: RuntimeError")
+    assert {row["case"] for row in rows[1:]} == {SMOKE[1].name}
+    assert cli.exit_code(rows) == 1
+    assert cli.exit_code(rows[1:]) == 0
+
+    def no_pair(*_: Any, **__: Any) -> Any:
+        raise ValueError("out of reach")
+
+    monkeypatch.setattr(suite, "opened", no_pair)
+    again = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "tiny")
+    assert [row["status"] for row in again[len(rows) :]] == ["failed: ValueError"]  # the second is recorded
