@@ -15,6 +15,7 @@ import typer
 
 import fastspec
 from fastspec import cli_flags as flags
+from fastspec.auto import AUTO
 from fastspec.demo import demo_pair
 from fastspec.doctor import diagnose
 from fastspec.errors import InvalidLogits, OutOfPages
@@ -35,7 +36,26 @@ app = typer.Typer(
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Drafts = Annotated[int, typer.Option(help="Tokens drafted per step; 0 decodes plainly.")]
+
+
+def _drafts(text: object) -> int | str:
+    """A number of drafts, or "auto"."""
+    if str(text) == AUTO:
+        return AUTO
+    try:
+        return int(str(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor {AUTO!r}") from None
+
+
+Drafts = Annotated[
+    Any,  # int | str, of which typer makes no option by itself
+    typer.Option(
+        parser=_drafts,
+        metavar="INTEGER|auto",
+        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,54 @@
+"""The grid of auto against fixed ks: its arithmetic, and a smoke run on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perf import auto, records
+from perf.auto import FIRST, Timed, compared, verdict
+
+
+def calls(**rates: float) -> dict[str, list[Timed]]:
+    return {name.replace("_", "="): [Timed(rate, 2.0, {2: 7})] for name, rate in rates.items()}
+
+
+def test_rows_say_what_each_way_is_of_the_best() -> None:
+    rows = compared(calls(k_0=100.0, k_2=150.0, auto=147.0), (0, 2))
+    found = {row["engine"]: (row["over_plain"], row["over_best"], row["best"]) for row in rows}
+    assert found == {"k=0": (1.0, 0.667, 2), "k=2": (1.5, 1.0, 2), "auto": (1.47, 0.98, 2)}
+    assert rows[-1]["steps_at"] == {"2": 7}
+
+
+def test_the_verdict_is_the_worst_cell() -> None:
+    rows = [
+        {"engine": name, "acceptance": rate, "batch": 1, "over_best": best, "over_plain": plain}
+        for name, rate, best, plain in [("auto", 0.0, 0.99, 0.98), ("auto", 0.9, 0.96, 2.0), (FIRST, 0.0, 0.9, 0.97)]
+    ]
+    assert verdict(rows) == [
+        "auto: 0.960 of the best fixed k at worst (acceptance 0.9, batch 1)",
+        "auto: 0.980 of plain decoding at worst (acceptance 0.0, batch 1)",
+        f"{FIRST}: 0.900 of the best fixed k at worst (acceptance 0.0, batch 1)",
+        f"{FIRST}: 0.970 of plain decoding at worst (acceptance 0.0, batch 1)",
+    ]
+    assert verdict([]) == []
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "auto.jsonl"
+    small = ["--workload", "tiny", "--device", "cpu", "--prompt", "8", "--new", "12", "--rounds", "1"]
+    rows = auto.main([*small, "--rates", "0.9,0.1", "--batches", "2", "--ks", "2", "--out", str(out)])
+    assert {(row["acceptance"], row["engine"]) for row in rows} == {
+        (rate, engine) for rate in (0.9, 0.1) for engine in ("k=0", "k=2", "auto", FIRST)
+    }
+    stored = records.read(out)
+    assert len(stored) == len(rows)
+    assert all("not the model's" in row["acceptance_by"] and row["device"] == "cpu" for row in stored)
+    assert "of the best fixed k at worst" in capsys.readouterr().out
+
+
+def test_a_grid_without_time_says_so(tmp_path: Path) -> None:
+    small = ["--workload", "tiny", "--device", "cpu", "--rates", "0.5", "--batches", "1"]
+    rows = auto.main([*small, "--seconds", "-1", "--out", str(tmp_path / "auto.jsonl")])
+    assert rows == [{"acceptance": 0.5, "batch": 1, "status": "no time"}]
