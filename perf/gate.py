@@ -28,9 +28,10 @@ from perf.records import ROOT, Row
 from perf.timing import NOISE_FLOOR, read_ceiling, summarise
 from perf.workloads import WORKLOADS, Bytes, step_bytes
 
-REGRESSION, OK = "REGRESSION", "ok"
+REGRESSION, OK, FASTER, UNDECIDED = "REGRESSION", "ok", "faster", "UNDECIDED: too noisy"
 SPREADS = 3  # spreads beyond which a difference counts
 LEAST_ROUNDS = 5
+SHARP, BLUNT = 0.05, 0.10  # with a limit above the first more rounds are made; above the second nothing is decided
 # standard error of a median over the interquartile range, for samples that are about normal
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 QUICK_TESTS = "python -m pytest -q -x -p no:cacheprovider tests/unit/test_verify.py tests/unit/test_generator.py"
@@ -174,12 +175,20 @@ def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[
         for side, tree in zip(sides, (base, candidate), strict=True):
             if (found := Path(side.answer()["ready"])) != tree.resolve():
                 raise Refused(f"{side.name} measures the fastspec of {found}, not of {tree}")
+        print("gate: both sides are ready", file=sys.stderr, flush=True)
         calls: dict[int, dict[str, list[Row]]] = {k: {side.name: [] for side in sides} for k in given.k}
-        for number in range(given.rounds):
+        for number in range(max(given.rounds, given.most)):
+            if number >= given.rounds and all(steps_of(each).limit <= SHARP for each in calls.values()):
+                break
             for k in given.k:
                 for side in sides if number % 2 == 0 else sides[::-1]:
                     calls[k][side.name].append(side.call(number, k))
     return calls
+
+
+def steps_of(calls: dict[str, list[Row]]) -> Verdict:
+    """Of the steps' times of one k."""
+    return Verdict.of(*([row["ms"] for row in calls[name]] for name in ("base", "candidate")))
 
 
 def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
@@ -189,7 +198,7 @@ def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
     def column(rows: list[Row], name: str) -> list[float]:
         return [row[name] for row in rows]
 
-    steps = Verdict.of(column(base, "ms"), column(candidate, "ms"))
+    steps = steps_of(calls)
     tokens = Verdict.of(column(base, "tokens_per_pass"), column(candidate, "tokens_per_pass"))
     row: Row = {"bench": "gate", "k": k, "status": "ok", "floor_ms": round(floor_ms, 4)}
     for name, rows in (("base", base), ("candidate", candidate)):
@@ -199,7 +208,9 @@ def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
         row[f"{name}_tokens_per_pass"] = round(statistics.mean(column(rows, "tokens_per_pass")), 3)
     row |= {"ratio": round(steps.ratio, 4), "spread": round(steps.spread, 4), "limit": round(1 + steps.limit, 4)}
     row |= {"tokens_ratio": round(tokens.ratio, 4), "rounds": len(base)}
-    row["verdict"] = REGRESSION if steps.above or tokens.below else ("faster" if steps.below else OK)
+    row["verdict"] = REGRESSION if steps.above or tokens.below else (FASTER if steps.below else OK)
+    if row["verdict"] == OK and steps.limit > BLUNT:
+        row["verdict"] = UNDECIDED
     return row
 
 
@@ -241,6 +252,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--candidate", help="the tree that is judged; this one by default")
     made.add_argument("--tests", default=QUICK_TESTS, help="must pass before anything is timed; '' runs none")
     made.add_argument("--rounds", type=int, default=15, help="calls of each side and k")
+    made.add_argument("--most", type=int, default=45, help="rounds at most, where the first are too noisy")
     made.add_argument("--times", type=int, default=1, help="how often all of it is done, with new processes")
     made.add_argument(
         "--plant", type=float, default=0.0, help="slow the candidate's steps by this share, to see it caught"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perf import __main__ as cli
-from perf.gate import OK, REGRESSION, Refused, Verdict, judged, tree_of
+from perf.gate import OK, REGRESSION, UNDECIDED, Refused, Verdict, judged, tree_of
 from perf.records import ROOT, Row
 
 FAST = ("--workload", "shipped", "--device", "cpu", "--prompt", "16", "--new", "12", "--calls", "1", "--k", "0")
@@ -46,6 +46,9 @@ def test_the_limit_grows_with_the_spread() -> None:
     wide = Verdict.of([1.0] * 16, noisy(1.1, 0.3, 3, 16))
     assert wide.limit == pytest.approx(3 * wide.spread)
     assert wide.limit > 0.1
+    blind = judged(4, {"base": calls([1.0] * 16), "candidate": calls(noisy(1.02, 0.3, 3, 16))}, 4.0)
+    assert blind["verdict"] == UNDECIDED
+    assert cli.exit_code([blind]) == 1
 
 
 def test_lost_acceptance_is_a_regression_and_speed_is_none() -> None:
@@ -83,7 +86,7 @@ def test_a_revision_is_laid_out_and_goes_again() -> None:
 
 def test_both_trees_are_measured_and_a_planted_delay_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
     # twice as slow, so that no load of this machine hides it
-    options = ["gate", "--base", str(ROOT), *FAST, "--rounds", "5", "--tests", "", "--plant", "1.0"]
+    options = ["gate", "--base", str(ROOT), *FAST, "--rounds", "5", "--most", "5", "--tests", "", "--plant", "1.0"]
     (row,) = cli.main(options)
     assert row["verdict"] == REGRESSION
     assert row["ratio"] > 1.3
