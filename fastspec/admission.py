@@ -54,13 +54,18 @@ def fill(
         "presence": options.presence_penalty,
         "frequency": options.frequency_penalty,
         "min_lengths": len(prompt) + options.min_new_tokens,
-        "draft_limits": most if options.draft_limit is None else min(options.draft_limit, most),
+        "draft_limits": draft_limit(options, most),
         "finish": RUNNING,
     }
     for name, value in numbers.items():
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait
     if sampler == FULL:
         _fill_tables(state, row, ids, options)
+
+
+def draft_limit(options: RowOptions, most: int) -> int:
+    """Drafts of a row that may count in a step of at most `most`."""
+    return most if options.draft_limit is None else min(options.draft_limit, most)
 
 
 def _fill_tables(state: DecodeState, row: int, prompt: Tensor, options: RowOptions) -> None:

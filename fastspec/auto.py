@@ -57,12 +57,12 @@ class Outlook:
     Attributes:
         bucket: rows that the launch covers.
         remaining: tokens that the row with the most left may still get.
-        behind: passes until the draft has seen all that its rows hold.
+        behind: passes until the draft has seen all that a row holds, for each row, ascending.
     """
 
     bucket: int
     remaining: int
-    behind: float = 0.0
+    behind: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,11 @@ class Observation:
     Attributes:
         k: drafts it made.
         bucket: as in Outlook.
-        accepted: drafts accepted, of every row that stepped.
+        accepted: drafts accepted, of every row that stepped and could draft.
         seconds: since the step before it; None where other work or a pause lay in between.
         caught_up: passes of catching up that lay in between and nothing else did: then `seconds` is with them.
             None: there were none.
+        rows: that stepped; 0: as many as `accepted` has.
     """
 
     k: int
@@ -83,15 +84,29 @@ class Observation:
     accepted: tuple[int, ...]
     seconds: float | None = None
     caught_up: float | None = None
+    rows: int = 0
+
+    @property
+    def tokens(self) -> float:
+        """Emitted by a row, the mean."""
+        return 1 + sum(self.accepted) / max(self.rows or len(self.accepted), 1)
 
 
 @dataclass(slots=True)
 class _Probe:
-    """Steps at another k: `rows` results and `steps` steps still to come; `spent`: seconds lost on it so far."""
+    """Steps at another k.
+
+    Attributes:
+        k: of the steps.
+        rows, steps: results of rows, and steps, that are still to come.
+        few: rows that draft in it; None: all.
+        spent: seconds lost on it so far.
+    """
 
     k: int
     rows: int
     steps: int
+    few: int | None = None
     spent: float = 0.0
 
 
@@ -114,6 +129,7 @@ class Controller:
     k: int | None = None
     made: dict[int, int] = field(default_factory=dict)
     _probe: _Probe | None = None
+    _looked: bool = False  # a probe has ended, and nothing was decided since
     _budget: float = 0.0  # seconds that probes may lose
     _patience: float = 1.0
     _seen: int = 0  # observations
@@ -150,12 +166,24 @@ class Controller:
         if self._probe:
             return self._probe.k
         if self.k is None or self._due(outlook.bucket):
+            before = self.k
             self._decide(outlook)
+            if self._looked:
+                self._patience = 1.0 if self.k != before else min(2 * self._patience, _PATIENCE)
+                self._looked = False
             self._probe = self._wanted(outlook)
             if self._probe:
                 return self._probe.k
         assert self.k is not None, "a decision was made"
         return self.k
+
+    @property
+    def few(self) -> int | None:
+        """How many rows the next step drafts in, when it drafts; None: in all.
+
+        To see whether drafts are accepted a few rows are enough, and the draft need not take in all the others.
+        """
+        return self._probe.few if self._probe else None
 
     def observe(self, step: Observation) -> None:
         """Takes in what a step did, in the order of the steps."""
@@ -182,8 +210,7 @@ class Controller:
             self._timed[step.bucket, step.k] = self._seen
         self._budget += _SHARE * step.seconds
         if self._probe and step.k == self._probe.k:
-            gained = (1 + sum(step.accepted) / max(len(step.accepted), 1)) / self._rate(step.bucket, usual)
-            self._probe.spent += step.seconds - gained
+            self._probe.spent += step.seconds - step.tokens / self._rate(step.bucket, usual)
 
     def _due(self, bucket: int) -> bool:
         """Whether there is reason to weigh the ks again."""
@@ -202,16 +229,14 @@ class Controller:
     def _value(self, k: int, outlook: Outlook) -> float:
         """Tokens per second of a row at this k from now on, what it takes to come back to drafting included."""
         rate = self._rate(outlook.bucket, k)
-        if not k or not outlook.behind:
+        passes = sum(outlook.behind)
+        if not k or not passes:
             return rate
         tokens = max(1, min(outlook.remaining, _HORIZON))
-        return tokens / (tokens / rate + self._resume(outlook))
+        return tokens / (tokens / rate + self.times.resume(outlook.bucket, self.ks[-1], passes))
 
     def _rate(self, bucket: int, k: int) -> float:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
-
-    def _resume(self, outlook: Outlook) -> float:
-        return self.times.resume(outlook.bucket, self.ks[-1], outlook.behind)
 
     def _wanted(self, outlook: Outlook) -> _Probe | None:
         """The probe that is worth its cost, once the budget has it."""
@@ -239,11 +264,13 @@ class Controller:
             return None
         k = paying[0]
         rows = _PROBED_ROWS if self.acceptance.seen else _FIRST_ROWS
-        steps = max(_PROBED_STEPS, -(-rows // outlook.bucket))
-        cost = steps * (self.times.seconds(outlook.bucket, k) - plain) + self._resume(outlook)
+        few = min(-(-rows // _PROBED_STEPS), outlook.bucket)
+        steps = max(_PROBED_STEPS, -(-rows // few))
+        coming_back = self.times.resume(outlook.bucket, self.ks[-1], sum(outlook.behind[:few]))
+        cost = steps * (self.times.seconds(outlook.bucket, k) - plain) + coming_back
         if outlook.remaining < 2 * steps or outlook.remaining * plain < 2 * cost:
             return None
-        return _Probe(k, rows, _PROBED_STEPS), max(cost, 0.0)
+        return _Probe(k, rows, _PROBED_STEPS, few), max(cost, 0.0)
 
     def _of_a_time(self, outlook: Outlook) -> tuple[_Probe, float] | None:
         """A look at the time of the fastest k that was not timed lately, if it may be the fastest of all."""
@@ -265,13 +292,10 @@ class Controller:
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)
 
     def _end_probe(self) -> None:
+        """Pays for the probe; the next choice is made on what it found."""
         assert self._probe is not None, "it was seen to its end"
-        probe, self._probe = self._probe, None
-        before, self._weighed, self._changed = self.k, -1, self._seen
-        self._budget -= max(probe.spent, 0.0)
-        outlook = Outlook(self._bucket, _HORIZON)  # the draft is up to date now
-        self._decide(outlook)
-        self._patience = 1.0 if self.k != before else min(2 * self._patience, _PATIENCE)
+        self._budget -= max(self._probe.spent, 0.0)
+        self._probe, self._looked, self._weighed, self._changed = None, True, -1, self._seen
 
     def why(self) -> str:
         """What is chosen now and why, in words."""

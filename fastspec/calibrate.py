@@ -165,6 +165,7 @@ class _Fixed:
 
     k: int
     steps: list[Observation] = field(default_factory=list)
+    few: int | None = None
 
     def choose(self, outlook: Outlook) -> int:
         """k."""

@@ -42,6 +42,7 @@ class Request:
         top_logprobs: the most probable (id, log-probability) pairs at each new token, when recorded.
         draft_length: the host's copy of DecodeState.draft_lengths.
         behind: a step without drafts was launched since the draft last caught up.
+        held: none of its drafts counts for now: DecodeState.draft_limits of its row is 0.
     """
 
     prompt: list[int]
@@ -62,6 +63,7 @@ class Request:
     steps_at: list[int] = field(default_factory=list)
     draft_length: int = 0
     behind: bool = False
+    held: bool = False
 
     @property
     def length(self) -> int:
@@ -124,6 +126,7 @@ class Launched:
         resumed: passes of catching up that were queued before it, when the step before it was a plain one or there
             were any; else None.
         timed: only such passes, or nothing, came between it and the step before it.
+        drafting: rows that could draft.
     """
 
     sequence: int
@@ -132,6 +135,7 @@ class Launched:
     bucket: int
     resumed: float | None
     timed: bool
+    drafting: frozenset[int]
 
 
 class DecodeLoop:
@@ -202,42 +206,56 @@ class DecodeLoop:
         """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
         if not any(self._may_go_on(index) for index in self._rows.values()):
             return False
-        requests = [self._requests[index] for index in self._rows.values()]
-        k = self._drafts(requests)
+        requests = {row: self._requests[index] for row, index in self._rows.items()}
+        k, drafting = self._drafts(requests)
         passes = 0.0
         if k:
-            if self._launched and any(request.behind for request in requests):
+            if self._launched and any(requests[row].behind for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
-            passes = self._catch_up()
+            passes = self._catch_up(drafting)
+            self._hold(requests, drafting)
         rows = self._engine.bucket(max(self._rows) + 1)
         ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
-        longest = max(request.length for request in requests) + ahead
+        longest = max(request.length for request in requests.values()) + ahead
         shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._launched) or self._engine.runner.depth == 1)
         sequence = self._engine.launch(rows, shape)
-        self._launched.append(Launched(sequence, dict(self._rows), k, rows, resumed, timed))
+        self._launched.append(Launched(sequence, dict(self._rows), k, rows, resumed, timed, drafting))
         self._steps += 1
         self._last_k, self._disturbed = k, False
-        for request in requests:
-            request.behind |= not k
+        for row, request in requests.items():
+            request.behind |= not k or row not in drafting
         return True
 
-    def _drafts(self, requests: list[Request]) -> int:
-        """Drafts for the next step."""
-        if all(request.options.draft_limit == 0 for request in requests):
-            return 0  # where every row has opted out the step is a plain one
+    def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+        """Drafts for the next step, and the rows that they are for."""
+        willing = [row for row, request in requests.items() if request.options.draft_limit != 0]
+        if not willing:
+            return 0, frozenset()  # where every row has opted out the step is a plain one
         if self._pacer is None:
-            return self._choose_k(self._steps)
-        remaining = max(request.limit - request.length for request in requests)
-        behind = sum(_passes(self._behind(request)) for request in requests)
-        return self._pacer.choose(Outlook(self._engine.bucket(max(self._rows) + 1), remaining, behind))
+            return self._choose_k(self._steps), frozenset(willing)
+        passes = {row: _passes(self._behind(requests[row])) for row in willing}
+        nearest = sorted(willing, key=lambda row: (passes[row], row))
+        remaining = max(request.limit - request.length for request in requests.values())
+        behind = tuple(passes[row] for row in nearest)
+        k = self._pacer.choose(Outlook(self._engine.bucket(max(self._rows) + 1), remaining, behind))
+        return k, frozenset(nearest[: self._pacer.few])
+
+    def _hold(self, requests: dict[int, Request], drafting: frozenset[int]) -> None:
+        """Lets drafts count in these rows alone."""
+        for row, request in requests.items():
+            held = row not in drafting
+            if held != request.held and request.options.draft_limit != 0:
+                limit = 0 if held else admission.draft_limit(request.options, self._engine.max_drafts)
+                self._engine.state.draft_limits[row].fill_(limit)
+                request.held = held
 
     def _behind(self, request: Request) -> list[int]:
         """The chunks in which the draft would take in what it has not seen of a row, all but the last two tokens."""
         proposer = self._engine.parts.proposer
-        if proposer is None or request.options.draft_limit == 0:
+        if proposer is None:
             return []
         missing = min(request.length - 2, proposer.max_length) - request.draft_length
         chunks = []
@@ -296,15 +314,13 @@ class DecodeLoop:
                 prefill(self._engine.parts, view, shape, start, chunk)
                 start += chunk
 
-    def _catch_up(self) -> float:
-        """Lets the draft take in what it has not seen of each row; returns the passes that takes."""
+    def _catch_up(self, drafting: frozenset[int]) -> float:
+        """Lets the draft take in what it has not seen of these rows; returns the passes that takes."""
         proposer = self._engine.parts.proposer
         assert proposer is not None, "k > 0 needs a proposer"
         passes = 0.0
-        for row, index in self._rows.items():
-            request = self._requests[index]
-            if request.options.draft_limit == 0:
-                continue
+        for row in sorted(drafting):
+            request = self._requests[self._rows[row]]
             view = self._engine.state.rows(row, row + 1)
             chunks = self._behind(request)
             for chunk in chunks:
@@ -342,9 +358,11 @@ class DecodeLoop:
         """Tells the pacer what a step did to the rows that it found running."""
         if self._pacer is None:
             return
-        going = [row for row, index in step.requests.items() if self._requests[index].finish_reason is None]
-        accepted = tuple(results[row].accepted for row in going if results[row].accepted >= 0)
-        self._pacer.observe(Observation(step.k, step.bucket, accepted, seconds if step.timed else None, step.resumed))
+        going = {row for row, index in step.requests.items() if self._requests[index].finish_reason is None}
+        accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
+        drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
+        quiet = seconds if step.timed else None
+        self._pacer.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
 
 
 def _passes(chunks: list[int]) -> float:

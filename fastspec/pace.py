@@ -15,7 +15,15 @@ _NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made
 
 
 class Pacer(Protocol):
-    """Chooses k for a loop, and is told what every step did."""
+    """Chooses k for a loop, and is told what every step did.
+
+    Attributes:
+        few: how many rows the next step drafts in, when it drafts: those that take the least to catch up. None: all.
+    """
+
+    @property
+    def few(self) -> int | None:
+        """As above."""
 
     def choose(self, outlook: Outlook) -> int:
         """Drafts for the next step; may be asked again before it is launched."""

@@ -57,8 +57,8 @@ class World:
         return {(self.batch, k): self.seconds(k) * math.exp(wrong.uniform(-self.error, self.error)) for k in KS}
 
     def passes(self, tokens: float) -> float:
-        """Passes until the draft has taken in so many tokens of each row."""
-        return self.batch * max(1.0, tokens / 128) if tokens > 0 else 0.0
+        """Passes until the draft has taken in so many tokens of a row."""
+        return max(1.0, tokens / 128) if tokens > 0 else 0.0
 
     def coming_back(self, passes: float) -> float:
         """Seconds of that, and of the wait before."""
@@ -71,7 +71,7 @@ class World:
             chance *= self.acceptance
             survival += chance
         steps = tokens / (1 + survival)
-        start = self.coming_back(self.passes(PROMPT)) if k else 0.0
+        start = self.coming_back(self.batch * self.passes(PROMPT)) if k else 0.0
         return tokens / (steps * (self.seconds(k, PROMPT + tokens / 2) + LATE * LATE_BY) + start)
 
     def best(self, tokens: int) -> tuple[int, float]:
@@ -108,8 +108,8 @@ class _Call:
         self.world, self.controller, self.tokens = world, controller, tokens
         self.got = [0] * world.batch
         self.time = 0.0
-        self.behind = float(PROMPT)
-        self.plain_before = False
+        self.behind = [float(PROMPT)] * world.batch
+        self.plain_before = [False] * world.batch
         self.unread: list[Observation] = []
 
     @property
@@ -124,23 +124,28 @@ class _Call:
         """Launches a step as the loop does: coming back waits for what is under way."""
         world = self.world
         while True:
-            passes = world.passes(self.behind)
-            k = self.controller.choose(Outlook(world.batch, self.tokens - self.least, passes))
-            if not (k and self.plain_before and self.unread):
+            nearest = sorted(range(world.batch), key=lambda row: self.behind[row])
+            behind = tuple(world.passes(self.behind[row]) for row in nearest)
+            k = self.controller.choose(Outlook(world.batch, self.tokens - self.least, behind))
+            drafting = set(nearest[: self.controller.few]) if k else set()
+            lagging = any(self.plain_before[row] for row in drafting)
+            if not (lagging and self.unread):
                 break
             self.read()
         seconds = world.seconds(k, PROMPT + self.mean) * math.exp(world.rng.gauss(0, world.noise))
         if world.rng.random() < LATE:
             seconds += world.rng.expovariate(1 / LATE_BY)
-        resumed = None
-        if k and (self.plain_before or passes):
-            resumed = passes
+        passes = sum(world.passes(self.behind[row]) for row in drafting)
+        resumed = passes if lagging or passes else None
+        if resumed is not None:
             seconds += world.coming_back(passes)
-        self.behind = 0.0 if k else self.behind + 1
-        self.plain_before = k == 0
+        for row in range(world.batch):
+            self.behind[row] = 0.0 if row in drafting else self.behind[row] + 1
+            self.plain_before[row] = row not in drafting
         self.time += seconds
-        accepted = tuple(self.accept(row, k) for row in range(world.batch))
-        self.unread.append(Observation(k, world.batch, accepted, seconds, resumed))
+        accepted = [self.accept(row, k if row in drafting else 0) for row in range(world.batch)]
+        told = tuple(accepted[row] for row in sorted(drafting)) if k else tuple(accepted)
+        self.unread.append(Observation(k, world.batch, told, seconds, resumed, world.batch))
         while len(self.unread) >= world.ahead:
             self.read()
 

@@ -128,9 +128,9 @@ def test_a_short_rest_is_not_worth_coming_back_for() -> None:
     made = controller()
     made.know({(32, k): PLAIN * (1 + 0.2 * k) for k in KS})
     made.acceptance.observe(4, (3,) * 32)
-    assert made.choose(Outlook(32, 10, 64.0)) == 0
+    assert made.choose(Outlook(32, 10, (2.0,) * 32)) == 0
     made.observe(Observation(0, 32, (0,) * 32, PLAIN))
-    assert made.choose(Outlook(32, 1000, 64.0)) > 0
+    assert made.choose(Outlook(32, 1000, (2.0,) * 32)) > 0
 
 
 def test_a_first_look_is_paid_from_the_call_it_is_taken_in() -> None:
@@ -138,7 +138,7 @@ def test_a_first_look_is_paid_from_the_call_it_is_taken_in() -> None:
     for remaining, drafts in ((10, False), (1000, True)):
         made = controller()
         made.know({(8, k): PLAIN * (1 + 0.2 * k) for k in KS})
-        assert (made.choose(Outlook(8, remaining, 8.0)) > 0) == drafts
+        assert (made.choose(Outlook(8, remaining, (1.0,) * 8)) > 0) == drafts
 
 
 def test_the_same_observations_give_the_same_choices() -> None:
@@ -153,7 +153,7 @@ def test_the_same_observations_give_the_same_choices() -> None:
 def test_asking_twice_changes_nothing() -> None:
     world, made = World(0.6, 0.15), controller()
     world.life(made, 1, 200)
-    outlook = Outlook(1, 100, 0.0)
+    outlook = Outlook(1, 100)
     assert made.choose(outlook) == made.choose(outlook) == made.choose(outlook)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
     engine = tiny_engine(batch=2, depth=depth)
 
     class Turns:
+        few = None
+
         def __init__(self) -> None:
             self.outlooks: list[Outlook] = []
             self.steps: list[Observation] = []
@@ -240,6 +243,58 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
     assert all(step.k for step in turns.steps if step.caught_up is not None)
     assert 2 in {outlook.bucket for outlook in turns.outlooks} <= {1, 2}
     assert max(outlook.remaining for outlook in turns.outlooks) == 30
+
+
+class FewAtTimes:
+    """Drafts in one row, in two, in all or in none, in turn."""
+
+    turns = ((4, 1), (4, 1), (0, None), (2, 2), (4, None), (0, None), (0, None), (1, 1))
+
+    def __init__(self) -> None:
+        self.steps: list[Observation] = []
+
+    @property
+    def few(self) -> int | None:
+        return self.turns[len(self.steps) % len(self.turns)][1]
+
+    def choose(self, outlook: Outlook) -> int:
+        assert list(outlook.behind) == sorted(outlook.behind)
+        return self.turns[len(self.steps) % len(self.turns)][0]
+
+    def observe(self, step: Observation) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_look_drafts_in_few_rows(depth: int, device: str) -> None:
+    """The others go on plainly, and when they draft again the draft has taken in what it missed."""
+    rows = prompts(5, seed=3)
+    plain = [Request(row, 60, GREEDY_ROW) for row in rows]
+    for _ in DecodeLoop(tiny_engine(batch=3, device=device), plain, (), GREEDY, lambda made: 0):
+        pass
+    engine, pacer = tiny_engine(batch=3, device=device, same=True, depth=depth), FewAtTimes()
+    looked = [Request(row, 60, GREEDY_ROW) for row in rows]
+    for _ in DecodeLoop(engine, looked, (), GREEDY, lambda made: 0, pacer=pacer):
+        pass
+    assert [request.new_tokens for request in looked] == [request.new_tokens for request in plain]
+    assert all(request.accepted == request.drafted for request in looked)  # the draft is the target
+    ones = [step for step in pacer.steps if step.k == 4 and step.rows == 3 and len(step.accepted) == 1]
+    assert ones
+    assert all(step.tokens == 1 + sum(step.accepted) / 3 for step in ones)
+    assert sum(request.drafted for request in looked) == sum(
+        sum(step.accepted) for step in pacer.steps
+    )  # nothing counted in a row that was held
+
+
+def test_a_row_keeps_its_own_limit_after_a_look() -> None:
+    options = dataclasses.replace(GREEDY_ROW, draft_limit=2)
+    requests = [Request([1, 2, 3], 60, GREEDY_ROW), Request([4], 60, options)]
+    engine = tiny_engine(batch=2, same=True)
+    for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 0, pacer=FewAtTimes()):
+        pass
+    assert max(index for index, count in enumerate(requests[1].histogram) if count) == 2
+    assert max(index for index, count in enumerate(requests[0].histogram) if count) == 4
 
 
 def test_the_clock_leaves_the_reader_out() -> None:
