@@ -85,10 +85,11 @@ def build(
 
     with runner.on():
         model = None
+        work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = decoder(target, layout.target_dtype)
         if draft:
             drafting = decoder(draft, layout.draft_dtype)
-            model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark)
+            model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
         state = DecodeState.allocate(
             batch=layout.batch,
             max_drafts=layout.max_drafts,
@@ -107,6 +108,7 @@ def build(
             ring.outbox,
             ops.commit_scratch(layout.batch, layout.max_drafts, device),
             mark,
+            work,
         ),
         state=state,
         pages=PageTable(layout.num_pages(length), layout.page_size),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from fastspec import processors, sampling, verify
 from fastspec.kernels import TORCH_OPS, Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
-from fastspec.modes import BLOCK, COUPLED, SyntheticAcceptance
-from fastspec.proposers.base import FULL, GREEDY, Proposer, StepShape
+from fastspec.modes import SyntheticAcceptance
+from fastspec.proposers.base import FULL, Proposer, StepShape
 from fastspec.state import DecodeState, Outbox
 
 NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
@@ -35,6 +36,7 @@ class Parts:
         outbox: takes the results; None: they stay in the state.
         scratch: work area of the commit, from `ops.commit_scratch`.
         mark: names a phase of the step to a profiler while it is entered.
+        work: work area of a sampled step's end, from `ops.sampled_work`.
     """
 
     target: CausalModel
@@ -43,6 +45,7 @@ class Parts:
     outbox: Outbox | None = None
     scratch: Tensor | None = None
     mark: Callable[[str], AbstractContextManager[object]] = nullcontext
+    work: Any = None
 
 
 def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -75,23 +78,19 @@ def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
 
 def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
-    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
-    by_fiat = isinstance(shape.verification, SyntheticAcceptance)
-    if shape.sampler == GREEDY and shape.top_logprobs is None and not by_fiat:
+    recorded = shape.top_logprobs
+    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox and recorded is None else None
+    if isinstance(shape.verification, SyntheticAcceptance):
+        _settle_by_fiat(parts, state, shape, shape.verification, draws, logits, entry)
+    elif shape.sampler == FULL:
+        certain = parts.proposer is None or parts.proposer.certain
+        rule = {"rule": shape.verification, "certain": certain, "draws": draws}
+        parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule)
+    else:
         parts.ops.verify_commit(logits, state, parts.scratch, entry)
+    if recorded is None:
         return
-    judged = logits
-    if shape.sampler == FULL:
-        judged = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, : shape.num_drafts])
-    accepted, block = _verify(parts, state, shape, draws, judged)
-    accepted = processors.marked(accepted, processors.broken(judged))
-    if shape.top_logprobs is None:
-        parts.ops.commit(accepted, block, state, parts.scratch, entry)
-        _count(state, shape)
-        return
-    record_logprobs(state, shape.top_logprobs, logits, block)
-    parts.ops.commit(accepted, block, state, parts.scratch, None)
-    _count(state, shape)
+    record_logprobs(state, recorded, logits, state.block[:, : shape.num_drafts + 1])
     if parts.outbox:
         drafting = shape.num_drafts > 0
         parts.ops.publish(
@@ -99,36 +98,26 @@ def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Dr
         )
 
 
-def _verify(
-    parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(accepted [B], block [B, k+1]) of the drafts under the target's logits [B, k+1, V]."""
+def _settle_by_fiat(
+    parts: Parts,
+    state: DecodeState,
+    shape: StepShape,
+    rule: SyntheticAcceptance,
+    draws: verify.Draws,
+    logits: Tensor,
+    entry: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Accepts as many drafts as a rule for benchmarks says, and then what the target picks."""
     drafts, counts = state.draft_tokens[:, : shape.num_drafts], state.draft_counts
     places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
-    if isinstance(shape.verification, SyntheticAcceptance):
-        number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
-        picks = _picks(state, shape, draws, logits, places)
-        return verify.synthetic(shape.verification, picks, drafts, counts, places, draws, number)
-    if shape.sampler == GREEDY:
-        return verify.greedy(logits, drafts, counts)
-    p = sampling.law(logits, state.sampler)
-    if shape.verification == COUPLED:
-        return verify.coupled(p, drafts, counts, places, draws, sampling.TARGET)
-    certain = parts.proposer is None or parts.proposer.certain
-    q = None if certain else state.draft_probs[:, : shape.num_drafts].to(p.dtype)
-    rule = verify.block if shape.verification == BLOCK else verify.rejection
-    return rule(p, q, drafts, counts, places, draws, sampling.TARGET)
-
-
-def _picks(state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor, places: Tensor) -> Tensor:
-    """int64 [B, k+1]: what the target picks at each place, given the drafts before it."""
-    if shape.sampler == GREEDY:
-        return logits.argmax(dim=-1)
-    return draws.pick(sampling.law(logits, state.sampler), places, sampling.TARGET)
-
-
-def _count(state: DecodeState, shape: StepShape) -> None:
-    """Takes what the commit emitted into the rows' counts: part of the commit, in a launch of its own."""
+    picks = logits.argmax(dim=-1)
+    if shape.sampler == FULL:
+        logits = processors.process(logits, state.processors, state.lengths, drafts)
+        picks = draws.pick(sampling.law(logits, state.sampler), places, sampling.TARGET)
+    number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
+    accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
+    accepted = processors.marked(accepted, processors.broken(logits))
+    parts.ops.commit(accepted, block, state, parts.scratch, entry)
     if shape.sampler == FULL:
         processors.count(state.output_counts, state.block, state.emitted)
 
@@ -144,13 +133,15 @@ def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor)
         state.top_ids[:, :places, :top] = ids
 
 
-def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int, chunk: int) -> None:
+def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int | Tensor, chunk: int) -> None:
     """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
+
+    `start` is a number, or int64 [1] where it is read on the device.
 
     The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
     chunk, so that a prompt's K/V bits depend on that prompt alone.
     """
-    positions = torch.arange(start, start + chunk, device=state.lengths.device)[None]
+    positions = (start + torch.arange(chunk, device=state.lengths.device))[None]
     writes = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(writes, positions, 0)

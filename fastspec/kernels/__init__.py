@@ -28,6 +28,8 @@ class Ops:
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
         commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
+        sampled_work: (batch, max_drafts, vocab, device) -> what `sampled_commit` and `sampled_draw` work in.
+        sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
         compiling: a context in which ops compute nothing, and their kernels are compiled.
     """
 
@@ -42,6 +44,10 @@ class Ops:
     attend: Callable[..., Tensor]
     pick: Callable[..., None]
     verify_commit: Callable[..., None]
+    sampled_work: Callable[[int, int, int, torch.device], Any]
+    sampled_work_bytes: Callable[[int, int, int], int]
+    sampled_commit: Callable[..., None]
+    sampled_draw: Callable[..., None]
     commit: Callable[..., None]
     publish: Callable[..., None]
     compiling: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -59,6 +65,10 @@ TORCH_OPS = Ops(
     attend=reference.attend,
     pick=reference.pick,
     verify_commit=reference.verify_commit,
+    sampled_work=lambda batch, max_drafts, vocab, device: None,
+    sampled_work_bytes=lambda batch, max_drafts, vocab: 0,
+    sampled_commit=reference.sampled_commit,
+    sampled_draw=reference.sampled_draw,
     commit=reference.commit,
     publish=reference.publish,
 )

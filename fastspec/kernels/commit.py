@@ -65,7 +65,10 @@ def commit_row(
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
 ):
-    """`verify.commit` of one row, then its part of the published entry; the last row to come completes that."""
+    """`verify.commit` of one row, then its part of the published entry; the last row to come completes that.
+
+    Returns how many tokens were emitted.
+    """
     place = tl.arange(0, PLACES)
     stop = tl.arange(0, STOPS)
     was = tl.load(finish_ptr + row)
@@ -116,6 +119,7 @@ def commit_row(
         if before == batch - 1:
             tl.store(scratch_ptr, 0)
             store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
+    return count
 
 
 @triton.jit(do_not_specialize=STATE_INTS)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import packing
+from fastspec.kernels.reference_sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference_step import commit, embed, feed_rows, publish, verify_commit
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "publish",
     "rms_norm",
     "rope",
+    "sampled_commit",
+    "sampled_draw",
     "silu_mul",
     "tile_linear",
     "tile_pick",

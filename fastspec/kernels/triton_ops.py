@@ -21,6 +21,9 @@ from fastspec.kernels.packed_pick import MAX_ROWS, packed_pick
 from fastspec.kernels.prefill_linear import prefill_linear
 from fastspec.kernels.publish import publish
 from fastspec.kernels.reference import UNTILED, Tiling
+from fastspec.kernels.sampled_commit import sampled_commit
+from fastspec.kernels.sampled_draw import sampled_draw
+from fastspec.kernels.sampled_parts import sampled_work, sampled_work_bytes
 from fastspec.kernels.tile_linear import tile_linear, tile_pick
 from fastspec.kernels.verify_commit import verify_commit
 
@@ -116,6 +119,10 @@ TRITON_OPS = Ops(
     attend=attend,
     pick=pick,
     verify_commit=verify_commit,
+    sampled_work=sampled_work,
+    sampled_work_bytes=sampled_work_bytes,
+    sampled_commit=sampled_commit,
+    sampled_draw=sampled_draw,
     commit=commit,
     publish=publish,
     compiling=compiling,

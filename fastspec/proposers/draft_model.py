@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastspec import processors, sampling
 from fastspec.kernels import Ops
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
@@ -30,6 +30,7 @@ class DraftModel:
             that only the target knows is shown to the draft as id 0.
         max_length: the draft's context in tokens; a row that has outgrown it goes on without drafts.
         mark: names a pass to a profiler while it is entered.
+        work: from `ops.sampled_work`.
     """
 
     certain = False
@@ -41,12 +42,14 @@ class DraftModel:
         shared_vocab: int,
         max_length: int,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        work: Any = None,
     ) -> None:
         self.model = model
         self.ops = ops
         self.max_length = max_length
         self.shared_vocab = shared_vocab
         self._mark = mark
+        self._work = work
 
     def __str__(self) -> str:
         """For people."""
@@ -96,17 +99,13 @@ class DraftModel:
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
         """Draws draft j of every row from hidden states [B, 1, hidden]; records token and law."""
-        token = state.draft_tokens[:, j]
         if shape.sampler == GREEDY:
-            self.model.pick(hidden[:, 0], self.shared_vocab, shape.tiling, out=token)
+            self.model.pick(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
         logits = self.model.logits(hidden, shape.tiling)[..., : self.shared_vocab]
-        logits = processors.process(logits, state.processors, state.lengths, state.draft_tokens[:, :j])
-        probs = processors.drawable(sampling.law(logits, state.sampler)[:, 0])
-        token.copy_(draws.pick(probs, state.lengths + j, purpose_of(shape)))
-        if keeps_law(shape):
-            state.draft_probs[:, j, : self.shared_vocab] = probs
-            state.draft_probs[:, j, self.shared_vocab :] = 0.0  # a certain draft may have been such an id
+        self.ops.sampled_draw(
+            logits, state, j, self._work, purpose=purpose_of(shape), keeps_law=keeps_law(shape), draws=draws
+        )
 
 
 def _take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:

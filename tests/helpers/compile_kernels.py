@@ -27,7 +27,7 @@ PDL_FROM = 90  # the first architecture whose kernels may start before their pre
 
 def entries(arch: int) -> Iterator[Entry]:
     """(kernel, signature, constants, options, element size) of every launch entry but the Gluon products'."""
-    for stem in ("attend", "prefill_linear", "step_kernels", "tile_linear"):
+    for stem in ("attend", "prefill_linear", "sampled", "step_kernels", "tile_linear"):
         yield from importlib.import_module(f"{__package__}.compile_{stem}").entries(arch)
 
 

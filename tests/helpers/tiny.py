@@ -141,13 +141,14 @@ def tiny_engine(
             vocab_size=VOCAB,
             device=on,
         )
-        proposer = DraftModel(draft, ops, VOCAB, draft_context)
+        work = ops.sampled_work(batch, k, VOCAB, on)
+        proposer = DraftModel(draft, ops, VOCAB, draft_context, work=work)
         ring = ResultRing(batch, k, state.top_ids.shape[2], on, pinned=ops.name == "triton")
         scratch = ops.commit_scratch(batch, k, on)
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=Parts(target, proposer, ops, ring.outbox, scratch),
+        parts=Parts(target, proposer, ops, ring.outbox, scratch, work=work),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

@@ -22,6 +22,7 @@ from fastspec.sampling import (
     philox,
     uniforms,
 )
+from tests.helpers.chance import chi_square_limit
 
 
 def words(*values: int) -> tuple[Tensor, ...]:
@@ -70,12 +71,6 @@ def test_seed_position_and_purpose_all_matter() -> None:
         assert not torch.equal(base, other)
     coins = uniforms(torch.tensor([1]), torch.tensor([[2, 3]]), ACCEPT)
     assert coins[0, 0] != coins[0, 1]
-
-
-def chi_square_limit(degrees: int) -> float:
-    """The 1 - 1e-6 quantile by Wilson and Hilferty's cube: one false alarm in a million seeds; the seed is fixed."""
-    z = 4.7534
-    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 def race_counts(probs: Tensor, draws: int, purpose: int = TARGET) -> Tensor:

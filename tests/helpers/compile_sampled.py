@@ -1,0 +1,59 @@
+"""Launch entries of the kernels of a step that samples, for compile_kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastspec.kernels import sampled_bounds, sampled_commit, sampled_draw, sampled_laws, sampled_parts
+from tests.helpers.compile_kernels import PDL_FROM, Entry
+
+STOPS = 64
+FP32 = ["repetition_ptr", "presence_ptr", "frequency_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"]
+TABLES = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "prompt_ptr": "*i1", "output_ptr": "*i32"}
+WORK = {"records_ptr": "*i32", "groups_ptr": "*fp32", "found_ptr": "*i32", "q_ptr": "*fp32", "laws_ptr": "*fp32"}
+RING = ("entries_ptr", "counter_ptr")
+
+
+def entries(arch: int) -> Iterator[Entry]:
+    """(kernel, signature, constants, options, element size) of every launch entry."""
+    pdl = arch >= PDL_FROM
+    for kernel, constants, options in (*_laws(), *_ends(), *_draws()):
+        signature = _signature(kernel, constants)
+        options = {**options, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+        yield kernel, signature, {"PDL": pdl, "CHUNK": sampled_parts.CHUNK, **constants}, options, 4
+
+
+def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
+    """Types by the names of arguments: int64 columns, tables as above, sizes."""
+    known = {**dict.fromkeys(FP32, "*fp32"), **TABLES, **WORK}
+    names = [name for name in kernel.arg_names if name not in constants and not name.isupper()]
+    return {name: known.get(name, "*i64" if name.endswith("_ptr") else "i32") for name in names}
+
+
+def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
+    most, options = sampled_parts.CANDIDATES, sampled_bounds.LAUNCH
+    # the groups of 128256 ids, and of 256000 where every place is judged: a draft's
+    yield sampled_bounds._bounds_kernel, {"GROUPS": 2048, "MOST": most, "STOPS": STOPS}, options
+    every = {"GROUPS": 4096, "MOST": most, "STOPS": STOPS, "counts_ptr": None}
+    yield sampled_bounds._bounds_kernel, every, options
+    for absent in ({}, {"counts_ptr": None, "q_ptr": None}):
+        constants = {"MOST": most, "FEW": sampled_laws.FEW, "STOPS": STOPS, **absent}
+        yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
+
+
+def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
+    silent = dict.fromkeys(RING)
+    for rule, absent in (
+        ("rejection", {}),
+        ("block", silent),
+        ("block", {"q_ptr": None}),
+        ("coupled", {"q_ptr": None}),
+    ):
+        constants = {"RULE": sampled_commit.RULES[rule], "PLACES": 32, "STOPS": STOPS, "NUM_STOPS": STOPS, **absent}
+        yield sampled_commit._end_kernel, constants, sampled_commit.LAUNCH
+
+
+def _draws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
+    for purpose, absent in ((0, {}), (2, {"laws_ptr": None})):
+        yield sampled_draw._draw_kernel, {"PURPOSE": purpose, "STOPS": STOPS, **absent}, sampled_draw.LAUNCH
