@@ -15,7 +15,7 @@ from perf.records import ROOT, Row
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- written by `python -m perf report` -->", "<!-- end of what it writes -->"
-FILES = ("peers", "e2e", "suite", "kernels", "gate")
+FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto")
 OURS = "fastspec"
 
 Column = tuple[str, str]  # key of a row, heading
@@ -47,6 +47,11 @@ GATE: tuple[Column, ...] = (
     ("candidate_over_floor", "candidate/floor"), ("ratio", "ratio"), ("spread", "spread"), ("limit", "limit"),
     ("tokens_ratio", "tokens/pass ratio"), ("verdict", "verdict"), ("commit", "commit"),
 )  # fmt: skip
+AUTO: tuple[Column, ...] = (
+    ("acceptance", "acceptance"), ("batch", "batch"), ("engine", "drafts a step"), ("tok_s", "tok/s"),
+    ("tokens_per_step", "tokens/step"), ("over_plain", "over plain"), ("over_best", "over the best"), ("best", "best"),
+    ("commit", "commit"),
+)  # fmt: skip
 
 
 def case_name(row: Row) -> str:
@@ -61,7 +66,7 @@ def case_name(row: Row) -> str:
 def gathered(files: Sequence[str], device: str) -> list[Row]:
     """Rows of that device from all files that are there, oldest first."""
     there = [name for name in files if records.place(name).is_file()]
-    return [{"file": Path(name).stem, **row} for name in there for row in records.read(name) if row["device"] == device]
+    return [{"file": Path(name).stem, **row} for name in there for row in records.read(name) if row.get("device") == device]
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
@@ -116,6 +121,7 @@ def sections(rows: Sequence[Row]) -> list[str]:
         ("Starting up, and memory", started, START),
         ("Single kernels", last_kernels, KERNELS),
         ("The gate", gates, GATE),
+        ("k chosen while decoding, against fixed ones", [row for row in rows if row.get("bench") == "auto"], AUTO),
     ):
         if part:
             found.append(f"### {heading}\n\n{markdown(part, columns)}")
