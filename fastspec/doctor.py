@@ -275,6 +275,8 @@ def _check_lines(name: str, gpu: Gpu | None, probes: Probes) -> Iterator[Line]:
         yield Line("fail", f"{name} greedy", f"{kind}: speculative and plain text DIFFER", REPORT_IT)
     yield Line("note", f"{name} plain", str(result.plain))
     yield Line("note", f"{name} speculative", str(result.speculative))
+    if result.auto is not None:
+        yield Line("note", f"{name} auto", str(result.auto))
     if result.repeated:
         yield Line("ok", f"{name} sampling", "one seed gives one text, twice")
     else:

@@ -43,13 +43,17 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of `self_check`: whether texts and repeated draws were equal, and how the greedy runs went."""
+    """Result of `self_check`: whether texts and repeated draws were equal, and how the greedy runs went.
+
+    `auto`: k chosen while decoding; its text counts among the equal ones.
+    """
 
     pair: str
     equal: bool
     repeated: bool
     plain: Stats
     speculative: Stats
+    auto: Stats | None = None
 
 
 def gib(size: int) -> str:
@@ -152,7 +156,7 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def self_check(device: torch.device, dtype: torch.dtype) -> Check:
-    """Decodes one prompt plainly, speculatively, and twice with one seed."""
+    """Decodes one prompt plainly, speculatively, with k chosen meanwhile, and twice with one seed."""
     from fastspec.generator import FastSpecGenerator
 
     shipped = all((directory / "model.safetensors").is_file() for directory in demo_pair())
@@ -174,10 +178,11 @@ def self_check(device: torch.device, dtype: torch.dtype) -> Check:
             run(8, do_sample=False, num_speculative_tokens=drafts)  # untimed: compiles and allocates
         plain = run(do_sample=False, num_speculative_tokens=0)
         speculative = run(do_sample=False)
+        auto = run(do_sample=False, num_speculative_tokens="auto")
         draws = [run(NEW_TOKENS // 2, do_sample=True, temperature=1.0).new_tokens for _ in range(2)]
     name = "shipped pair" if shipped else "random pair (the shipped one is missing)"
-    equal = plain.new_tokens == speculative.new_tokens
-    return Check(name, equal, draws[0] == draws[1], plain.stats, speculative.stats)
+    equal = plain.new_tokens == speculative.new_tokens == auto.new_tokens
+    return Check(name, equal, draws[0] == draws[1], plain.stats, speculative.stats, auto.stats)
 
 
 def _random_pair() -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ def make_ready(engine: Engine, rows: int, choice: Choice, *, progress: bool, pro
         rows: at once.
         choice: drafts of the call.
         progress: show the bars.
-        prompts: compile the passes over prompts, too.
+        prompts: compile and capture the passes over prompts, too.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
@@ -32,6 +32,8 @@ def make_ready(engine: Engine, rows: int, choice: Choice, *, progress: bool, pro
     with engine.on_device():
         for size, shape in bar:
             engine.capture(size, shape)
+        if prompts:
+            engine.capture_prompts()
     if choice.controller is not None:
         _time(engine, rows, choice, progress)
 
@@ -52,14 +54,12 @@ def _time(engine: Engine, rows: int, choice: Choice, progress: bool) -> None:
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
     # without graphs steps are slow enough, on a CPU at least, that one bucket must do for all
-    buckets = engine.buckets(rows) if engine.runner.static else [engine.bucket(rows)]
+    static = engine.runner.static
+    buckets, repeats = (engine.buckets(rows), 9) if static else ([engine.bucket(rows)], 3)
     known = controller.times.measured
     missing = [(size, k) for size in buckets for k in choice.ks if (size, k) not in known]
     bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
     with engine.on_device():
-        controller.know(
-            {
-                (size, k): engine.seconds(size, engine.typical_shape(k, choice.sampler, choice.top_logprobs))
-                for size, k in bar
-            }
-        )
+        for size, k in bar:
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs)
+            controller.know({(size, k): engine.seconds(size, shape, repeats)})

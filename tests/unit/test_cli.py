@@ -75,6 +75,16 @@ def invoke(stub: Stub | Callable[..., Any], *arguments: str) -> Any:
     return CliRunner().invoke(app, arguments, obj=opener)
 
 
+def test_a_number_of_drafts_or_auto() -> None:
+    stub = Stub()
+    for given, asked in (("auto", "auto"), ("0", 0), ("7", 7)):
+        assert invoke(stub, "generate", "--prompt", "hello", "--num-speculative-tokens", given).exit_code == 0
+        assert stub.opened[-1][1]["num_speculative_tokens"] == asked
+    refused = invoke(stub, "generate", "--prompt", "hello", "--num-speculative-tokens", "fast")
+    assert refused.exit_code == 2
+    assert "neither a whole number nor 'auto'" in refused.stderr
+
+
 def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
     stub = Stub()
     result = invoke(stub, "generate", "--prompt", "hello")

@@ -85,6 +85,7 @@ def test_this_machine_decodes_on_its_cpu() -> None:
     assert "48 greedy tokens in float32" in line(report, "cpu greedy").text
     assert "48 tokens in" in line(report, "cpu plain").text
     assert re.search(r"acceptance \d", line(report, "cpu speculative").text)
+    assert "k = auto (" in line(report, "cpu auto").text
     assert line(report, "works").text.endswith("on cpu")
     assert [section.title for section in report.sections] == ["versions", "devices", "triton", "self-check", "in short"]
 
