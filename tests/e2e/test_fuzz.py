@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,11 +25,10 @@ from hypothesis.stateful import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption, admission, verify
-from fastspec.graphs.ring import RowResult
-from fastspec.loop import Request
-from fastspec.state import IDLE, DecodeState
-from tests.helpers.fuzzing import CI, CONTEXT, DRAFTS, NIGHTLY, VOCAB, Call, Pair, calls, raised_by_us
+from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec.modes import BLOCK, COUPLED, MODES
+from tests.helpers.fuzz_calls import CONTEXT, DRAFTS, VOCAB, Call, calls
+from tests.helpers.fuzzing import CI, NIGHTLY, PROPOSERS, How, Pair, raised_by_us
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the pair has no tokenizers
 SAMPLE = {"do_sample": True}
@@ -104,6 +104,9 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 BAD_NAMES = sorted(BAD_CALLS)
+HOWS: st.SearchStrategy[How] = st.sampled_from(
+    [(BLOCK, "model"), (COUPLED, "model"), *((mode, name) for mode in MODES for name in PROPOSERS)]
+)
 
 
 class Failure(Exception):
@@ -130,26 +133,26 @@ class Calls(RuleBasedStateMachine):
 
     pair: ClassVar[Pair]
     gen: FastSpecGenerator
+    how: How
     closed = False
 
-    @initialize(page_size=st.sampled_from([4, 7, 16]), batch=st.integers(1, 3))
-    def make(self, page_size: int, batch: int) -> None:
-        self.gen = self.pair.generator(page_size=page_size, batch=batch)
+    @initialize(page_size=st.sampled_from([4, 7, 16]), batch=st.integers(1, 3), how=HOWS)
+    def make(self, page_size: int, batch: int, how: How) -> None:
+        self.how = how
+        self.gen = self.pair.generator(page_size=page_size, batch=batch, verification=how[0], proposer=how[1])
 
     def call(self, data: st.DataObject, max_rows: int = 4) -> Call:
-        return data.draw(calls(self.pair.oracle, max_rows))
+        """Of one row where a streamer, or little work, is wanted; for a generator without drafts it asks for none."""
+        return data.draw(calls_to(self.pair, self.how, max_rows, copies=max_rows > 1))
 
     def run(self, call: Call) -> GenerateOutput:
-        arguments, options = call.arguments()
-        out = self.gen.generate(*arguments, **options, return_dict_in_generate=True)
-        assert isinstance(out, GenerateOutput)
-        return out
+        return generated(self.gen, call)
 
     @precondition(lambda self: not self.closed)
     @rule(data=st.data())
     def generate(self, data: st.DataObject) -> None:
         call = self.call(data)
-        self.pair.check(call, self.run(call))
+        self.pair.check(call, self.run(call), self.how)
 
     @precondition(lambda self: not self.closed)
     @rule(data=st.data(), steps=st.integers(0, 8), how=st.sampled_from(["drop", "close", "throw", "raise"]))
@@ -172,7 +175,7 @@ class Calls(RuleBasedStateMachine):
             stream.close()
         del stream
         for index, tokens in seen.items():
-            self.pair.check_row(call, call.rows[index], tokens, None)
+            self.pair.check_row(call, call.whole[index], tokens, None, self.how)
 
     @precondition(lambda self: not self.closed)
     @rule(data=st.data(), puts=st.integers(0, 4))
@@ -188,7 +191,7 @@ class Calls(RuleBasedStateMachine):
         call, other = self.call(data), self.call(data, max_rows=1)
         arguments, options = call.arguments()
         stream = iter(self.gen.stream(*arguments, **options))
-        texts: list[list[int]] = [[] for _ in call.rows]
+        texts: list[list[int]] = [[] for _ in call.whole]
         first = next(stream)
         with pytest.raises(RuntimeError, match="in use by another call"):
             self.run(other)
@@ -197,8 +200,9 @@ class Calls(RuleBasedStateMachine):
         for emitted in (first, *stream):
             for index, tokens in emitted.items():
                 texts[index] += tokens
-        for row, tokens in zip(call.rows, texts, strict=True):
-            self.pair.check_row(call, row, tokens, "stop" if tokens[-1] in call.stops else "length")
+        for row, tokens in zip(call.whole, texts, strict=True):
+            reason = "length" if call.end(row, tokens) is None else "stop"
+            self.pair.check_row(call, row, tokens, reason, self.how)
 
     @precondition(lambda self: not self.closed)
     @rule(name=st.sampled_from(BAD_NAMES), stream=st.booleans())
@@ -226,14 +230,46 @@ class Calls(RuleBasedStateMachine):
             self.gen.stream(prompt, **options)
 
     @precondition(lambda self: self.closed)
-    @rule(page_size=st.sampled_from([4, 64]), batch=st.integers(1, 3))
-    def make_another(self, page_size: int, batch: int) -> None:
-        self.make(page_size, batch)
+    @rule(page_size=st.sampled_from([4, 64]), batch=st.integers(1, 3), how=HOWS)
+    def make_another(self, page_size: int, batch: int, how: How) -> None:
+        self.make(page_size, batch, how)
         self.closed = False
 
     @invariant()
     def no_call_is_left_running(self) -> None:
         assert not self.gen._lock.locked()
+
+
+def calls_to(pair: Pair, how: How, max_rows: int = 4, *, copies: bool = True) -> st.SearchStrategy[Call]:
+    """Good calls of such a generator; one without drafts is asked for none."""
+    drawn = calls(pair.oracle.text, max_rows, copies=copies)
+    return drawn if how[1] != "nothing" else drawn.map(without_drafts)
+
+
+def without_drafts(call: Call) -> Call:
+    return replace(call, k=None, rows=tuple(replace(row, drafts=None) for row in call.rows))
+
+
+def generated(gen: FastSpecGenerator, call: Call) -> GenerateOutput:
+    arguments, options = call.arguments()
+    out = gen.generate(*arguments, **options, return_dict_in_generate=True)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+def fuzz_calls(pair: Pair, mode: str, how: settings) -> None:
+    """Calls one after the other on the same few generators, one of each proposer."""
+    made: dict[str, FastSpecGenerator] = {}
+
+    @how
+    @given(st.sampled_from(sorted(PROPOSERS, key="nothing".__eq__)), st.data())
+    def check(proposer: str, data: st.DataObject) -> None:
+        if proposer not in made:
+            made[proposer] = pair.generator(page_size=7, batch=2, verification=mode, proposer=proposer)
+        call = data.draw(calls_to(pair, (mode, proposer)))
+        pair.check(call, generated(made[proposer], call), (mode, proposer))
+
+    check()
 
 
 def refused(method: Callable[..., Any], name: str) -> None:
@@ -258,6 +294,18 @@ def test_any_sequence_of_calls(pair: Pair) -> None:
     fuzz(pair, CI)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_any_call(pair: Pair, mode: str) -> None:
+    fuzz_calls(pair, mode, settings(CI, max_examples=100))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("mode", MODES)
+def test_any_call_all_night(pair: Pair, mode: str) -> None:
+    fuzz_calls(pair, mode, NIGHTLY)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_any_sequence_of_calls_all_night(pair: Pair) -> None:
@@ -266,117 +314,10 @@ def test_any_sequence_of_calls_all_night(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_bad_call_names_its_fault_and_changes_nothing(pair: Pair, name: str) -> None:
-    gen = pair.lonely
+    gen = pair.lonely(BLOCK, "model")
     before = gen.generate(PROMPT, max_new_tokens=6, eos_token_id=None)
     refused(gen.generate, name)
     after = gen.generate(PROMPT, max_new_tokens=6, eos_token_id=None)
     assert isinstance(before, torch.Tensor)
     assert isinstance(after, torch.Tensor)
     assert torch.equal(after, before)
-
-
-# The machine itself: it finds bugs that are planted
-
-
-def stop_ids_are_kept(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
-
-    def planted(state: DecodeState, row: int, *given: Any) -> None:
-        before = state.stop_ids[row].clone()
-        fill(state, row, *given)
-        after = state.stop_ids[row]
-        after.copy_(torch.where(after < 0, before, after))
-
-    plant.setattr(admission, "fill", planted)
-    plant.setattr(DecodeState, "reset", lambda state: state.finish.fill_(IDLE))
-
-
-def a_stop_at_the_last_place_is_missed(plant: pytest.MonkeyPatch) -> None:
-    commit = verify.commit
-
-    def planted(state: DecodeState, accepted: torch.Tensor, block: torch.Tensor) -> None:
-        kept = state.stop_ids.clone()
-        last = block.gather(1, accepted[:, None])
-        drafts = block.shape[1] - 1
-        whole = (accepted == drafts) & (drafts > 0)
-        state.stop_ids.masked_fill_((state.stop_ids == last) & whole[:, None], -1)
-        commit(state, accepted, block)
-        state.stop_ids.copy_(kept)
-
-    plant.setattr(verify, "commit", planted)
-
-
-def a_draft_too_many_is_accepted(plant: pytest.MonkeyPatch) -> None:
-    commit = verify.commit
-
-    def planted(state: DecodeState, accepted: torch.Tensor, block: torch.Tensor) -> None:
-        if block.shape[1] > 2:
-            accepted = torch.where(accepted == 1, 2, accepted)
-            block[:, 1] = state.draft_tokens[:, 1]
-        commit(state, accepted, block)
-
-    plant.setattr(verify, "commit", planted)
-
-
-def seeds_depend_on_the_place(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
-
-    def planted(state: DecodeState, row: int, *given: Any) -> None:
-        fill(state, row, *given)
-        state.seeds[row] += row
-
-    plant.setattr(admission, "fill", planted)
-
-
-def pages_are_shared(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
-
-    def planted(
-        state: DecodeState, row: int, prompt: list[int], limit: int, pages: tuple[int, ...], *given: Any
-    ) -> None:
-        fill(state, row, prompt, limit, (1, *pages[1:]), *given)
-
-    plant.setattr(admission, "fill", planted)
-
-
-def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
-    record = Request.record
-
-    def planted(self: Request, result: RowResult) -> list[int]:
-        tokens = record(self, result)
-        self.dropped = 0
-        return tokens
-
-    plant.setattr(Request, "record", planted)
-
-
-def the_lock_is_kept(plant: pytest.MonkeyPatch) -> None:
-    run = FastSpecGenerator._run
-
-    def planted(self: FastSpecGenerator, *arguments: Any) -> Any:
-        try:
-            yield from run(self, *arguments)
-        except GeneratorExit:
-            self._lock.acquire(blocking=False)
-            raise
-
-    plant.setattr(FastSpecGenerator, "_run", planted)
-
-
-BUGS = [
-    stop_ids_are_kept,
-    a_stop_at_the_last_place_is_missed,
-    a_draft_too_many_is_accepted,
-    seeds_depend_on_the_place,
-    pages_are_shared,
-    dropped_drafts_are_not_counted,
-    the_lock_is_kept,
-]
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_a_planted_bug_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> None:
-    assert pair.lonely  # made and compared with while it is whole
-    bug(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError)):
-        fuzz(pair, settings(CI, phases=[Phase.generate], report_multiple_bugs=False))

@@ -1,27 +1,30 @@
-"""What the fuzz tests share: sizes of a run, small models, random calls, and the model they are checked against."""
+"""What the fuzz tests share: sizes of a run, small models, and what their results are checked against."""
 
 from __future__ import annotations
 
+import math
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastspec
-from fastspec import FastSpecGenerator, GenerateOutput
+from fastspec import CertainProposer, FastSpecGenerator, GenerateOutput, NGram
+from fastspec.modes import BLOCK, COUPLED
+from fastspec.proposers.base import Proposer
 from tests.helpers.checkpoints import make_model
+from tests.helpers.fuzz_calls import CONTEXT, DRAFTS, VOCAB, Call, Row, text_of
 
 PACKAGE = Path(fastspec.__file__).parent
-CONTEXT, DRAFT_CONTEXT = 64, 40  # long rows outgrow the draft
-DRAFTS = 4
+DRAFT_CONTEXT = 40  # long rows outgrow the draft
 SMALL: dict[str, Any] = {
-    "vocab_size": 31,
+    "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -29,7 +32,6 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": CONTEXT,
 }
-VOCAB = SMALL["vocab_size"]
 _ALWAYS: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 CI = settings(max_examples=300, derandomize=True, **_ALWAYS)  # the same examples in every run
 NIGHTLY = settings(max_examples=10_000, derandomize=False, print_blob=True, **_ALWAYS)
@@ -41,99 +43,7 @@ def raised_by_us(error: BaseException) -> bool:
     return Path(last.filename).is_relative_to(PACKAGE) and (last.line or "").startswith("raise ")
 
 
-# Calls
-
-
-@dataclass(frozen=True)
-class Row:
-    """A prompt and its sampling options."""
-
-    prompt: tuple[int, ...]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of generate() or stream(). `form` is how the prompts are passed."""
-
-    rows: tuple[Row, ...]
-    form: str
-    max_new_tokens: int
-    stops: tuple[int, ...]
-    pad: int
-    k: int | None
-    logprobs: int | None
-
-    @property
-    def sampled(self) -> bool:
-        return any(row.temperature for row in self.rows)
-
-    @property
-    def width(self) -> int:
-        return max(len(row.prompt) for row in self.rows)
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments and keywords of the call."""
-        prompts: Any = [list(row.prompt) for row in self.rows]
-        options: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "eos_token_id": list(self.stops) or None,
-            "pad_token_id": self.pad,
-            "num_speculative_tokens": self.k,
-            "logprobs": self.logprobs,
-            "do_sample": self.sampled,
-        }
-        if self.sampled:
-            for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-                options[name] = [getattr(row, name) for row in self.rows]
-        if self.form == "flat":
-            return (prompts[0],), options
-        if self.form == "tensors":
-            return ([torch.tensor(prompt) for prompt in prompts],), options
-        if self.form == "padded":
-            padded = [[self.pad] * (self.width - len(prompt)) + prompt for prompt in prompts]
-            mask = [[0] * (self.width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-            return (torch.tensor(padded), torch.tensor(mask)), options
-        return (prompts,), options
-
-
-IDS = st.integers(0, VOCAB - 1)
-PROMPTS = st.one_of(
-    st.integers(1, 50).map(lambda length: tuple(7 * length * place % VOCAB for place in range(length))),
-    st.lists(IDS, min_size=1, max_size=6).map(tuple),
-)
-SEEDS = st.one_of(st.integers(0, 3), st.integers(-(2**63), 2**63 - 1))
-SAMPLED_ROWS = st.builds(
-    Row,
-    PROMPTS,
-    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 0, 1, 5, VOCAB, 1000]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 0.0]),
-    min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
-    seed=SEEDS,
-)
-GREEDY_ROWS = st.builds(Row, PROMPTS, *map(st.just, (0.0, 0, 1.0, 0.0)), seed=SEEDS)
-
-
-@st.composite
-def calls(draw: st.DrawFn, oracle: Oracle, max_rows: int = 4) -> Call:
-    """Any good call. Stop ids come from the plain text of a row as often as from nowhere."""
-    kind = draw(st.sampled_from([GREEDY_ROWS, st.one_of(GREEDY_ROWS, SAMPLED_ROWS)]))
-    rows = tuple(draw(st.lists(kind, min_size=1, max_size=max_rows)))
-    room = CONTEXT - max(len(row.prompt) for row in rows)
-    cap = draw(st.one_of(st.integers(1, min(12, room)), st.sampled_from([1, min(20, room)])))
-    text = oracle.text(draw(st.sampled_from(rows)).prompt, cap)[0]
-    stops = draw(st.lists(st.one_of(IDS, st.sampled_from(text)), max_size=3))
-    form = draw(st.sampled_from(["lists", "tensors", "padded", "flat"] if len(rows) == 1 else ["lists", "padded"]))
-    k = draw(st.sampled_from([None, *range(DRAFTS + 1)]))
-    return Call(rows, form, cap, tuple(stops), draw(IDS), k, draw(st.sampled_from([None, None, 0, 2])))
-
-
-# The model
+How = tuple[str, str]  # a rule of verification, and one of PROPOSERS
 
 
 class Oracle:
@@ -152,6 +62,19 @@ class Oracle:
             known = self._texts[prompt] = self._generate(prompt, count)
         return known[0][:count], min(known[1], count)
 
+    def forced(self, row: Row, tokens: list[int], stops: tuple[int, ...]) -> tuple[list[int], int]:
+        """What a greedy row takes after each of its own tokens, and how many of these are beyond doubt."""
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*row.prompt, *tokens]])).logits[0, len(row.prompt) - 1 : -1]
+        wanted = []
+        for place, given in enumerate(logits.double().tolist()):
+            shaped = shape(row, given, tokens[:place], stops)
+            best, second = sorted(shaped, reverse=True)[:2]
+            if best - second < self.TIE:
+                return wanted, place
+            wanted.append(shaped.index(best))
+        return wanted, len(tokens)
+
     def _generate(self, prompt: tuple[int, ...], count: int) -> tuple[list[int], int]:
         out: Any = self._model.generate(
             torch.tensor([prompt]),
@@ -168,12 +91,46 @@ class Oracle:
         return out.sequences[0, len(prompt) :].tolist(), ties.index(True) if True in ties else count
 
 
+def shape(row: Row, logits: list[float], output: list[int], stops: tuple[int, ...]) -> list[float]:
+    """The definition: what a row's options make of its logits after some tokens of its own."""
+    seen, banned = {*row.prompt, *output}, {*row.bad} - {*stops} | {*row.suppressed}
+    for token in range(VOCAB):
+        value = logits[token] + dict(row.bias).get(token, 0.0)
+        if token in seen:
+            value = value * row.repetition if value < 0 else value / row.repetition
+        value -= row.frequency * output.count(token) + row.presence * (token in output)
+        waits = token in stops and len(output) < row.least
+        left_out = row.allowed is not None and token not in row.allowed
+        logits[token] = -math.inf if token in banned or waits or left_out else value
+    return logits
+
+
+class Unsure(CertainProposer):
+    """A proposer of one's own: some drafts, as many as the row's length says, one of them no id at all."""
+
+    def guess(self, tokens: torch.Tensor, lengths: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(k)
+        drafts = tokens.gather(1, (lengths[:, None] - 1 - places).clamp_min(0))
+        return torch.where(places == 3, VOCAB, drafts), lengths % (k + 1)
+
+
+# (with a draft model, proposer)
+PROPOSERS: dict[str, tuple[bool, Callable[[], Proposer | None]]] = {
+    "model": (True, lambda: None),
+    "lookup": (False, lambda: NGram(1, 3)),
+    "both": (True, NGram),
+    "own": (False, Unsure),
+    "nothing": (False, lambda: None),
+}
+
+
 @dataclass
 class Pair:
     """A target, and a draft that is right now and then: the same weights with noise, and a shorter context."""
 
     target: Path
     draft: Path
+    made: dict[tuple[str, str], FastSpecGenerator] = field(default_factory=dict)
 
     @classmethod
     def make(cls, root: Path) -> Pair:
@@ -187,10 +144,15 @@ class Pair:
         model.save_pretrained(root / "draft")
         return cls(root / "target", root / "draft")
 
-    def generator(self, *, page_size: int, batch: int) -> FastSpecGenerator:
+    def generator(
+        self, *, page_size: int, batch: int, verification: str = BLOCK, proposer: str = "model"
+    ) -> FastSpecGenerator:
+        with_draft, make = PROPOSERS[proposer]
         return FastSpecGenerator(
             self.target,
-            self.draft,
+            self.draft if with_draft else None,
+            proposer=make(),
+            verification=verification,
             num_speculative_tokens=DRAFTS,
             max_batch_size=batch,
             max_length=CONTEXT,
@@ -203,49 +165,56 @@ class Pair:
     def oracle(self) -> Oracle:
         return Oracle(AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32).eval())
 
-    @cached_property
-    def lonely(self) -> FastSpecGenerator:
-        """A generator of its own for one row at a time."""
-        return self.generator(page_size=64, batch=1)
+    def lonely(self, verification: str, proposer: str) -> FastSpecGenerator:
+        """A generator of its own for one row at a time; under the coupled rule without any drafts."""
+        key = (verification, "nothing" if verification == COUPLED else proposer)
+        if key not in self.made:
+            self.made[key] = self.generator(page_size=64, batch=1, verification=key[0], proposer=key[1])
+        return self.made[key]
 
-    def check(self, call: Call, out: GenerateOutput) -> None:
+    def check(self, call: Call, out: GenerateOutput, how: How) -> None:
         """Compares a call's whole result with plain decoding, and sampled rows with themselves alone."""
-        for row, tokens, reason in zip(call.rows, out.new_tokens, out.finish_reasons, strict=True):
-            self.check_row(call, row, tokens, reason)
+        for row, tokens, reason in zip(call.whole, out.new_tokens, out.finish_reasons, strict=True):
+            self.check_row(call, row, tokens, reason, how)
         check_sequences(call, out)
-        check_stats(call, out)
+        check_stats(call, out, how)
 
-    def check_row(self, call: Call, row: Row, tokens: list[int], reason: str | None) -> None:
+    def check_row(self, call: Call, row: Row, tokens: list[int], reason: str | None, how: How) -> None:
         """One row; `reason` None: it was left before its end."""
-        upto = call.max_new_tokens if reason else len(tokens)
-        wanted, sure = self.alone(call, row, upto) if row.temperature else self.oracle.text(row.prompt, upto)
-        stop = next((place for place, token in enumerate(wanted) if token in call.stops), None)
-        if stop is not None:
-            wanted, sure = wanted[: stop + 1], min(sure, stop + 1)
-        assert tokens[:sure] == wanted[:sure], f"{row}: got {tokens}, wanted {wanted}, of which {sure} are sure"
+        if row.temperature:
+            wanted = self.alone(call, row, how)
+            sure = len(wanted)
+            assert reason is None or len(tokens) == sure, f"{row}: got {tokens}, wanted {wanted}"
+        elif row.plain:
+            wanted, sure = self.oracle.text(row.prompt, len(tokens))
+        else:
+            wanted, sure = self.oracle.forced(row, tokens, call.stops)
+        assert tokens[:sure] == wanted[: min(sure, len(tokens))], f"{row}: got {tokens}, wanted {wanted}, {sure} sure"
         assert 0 < len(tokens) <= call.max_new_tokens or reason is None
-        assert not set(tokens[:-1]) & set(call.stops)
-        if reason and sure == len(wanted):
-            assert len(tokens) == len(wanted)
-        if reason:
-            assert reason == ("stop" if tokens[-1] in call.stops else "length")
-            assert reason == "stop" or len(tokens) == call.max_new_tokens
+        end = call.end(row, tokens)
+        assert end in (None, len(tokens)), f"{row}: {tokens} goes on after its end"
+        assert reason in (None, "length" if end is None else "stop")
+        assert reason != "length" or len(tokens) == call.max_new_tokens
 
-    def alone(self, call: Call, row: Row, upto: int) -> tuple[list[int], int]:
+    def alone(self, call: Call, row: Row, how: How) -> list[int]:
         """What the row becomes in another generator, without neighbours."""
-        single = Call((row,), "lists", call.max_new_tokens, call.stops, call.pad, call.k, None)
+        k = call.k if all(one.drafts is None for one in call.rows) else None  # a list of drafts leaves `k` out
+        if how[0] == COUPLED:
+            row = replace(row, drafts=None)
+        single = Call((row,), "lists", call.max_new_tokens, call.stops, call.pad, k, None, call.strings)
         arguments, options = single.arguments()
-        out = self.lonely.generate(*arguments, **options, return_dict_in_generate=True)
+        if how[0] == COUPLED:
+            options.pop("num_speculative_tokens")
+        out = self.lonely(*how).generate(*arguments, **options, return_dict_in_generate=True)
         assert isinstance(out, GenerateOutput)
         assert all(0 <= token < VOCAB for token in out.new_tokens[0])
-        tokens = out.new_tokens[0][:upto]
-        return tokens, len(tokens)
+        return out.new_tokens[0]
 
 
 def check_sequences(call: Call, out: GenerateOutput) -> None:
     longest = max(len(tokens) for tokens in out.new_tokens)
     rows = []
-    for row, tokens in zip(call.rows, out.new_tokens, strict=True):
+    for row, tokens in zip(call.whole, out.new_tokens, strict=True):
         before, after = call.width - len(row.prompt), longest - len(tokens)
         rows.append([call.pad] * before + list(row.prompt) + tokens + [call.pad] * after)
     assert out.sequences.tolist() == rows
@@ -254,16 +223,27 @@ def check_sequences(call: Call, out: GenerateOutput) -> None:
         assert [len(values) for values in out.logprobs] == [len(tokens) for tokens in out.new_tokens]
         assert all(value <= 0 for values in out.logprobs for value in values)
         assert all(len(pairs) == call.logprobs for tops in out.top_logprobs for pairs in tops)
+    assert (out.texts is not None) == bool(call.strings)
+    for row, tokens, text in zip(call.whole, out.new_tokens, out.texts or (), strict=bool(call.strings)):
+        assert text == cut_text(call, row, tokens)
 
 
-def check_stats(call: Call, out: GenerateOutput) -> None:
-    k = DRAFTS if call.k is None else call.k
+def cut_text(call: Call, row: Row, tokens: list[int]) -> str:
+    """The text of the tokens up to the end of the stop string that ends first."""
+    before, new = text_of(row.prompt), text_of(tokens)
+    known = len(before) + len(text_of(tokens[:-1]))
+    starts = [((before + new).find(one, max(0, known - len(one) + 1)), len(one)) for one in call.strings]
+    return new[: min((at + length - len(before) for at, length in starts if at >= 0), default=len(new))]
+
+
+def check_stats(call: Call, out: GenerateOutput, how: How) -> None:
+    k = 0 if how[1] == "nothing" else call.drafts
     assert out.stats.k == k
-    for row, tokens in zip(out.stats.rows, out.new_tokens, strict=True):
+    for asked, row, tokens in zip(call.whole, out.stats.rows, out.new_tokens, strict=True):
         assert row.emitted == len(tokens) == row.steps + row.accepted - row.dropped
         assert sum(row.histogram) == row.steps
         assert sum(count * accepted for accepted, count in enumerate(row.histogram)) == row.accepted
-        assert row.accepted <= row.drafted <= k * (row.steps - row.plain_steps)
+        assert row.accepted <= row.drafted <= min(k, call.limit(asked)) * (row.steps - row.plain_steps)
         assert 0 <= row.dropped <= k
     for name in ("steps", "drafted", "accepted", "emitted", "dropped"):
         assert getattr(out.stats, name) == sum(getattr(row, name) for row in out.stats.rows)

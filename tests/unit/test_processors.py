@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from fastspec import processors
 from fastspec.admission import fill
@@ -294,3 +294,67 @@ def test_every_field_is_used() -> None:
         other = ~value if value.dtype == torch.bool else value + 1
         after = processors.process(logits, replace(rows, **{field.name: other}), state.lengths, drafts)
         assert not torch.equal(before, after), field.name
+
+
+def drawn_options(rng: random.Random) -> dict[str, Any]:
+    """A row's options, each there or not."""
+    every: dict[str, Any] = {
+        "repetition_penalty": rng.choice([0.7, 1.1, 1.8]),
+        "sequence_bias": [[[rng.randrange(30)], rng.uniform(-4, 4)]],
+        "bad_words_ids": [[token] for token in rng.sample(range(30), 3)],
+        "suppress_tokens": rng.sample(range(30), 4),
+        "allowed_token_ids": sorted(rng.sample(range(VOCAB), 60)),
+        "min_new_tokens": rng.randint(1, 8),
+        "temperature": rng.choice([0.3, 0.9, 1.7]),
+        "top_k": rng.choice([1, 3, 40]),
+        "top_p": rng.choice([0.2, 0.7, 0.95]),
+        "min_p": rng.choice([0.02, 0.3]),
+    }
+    return {name: value for name, value in every.items() if rng.random() < 0.5}
+
+
+def as_listed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The options of all rows as one call takes them: a list per option, neutral where a row has none."""
+    columns: dict[str, Any] = {
+        name: [row.get(name, neutral) for row in rows]
+        for name, neutral in {
+            "repetition_penalty": 1.0,
+            "bad_words_ids": None,
+            "suppress_tokens": None,
+            "allowed_token_ids": None,
+            "min_new_tokens": 0,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+        }.items()
+    }
+    biases = [{ids[0]: bias for ids, bias in row.get("sequence_bias", [])} for row in rows]
+    return columns | {"logit_bias": biases}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_random_options_equal_transformers(seed: int) -> None:
+    """A batch whose every row has a mix of its own: the law at each place is that of transformers' own list."""
+    rng = random.Random(seed)
+    prompts, outputs, drafts = rows_at_random(seed, 8)
+    asked = [drawn_options(rng) for _ in prompts]
+    stops = [31, 32]
+    common = {"max_new_tokens": 30, "eos_token_id": stops, "do_sample": True}
+    state = state_of(prompts, outputs, {**common, **as_listed(asked)}, PLACES)
+    logits = torch.randn(len(prompts), PLACES, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    ours = law(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        options = {"top_k": 0, **common, **asked[row]}
+        allowed = options.pop("allowed_token_ids", None)
+        for place in range(PLACES):
+            given = logits[row, place]
+            if allowed is not None:
+                so_far = torch.tensor([prompt + output])
+                given = PrefixConstrainedLogitsProcessor(lambda batch, ids, allowed=allowed: allowed, 1)(
+                    so_far, given[None]
+                )[0]
+            wanted = theirs(prompt, output + drafts[row, :place].tolist(), given, options).softmax(-1)
+            assert torch.equal(ours[row, place] > 0, wanted > 0), asked[row]
+            # two fp32 softmaxes over 90 values: a few ulp (1.2e-7) of one
+            torch.testing.assert_close(ours[row, place], wanted, rtol=1e-6, atol=1e-6)

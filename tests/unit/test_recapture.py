@@ -1,0 +1,114 @@
+"""Whatever the options of a call are, its steps were captured before: on a CPU, with a runner that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fastspec import FastSpecGenerator
+from fastspec.graphs.runner import EagerRunner
+from fastspec.modes import MODES
+from fastspec.options import RowOptions
+from fastspec.proposers.base import FULL, GREEDY
+from tests.helpers.fuzz_calls import DRAFTS, Call, calls
+from tests.helpers.fuzzing import CI, Pair
+from tests.helpers.tiny import tiny_engine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the pair has no tokenizers
+
+
+class Recorder(EagerRunner):
+    """Stands for a runner of graphs: a step runs only after its key was captured."""
+
+    static = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.keys: list[str] = []
+
+    def ready(self, key: str) -> bool:
+        return key in self.keys
+
+    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+        assert key not in self.keys
+        with idle():
+            body()
+        self.keys.append(key)
+
+    def run(self, key: str, body: Callable[[], None]) -> None:
+        assert key in self.keys, f"{key} was not captured"
+        body()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair.make(tmp_path_factory.mktemp("pair"))
+
+
+def recorded(pair: Pair, verification: str, proposer: str) -> tuple[FastSpecGenerator, Recorder]:
+    """A generator that has captured what its calls may come to."""
+    gen = pair.generator(page_size=16, batch=4, verification=verification, proposer=proposer)
+    assert gen._engine is not None
+    runner = Recorder()
+    gen._engine = replace(gen._engine, runner=runner)
+    for sampler in (GREEDY, FULL):
+        gen.warmup(sampler=sampler)
+    return gen, runner
+
+
+def with_all_drafts(call: Call) -> Call:
+    """The same call, but the rows' draft limits are below the generator's own k, or 0: not k of another graph."""
+    first, *others = call.rows
+    return replace(call, k=None, logprobs=None, rows=(replace(first, drafts=None), *others))
+
+
+@pytest.mark.parametrize(
+    ("verification", "proposer"),
+    [*((mode, "model") for mode in MODES), ("block", "both"), ("coupled", "lookup"), ("rejection", "own")],
+)
+def test_options_change_no_key(pair: Pair, verification: str, proposer: str) -> None:
+    gen, runner = recorded(pair, verification, proposer)
+    expected = {f"{rows} rows, k = {k}, {kind}" for rows in (1, 2, 4) for k in (0, DRAFTS) for kind in (GREEDY, FULL)}
+    assert set(runner.keys) == expected
+
+    @settings(CI, max_examples=25)
+    @given(calls(pair.oracle.text))
+    def check(call: Call) -> None:
+        call = with_all_drafts(call)
+        arguments, options = call.arguments()
+        out = gen.generate(*arguments, **options, return_dict_in_generate=True)
+        pair.check(call, out, (verification, proposer))  # type: ignore[arg-type]
+        assert set(runner.keys) == expected
+
+    check()
+    gen.generate([[1, 2]], max_new_tokens=2, logprobs=True)
+    assert len(runner.keys) > len(expected), "another kind of step is another key: the count can change"
+
+
+ROWS = [
+    RowOptions(0.0, 0, 1.0, 0.0, seed=1),
+    RowOptions(0.9, 5, 0.8, 0.1, seed=2, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    RowOptions(1.1, 0, 1.0, 0.0, seed=3, bias=((3, -2.0),), allowed=(1, 2, 3, 4), min_new_tokens=3, draft_limit=1),
+]
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+def test_nothing_is_missing_once_it_was_captured(sampler: str) -> None:
+    """`engine.missing` knows rows, k, kind and log-probabilities; no option of a row is among them."""
+    runner = Recorder()
+    engine = replace(tiny_engine(batch=4), runner=runner)
+    first = engine.missing(4, {4, 0}, sampler, None)
+    assert [(rows, shape.num_drafts) for rows, shape in first] == [(4, 4), (4, 0), (2, 4), (2, 0), (1, 4), (1, 0)]
+    for rows, shape in first:
+        engine.capture(rows, shape)
+    for row in ROWS:
+        engine.state.temperature.fill_(row.temperature)
+        engine.state.repetition.fill_(row.repetition_penalty)
+        assert engine.missing(4, {4, 0}, sampler, None) == []
+    assert len(engine.missing(4, {4, 0}, sampler, 2)) == 6
+    assert len(engine.missing(4, {3}, sampler, None)) == 3
