@@ -66,6 +66,11 @@ def layer_pass(
     return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
 
 
+def head_pass(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """fp32 logits of x [B, Q, hidden]."""
+    return F.linear(F.rms_norm(x, x.shape[-1:], norm, eps), weight).float()
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -84,7 +89,7 @@ class StaticDecoder:
         config, weight = model.config, body.embed_tokens.weight
         self.device: torch.device = weight.device
         self._embed, self._norm, self._eps = weight, body.norm.weight, config.rms_norm_eps
-        self._head: Any = model.get_output_embeddings()
+        self._head: Tensor = model.get_output_embeddings().weight
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers = [_weights(layer) for layer in body.layers]
         shape = (batch, config.num_key_value_heads, length, self._dim)
@@ -92,21 +97,20 @@ class StaticDecoder:
         places = torch.arange(length, device=self.device)
         cos, sin = body.rotary_emb(weight.new_zeros(1, 1, 1), places[None])
         self._tables = cos[0], sin[0], places[None] <= places[:, None]
-        self._compiled = layer_pass
+        self._compiled, self._compiled_head = layer_pass, head_pass
         if self.device.type == "cuda":
             self._compiled = torch.compile(layer_pass, fullgraph=True, dynamic=False, options=OPTIONS)
+            self._compiled_head = torch.compile(head_pass, fullgraph=True, dynamic=False, options=OPTIONS)
 
     def logits(self, ids: Tensor, positions: Tensor, *, prompt: bool = False) -> Tensor:
         """fp32 [B, Q, V] of what follows ids [B, Q] at positions [Q]; of a prompt, for its last place alone."""
         place = (positions, *(table[positions] for table in self._tables))
-        run = layer_pass if prompt else self._compiled  # a prompt's length is met once
+        # a prompt's length is met once
+        run, finish = (layer_pass, head_pass) if prompt else (self._compiled, self._compiled_head)
         x = F.embedding(ids, self._embed)
         for layer, cache in zip(self._layers, self._caches, strict=True):
             x = run(x, layer, cache, place, self._dim, self._eps)
-        if prompt:
-            x = x[:, -1:]
-        logits: Tensor = self._head(F.rms_norm(x, x.shape[-1:], self._norm, self._eps)).float()
-        return logits
+        return finish(x[:, -1:] if prompt else x, self._norm, self._head, self._eps)
 
 
 def _weights(layer: Any) -> Layer:
@@ -165,7 +169,7 @@ class Passes:
                 self._body()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # where cuBLAS has its work area already
             self._body()
         self._graph = graph
 

@@ -66,7 +66,9 @@ def case_name(row: Row) -> str:
 def gathered(files: Sequence[str], device: str) -> list[Row]:
     """Rows of that device from all files that are there, oldest first."""
     there = [name for name in files if records.place(name).is_file()]
-    return [{"file": Path(name).stem, **row} for name in there for row in records.read(name) if row.get("device") == device]
+    return [
+        {"file": Path(name).stem, **row} for name in there for row in records.read(name) if row.get("device") == device
+    ]
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from perf import compiled
@@ -88,3 +89,14 @@ def test_a_batch_has_no_speculation_and_a_failure_keeps_its_row(monkeypatch: pyt
 
     monkeypatch.setattr(compiled, "CompiledEngine", breaks)
     assert [row["status"] for row in compiled.rows(target, None, setting)] == ["failed: RuntimeError"]
+
+
+def test_one_compilation_serves_all_layers() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    decoder = compiled.StaticDecoder(small("qwen3"), 1, 8)
+    decoder._compiled = torch.compile(compiled.layer_pass, fullgraph=True, dynamic=False, backend="eager")
+    with torch.inference_mode():
+        for place in range(3):
+            decoder.logits(torch.tensor([[place]]), torch.tensor([place]))
+    assert counters["stats"]["unique_graphs"] == 1
