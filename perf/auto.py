@@ -3,7 +3,8 @@
 Drafts are accepted by fiat (`SyntheticAcceptance`), so that one pair of real shape serves for every acceptance: the
 time of a step does not depend on what is accepted. At a rate of 0 the pair is built to lose. Fixed ks and auto take
 turns over the same prompts. "auto, first call" is a controller that has seen no draft yet; the calls of "auto" follow
-on it. A grid that runs out of time ends early, with the rows that it has.
+on it. A grid that runs out of time ends early, with the rows that it has. PLANTED in the place of a rate is the pair's
+own agreement under the real rule: there the text of every way must be the same, and `calibrate` runs on one prompt.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, SyntheticAcceptance
 from fastspec.auto import AUTO, Controller
+from fastspec.modes import BLOCK
 from perf import records
 from perf.opened import Models, opened
 from perf.records import Row
 from perf.workloads import WORKLOADS
 
 FIRST = "auto, first call"
+PLANTED = None  # instead of a rate
+AGREEMENT = 0.78  # of the planted pair
 COLUMNS = ("acceptance", "batch", "engine", "tok_s", "tok_s_min", "tok_s_max", "tokens_per_step", "over_plain",
-           "over_best", "best", "steps_at", "status")  # fmt: skip
+           "predicted_over_plain", "step_ms", "draft_ms", "score_ms",
+           "over_best", "best", "steps_at", "text_equal", "status")  # fmt: skip
 SEED = 3
 Way = int | str
 Say = Callable[[str], None]
@@ -38,12 +43,12 @@ class Grid:
     """What is measured.
 
     Attributes:
-        rates: of acceptance. batches: prompts at once. ks: fixed ones, 0 among them.
+        rates: of acceptance, or PLANTED. batches: prompts at once. ks: fixed ones, 0 among them.
         prompt, new: tokens of a prompt, and new ones. rounds: calls of each way.
         seconds: after which no further cell is begun.
     """
 
-    rates: tuple[float, ...] = (0.0, 0.85, 0.5)
+    rates: tuple[float | None, ...] = (0.0, PLANTED, 0.85, 0.5)
     batches: tuple[int, ...] = (1, 32, 8)
     ks: tuple[int, ...] = (0, 1, 2, 4, 6, 8)
     prompt: int = 64
@@ -54,11 +59,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call: tokens per second, tokens per step and row, and steps at each k."""
+    """One call: tokens per second, tokens per step and row, steps at each k, and the new tokens."""
 
     tok_s: float
     tokens_per_step: float
     steps_at: dict[int, int]
+    text: list[list[int]]
 
 
 def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way: Way) -> Timed:
@@ -77,7 +83,7 @@ def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way:
     seconds = time.perf_counter() - start
     assert isinstance(output, GenerateOutput)
     stats = output.stats
-    return Timed(stats.emitted / seconds, stats.tokens_per_step or 0.0, stats.steps_at)
+    return Timed(stats.emitted / seconds, stats.tokens_per_step or 0.0, stats.steps_at, output.new_tokens)
 
 
 def _wait(device: torch.device) -> None:
@@ -95,8 +101,7 @@ def forget(generator: FastSpecGenerator) -> None:
 
 def cell(generator: FastSpecGenerator, prompts: list[list[int]], grid: Grid) -> list[Row]:
     """A row for every way of decoding these prompts."""
-    for k in grid.ks:
-        timed(generator, prompts, min(16, grid.new), k)
+    timed(generator, prompts, min(16, grid.new), grid.ks[-1])  # prompts of this length are met for the first time
     forget(generator)
     calls: dict[str, list[Timed]] = {FIRST: [timed(generator, prompts, grid.new, AUTO)]}
     for turn in range(grid.rounds):
@@ -124,19 +129,41 @@ def compared(calls: dict[str, list[Timed]], ks: tuple[int, ...]) -> list[Row]:
             "over_best": round(rate[name] / rate[f"k={best}"], 3),
             "best": best,
             "steps_at": {str(k): count for k, count in made[-1].steps_at.items()},
+            "text_equal": all(call.text == calls["k=0"][0].text for call in made),
         }
         for name, made in calls.items()
     ]
 
 
-def generator_at(models: Models, rate: float, grid: Grid, device: str) -> FastSpecGenerator:
-    """A generator that accepts drafts at this rate."""
+def calibrated(generator: FastSpecGenerator, prompts: list[list[int]], new: int, say: Say) -> list[Row]:
+    """What `calibrate` predicts and measures, a row a k."""
+    found = generator.calibrate(prompts, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    say(f"calibrate:\n{found}")
+    return [
+        {
+            "engine": f"calibrate k={trial.k}",
+            "status": "ok",
+            "tokens_per_step": round(trial.tokens, 3),
+            "over_plain": round(trial.measured, 3),
+            "predicted_over_plain": round(trial.predicted, 3),
+            "step_ms": round(trial.step_seconds * 1e3, 4),
+            "draft_ms": round(trial.draft_seconds * 1e3, 4),
+            "score_ms": round(trial.score_seconds * 1e3, 4),
+            "best": found.best,
+            "limit": found.limit,
+        }
+        for trial in found.trials
+    ]
+
+
+def generator_at(models: Models, rate: float | None, grid: Grid, device: str) -> FastSpecGenerator:
+    """A generator that accepts drafts at this rate, or by the real rule."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the text is not the model's: the rows say it
         return FastSpecGenerator(
             models.target,
             models.draft,
-            verification=SyntheticAcceptance(rate=rate),
+            verification=BLOCK if rate is PLANTED else SyntheticAcceptance(rate=rate),
             num_speculative_tokens=AUTO,
             max_batch_size=max(grid.batches),
             max_length=grid.prompt + grid.new,
@@ -150,7 +177,7 @@ def rows_of(grid: Grid, workload: str, device: str, say: Say = lambda _: None) -
     """The grid, cell by cell; a last row says what there was no time for."""
     start = time.monotonic()
     left = [(rate, batch) for rate in grid.rates for batch in grid.batches]
-    with opened(workload, acceptance=0.78, seed=SEED, device=device, say=say) as models:
+    with opened(workload, acceptance=AGREEMENT, seed=SEED, device=device, say=say) as models:
         prompts = models.prompts(max(grid.batches), grid.prompt)
         for rate in grid.rates:
             if time.monotonic() - start > grid.seconds:
@@ -162,13 +189,22 @@ def rows_of(grid: Grid, workload: str, device: str, say: Say = lambda _: None) -
                 for batch in grid.batches:
                     if time.monotonic() - start > grid.seconds:
                         break
-                    labels = {"acceptance": rate, "batch": batch, "start_up_s": start_up}
-                    yield [row | labels for row in cell(generator, prompts[:batch], grid)]
+                    rows = cell(generator, prompts[:batch], grid)
+                    yield [row | _labels(rate, batch) | {"start_up_s": start_up} for row in rows]
                     left.remove((rate, batch))
                     say(f"acceptance {rate}, batch {batch}: done {time.monotonic() - start:.0f} s after the start")
+                if rate is PLANTED and time.monotonic() - start < grid.seconds:
+                    yield [row | _labels(rate, 1) for row in calibrated(generator, prompts[:1], grid.new, say)]
                 say(generator.explain().partition("verifying")[0])
     if left:
-        yield [{"acceptance": rate, "batch": batch, "status": "no time"} for rate, batch in left]
+        yield [_labels(rate, batch) | {"status": "no time"} for rate, batch in left]
+
+
+def _labels(rate: float | None, batch: int) -> Row:
+    if rate is PLANTED:
+        return {"acceptance": AGREEMENT, "acceptance_by": "the planted pair's own text", "batch": batch}
+    by = "fiat (SyntheticAcceptance): the text is not the model's"
+    return {"acceptance": rate, "acceptance_by": by, "batch": batch}
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -184,8 +220,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+def _rates(text: str) -> tuple[float | None, ...]:
+    return tuple(PLANTED if part == "planted" else float(part) for part in text.split(","))
 
 
 def _whole(text: str) -> tuple[int, ...]:
@@ -198,7 +234,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(prog="python -m perf.auto", description=__doc__)
     parser.add_argument("--workload", choices=sorted(set(WORKLOADS) - {"shipped"}), default="8b+1b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rates", type=_floats, default=default.rates)
+    parser.add_argument("--rates", type=_rates, default=default.rates, help="such as 0,planted,0.8")
     parser.add_argument("--batches", type=_whole, default=default.batches)
     parser.add_argument("--ks", type=_whole, default=default.ks, help="fixed ones; 0 is always measured")
     parser.add_argument("--prompt", type=int, default=default.prompt)
@@ -217,7 +253,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     about = {
         "bench": "auto",
         "workload": given.workload,
-        "acceptance_by": "fiat (SyntheticAcceptance): the text is not the model's",
         "prompt": grid.prompt,
         "new": grid.new,
         "seed": SEED,

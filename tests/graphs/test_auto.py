@@ -25,6 +25,7 @@ class Switching(Controller):
     """As the controller, but k changes all the time: among drafting ks, or to plain steps and back."""
 
     pattern: tuple[int, ...] = (2, 4)
+    few = None  # and all rows draft
 
     def choose(self, outlook: Outlook) -> int:
         super().choose(outlook)  # what it costs counts too

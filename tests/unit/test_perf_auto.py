@@ -11,7 +11,7 @@ from perf.auto import FIRST, Timed, compared, verdict
 
 
 def calls(**rates: float) -> dict[str, list[Timed]]:
-    return {name.replace("_", "="): [Timed(rate, 2.0, {2: 7})] for name, rate in rates.items()}
+    return {name.replace("_", "="): [Timed(rate, 2.0, {2: 7}, [[1, 2]])] for name, rate in rates.items()}
 
 
 def test_rows_say_what_each_way_is_of_the_best() -> None:
@@ -19,6 +19,9 @@ def test_rows_say_what_each_way_is_of_the_best() -> None:
     found = {row["engine"]: (row["over_plain"], row["over_best"], row["best"]) for row in rows}
     assert found == {"k=0": (1.0, 0.667, 2), "k=2": (1.5, 1.0, 2), "auto": (1.47, 0.98, 2)}
     assert rows[-1]["steps_at"] == {"2": 7}
+    assert all(row["text_equal"] for row in rows)
+    other = calls(k_0=100.0) | {"auto": [Timed(100.0, 2.0, {2: 7}, [[1, 3]])]}
+    assert [row["text_equal"] for row in compared(other, (0,))] == [True, False]
 
 
 def test_the_verdict_is_the_worst_cell() -> None:
@@ -38,17 +41,22 @@ def test_the_verdict_is_the_worst_cell() -> None:
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "auto.jsonl"
     small = ["--workload", "tiny", "--device", "cpu", "--prompt", "8", "--new", "12", "--rounds", "1"]
-    rows = auto.main([*small, "--rates", "0.9,0.1", "--batches", "2", "--ks", "2", "--out", str(out)])
-    assert {(row["acceptance"], row["engine"]) for row in rows} == {
-        (rate, engine) for rate in (0.9, 0.1) for engine in ("k=0", "k=2", "auto", FIRST)
+    rows = auto.main([*small, "--rates", "0.9,planted", "--batches", "2", "--ks", "2", "--out", str(out)])
+    tried = {row["engine"] for row in rows if row["engine"].startswith("calibrate")}
+    assert tried == {f"calibrate k={k}" for k in (0, 1, 2, 4, 6, 8)}
+    assert {(row["acceptance"], row["engine"]) for row in rows if row["engine"] not in tried} == {
+        (rate, engine) for rate in (0.9, auto.AGREEMENT) for engine in ("k=0", "k=2", "auto", FIRST)
     }
     stored = records.read(out)
     assert len(stored) == len(rows)
-    assert all("not the model's" in row["acceptance_by"] and row["device"] == "cpu" for row in stored)
+    assert all(("not the model's" in row["acceptance_by"]) == (row["acceptance"] == 0.9) for row in stored)
+    assert all(
+        row["text_equal"] for row in stored if row["acceptance"] == auto.AGREEMENT and row["engine"] not in tried
+    )
     assert "of the best fixed k at worst" in capsys.readouterr().out
 
 
 def test_a_grid_without_time_says_so(tmp_path: Path) -> None:
     small = ["--workload", "tiny", "--device", "cpu", "--rates", "0.5", "--batches", "1"]
     rows = auto.main([*small, "--seconds", "-1", "--out", str(tmp_path / "auto.jsonl")])
-    assert rows == [{"acceptance": 0.5, "batch": 1, "status": "no time"}]
+    assert [(row["acceptance"], row["batch"], row["status"]) for row in rows] == [(0.5, 1, "no time")]
