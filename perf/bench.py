@@ -1,18 +1,21 @@
 """Finds and runs the benches of single operations under perf/kernels.
 
 A bench is a module perf/kernels/<name>.py whose `rows(*, device, quick)` yields JSON-ready rows; `quick` asks for the
-smallest sizes, to show that it runs. One with GPU_ONLY set is only imported where there is no GPU.
+smallest sizes, to show that it runs. One with GPU_ONLY set is only imported where there is no GPU. One without `rows`
+is a script that prints, and needs a GPU too.
 """
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from perf.records import Row
+from perf.records import ROOT, Row
 
 FOLDER = Path(__file__).parent / "kernels"
 
@@ -41,7 +44,11 @@ def run_benches(
         except ImportError as error:
             yield {"bench": name, "status": f"cannot be imported here: {error.name or error}"}
             continue
-        if device.type != "cuda" and getattr(found, "GPU_ONLY", False):
+        bench = getattr(found, "rows", None)
+        if device.type != "cuda" and (bench is None or getattr(found, "GPU_ONLY", False)):
             yield {"bench": name, "status": "imported; it needs a GPU to run"}
-            continue
-        yield from ({"bench": name, "status": "ok", **row} for row in found.rows(device=device, quick=quick))
+        elif bench is None:
+            done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, check=False)
+            yield {"bench": name, "status": "printed" if done.returncode == 0 else f"failed: exit {done.returncode}"}
+        else:
+            yield from ({"bench": name, "status": "ok", **row} for row in bench(device=device, quick=quick))
