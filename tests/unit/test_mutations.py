@@ -1,19 +1,25 @@
 """Every formula of the sampler broken, one at a time, and the test that fails.
 
 A row of the table: the module, what stands there, what it becomes, and the check, which is a test of another file.
-Nothing in processors, sampling, verify or modes that does something may lack a row.
+Nothing in processors, sampling, verify, modes or the ops that put them together may lack a row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from fastspec.modes import SyntheticAcceptance, announce_synthetic, checked, needs_law, synthetic_name
+from fastspec.proposers.base import FULL, StepShape
+from fastspec.sampling import PhiloxDraws
+from fastspec.step import step
+from tests.helpers import tables
 from tests.helpers.mutants import Mutant, bodies
 from tests.unit import test_coupled as coupled
+from tests.unit import test_numerics_edges as edges_of_laws
 from tests.unit import test_processors as processors
 from tests.unit import test_proposers as proposers
 from tests.unit import test_sampler_loop as loop
@@ -97,6 +103,34 @@ def any_k() -> None:
 def own_drafts() -> None:
     loop.test_a_model_accepts_itself_where_drafts_penalise_each_other("cpu")
     coupled.test_a_model_that_drafts_for_itself_is_always_right("cpu")
+
+
+def broken_target() -> None:
+    edges_of_laws.test_a_broken_target_emits_nothing(math.nan, "block", "cpu")
+
+
+def broken_draft() -> None:
+    edges_of_laws.test_a_broken_draft_costs_acceptance_alone(math.inf, "block", "cpu")
+
+
+def more_by_block() -> None:
+    """Two letters, the paper's example through the step: 11/9 drafts accepted as a block, 10/9 one by one."""
+    rows = 20_000
+    laws = [torch.tensor(law, dtype=torch.float64).log().expand(9, 2, 2) for law in ((1 / 3, 2 / 3), (2 / 3, 1 / 3))]
+    state = tables.table_state(torch.ones(rows, 2, dtype=torch.int64), k=2, vocab=2, limit=9, stop_ids=[])
+    state.seeds.copy_(torch.arange(rows))
+    shape = StepShape(2, FULL, 1, tables.WHOLE, verification="block")
+    step(tables.table_parts(*laws), state, shape, PhiloxDraws(state.seeds))
+    assert abs(float(state.accepted.double().mean()) - 11 / 9) < 0.03  # five standard errors; the rules are 0.11 apart
+
+
+def counts_of_text() -> None:
+    loop.test_counts_are_those_of_the_text_after_every_step(False, "cpu")
+
+
+def decodes_lookup_beyond() -> None:
+    """A draft that knows fewer ids than the target: those left out have no chance in its law."""
+    assert law_modes.compare("block", 2, shared=2) < law_modes.TOLERANCE
 
 
 def lookup() -> None:
@@ -273,9 +307,29 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("TARGET if shape", "DRAFT if shape", decodes_coupled),
     ],
     "proposers.draft_model": [
-        ("state.draft_tokens[:, :j])", "state.draft_tokens[:, :0])", own_drafts),
-        ("state.lengths + j, purpose", "state.lengths, purpose", own_drafts),
         ("(1, token[:, None], 1.0), law)", "(1, token[:, None], 1.0), 0 * law)", lookup_first),
+    ],
+    "kernels.reference_sampled": [
+        (
+            "torch.arange(k + 1, device=logits.device)\n    judged",
+            "torch.arange(k + 1) - rows.lengths[:, None]\n    judged",
+            any_k,
+        ),
+        ("broken = processors.broken(judged)\n", "broken = processors.broken(judged) & False\n", broken_target),
+        ("None if certain else", "None if True else", own_drafts),
+        ("verify.block if rule == BLOCK", "verify.block if rule != BLOCK", more_by_block),
+        ("processors.marked(accepted, broken)", "accepted", broken_target),
+        ("processors.count(rows", "(lambda *given: None)(rows", counts_of_text),
+        ("rows.draft_tokens[:, :j])", "rows.draft_tokens[:, :0])", own_drafts),
+        (
+            "masked_fill(processors.broken(judged), torch.nan)",
+            "masked_fill(processors.broken(judged), 0.5)",
+            broken_draft,
+        ),
+        ("processors.drawable(probs)\n", "probs.clone()\n", broken_draft),
+        ("rows.lengths + j, purpose", "rows.lengths, purpose", own_drafts),
+        ("known] = probs", "known] = probs.square()", decodes_by_block),
+        ("known:] = 0.0", "known:] = 1.0", decodes_lookup_beyond),
     ],
     "proposers.ngram": [
         ("run * width + place", "place * width + run", lookup),
@@ -301,7 +355,7 @@ def test_the_checks_pass_on_what_is_right(check: Check) -> None:
     check()
 
 
-@pytest.mark.parametrize("module", ["processors", "sampling", "verify", "modes"])
+@pytest.mark.parametrize("module", ["processors", "sampling", "verify", "modes", "kernels.reference_sampled"])
 def test_no_formula_lacks_a_mutant(module: str) -> None:
     broken = {mutant.owner for mutant, _ in MUTANTS if mutant.module == module}
     # `SamplerRows` and the like are data; a protocol's methods are descriptions
