@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.device import launch
+from fastspec.kernels.packed_held import held_kernel
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
 from fastspec.kernels.packed_wide import wide_kernel
@@ -65,6 +66,29 @@ class Wide:
     warps: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A launch of the held kernel: clusters at work, rows of x and of the weight, steps of weights and of x in flight.
+
+    Attributes:
+        slots: steps of x in shared memory; 0 for all of them, which are then held.
+        wgmma: warp groups multiply, else warps.
+        norm: on the way, and not as a kernel of its own.
+        registers: a thread may have, so that more programs fit; None for as many as it likes.
+    """
+
+    clusters: int
+    rows: int
+    weight_rows: int
+    warps: int
+    depth: int
+    row_depth: int
+    slots: int = 0
+    wgmma: bool = False
+    norm: bool = True
+    registers: int | None = None
+
+
 # by (N, K)
 SPLITS = {
     (4096, 4096): Split(4, 128),
@@ -90,6 +114,10 @@ NARROW_OWN = {
 }
 
 
+# by (N, K) and the rows of x in a block, 16, 32 or 64
+HELD: dict[tuple[int, int, int], Held] = {}
+
+
 def supported(capability: tuple[int, int]) -> bool:
     """Whether the packed products run on a GPU of this compute capability: sm_80 and newer."""
     return capability >= (8, 0)
@@ -100,13 +128,16 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False) -> Narrow | Wide:
+def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False) -> Narrow | Wide | Held:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
         whole: no cluster may share weight rows, as where a program takes the largest of its rows.
     """
     split = split_of(n, k)
+    held = HELD.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
+    if rows > FUSED_ROWS and capability == (9, 0) and not whole and held is not None:
+        return held
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY
@@ -143,14 +174,19 @@ class Call:
     gated: bool = False
 
 
-def run(call: Call, pdl: bool, tile: Narrow | Wide | None = None) -> None:
-    """Launches a product, and before it, for more than FUSED_ROWS rows, its norm."""
+def _norms(tile: Narrow | Wide | Held) -> bool:
+    """Whether the kernel norms x on the way."""
+    return tile.norm if isinstance(tile, Held) else isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
+
+
+def run(call: Call, pdl: bool, tile: Narrow | Wide | Held | None = None) -> None:
+    """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
     tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None)
     split = split_of(n, k)
     gamma = scale = None
-    if call.norm is not None and isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS:
+    if call.norm is not None and _norms(tile):
         gamma = call.norm[0].view(torch.int32)
     elif call.norm is not None:
         x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, GLUON_TYPE[call.x.dtype], pdl)
@@ -170,6 +206,9 @@ def run(call: Call, pdl: bool, tile: Narrow | Wide | None = None) -> None:
         shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
+    if isinstance(tile, Held):
+        _run_held(tile, split, call, (*words, gamma, *ends[:-1]), shape, options)
+        return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
     turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
     parts = None
@@ -179,3 +218,23 @@ def run(call: Call, pdl: bool, tile: Narrow | Wide | None = None) -> None:
     shape |= {"C": tile.cluster, "GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps, "num_ctas": tile.cluster}
     launch(wide_kernel, grid, *words, *ends, parts, rows, n, *numbers, turns, **shape, **options)
+
+
+def _run_held(
+    tile: Held, split: Split, call: Call, given: tuple[Any, ...], shape: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """A product by clusters that hold x: `given` are the kernel's operands."""
+    rows, k = call.x.shape
+    n = call.weight.shape[0] * 16
+    count = triton.cdiv(n, tile.weight_rows)
+    grid = (min(count, tile.clusters), triton.cdiv(rows, tile.rows))
+    turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), tile.depth)
+    size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
+    parts = call.x.new_empty(size, dtype=torch.float32)
+    eps = 0.0 if call.norm is None else call.norm[1]
+    group = tile.rows if tile.wgmma else min(tile.rows, 32)
+    shape |= {"GROUP": group, "GROUPS": tile.rows // group, "XD": tile.row_depth, "WGMMA": tile.wgmma}
+    shape |= {"SLOTS": tile.slots or turns * tile.depth, "HELD": tile.slots == 0, "WARPS": tile.warps}
+    shape |= {"EVEN": n % tile.weight_rows == 0}
+    options |= {"num_warps": tile.warps, "num_ctas": split.ways, "maxnreg": tile.registers}
+    launch(held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options)

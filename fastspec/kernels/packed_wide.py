@@ -17,52 +17,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.packed_cluster import (
+    WORDS,
+    arrive,
+    await_all,
+    cluster_bases,
+    handed_over,
+    mma_layout,
+    place_of,
+    share_layout,
+    shared_layout,
+    stage_layout,
+    steps_of,
+    taken_over,
+)
 from fastspec.kernels.packed_parts import (
     addends,
     enter_keys,
-    in_order,
     loaded_factor,
-    row_numbers,
     row_operand,
     settle_keys,
-    weight_numbers,
     weight_operand,
     write_tile,
 )
-
-WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a slab of 128
-
-
-@gluon.constexpr_function
-def _cluster(programs, rank):
-    """How programs of a cluster divide the first axis of a tensor, one step of each power of two."""
-    return [[1 << bit] + [0] * (rank - 1) for bit in range(programs.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _mma_layout(S, warps):
-    return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8], _cluster(S, 3))
-
-
-@gluon.constexpr_function
-def _stage_layout(S, BM, W, warps):
-    """Of x [S, BM, W] on its way: a lane holds the 2 x 4 words of a row that a lane of the product multiplies."""
-    rows = [1 << bit for bit in range(BM.bit_length() - 1)]
-    runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
-    lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
-    over = [[0, row, 0] for row in rows[3 : 2 + warps.bit_length()]]
-    over += [[0, 0, 0]] * (warps.bit_length() - 1 - len(over))
-    held = [[0, 0, 1], [0, 0, 2], [0, 0, 16]] + runs + [[0, row, 0] for row in rows[2 + warps.bit_length() :]]
-    return gl.DistributedLinearLayout(held, lanes, over, _cluster(S, 3), [S, BM, W])
-
-
-@gluon.constexpr_function
-def _shared_layout(S, BM, W):
-    """Rows of words such that 16 bytes hold the operands of two products, in an order free of bank conflicts."""
-    bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
-    # odd rows swap their halves of 32 bytes: 2 rows by 4 lanes lie in different banks
-    bits += [[0, 1, 2]] + [[0, 1 << bit, 0] for bit in range(1, BM.bit_length() - 1)]
-    return gl.SharedLinearLayout(bits, _cluster(S, 3))
 
 
 @gluon.constexpr_function
@@ -73,7 +50,7 @@ def _copy_layout(S, R, W, warps):
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
     held = 5 + warps.bit_length() - 1
     each = [[0, 0, 1], [0, 0, 2], *steps[held:]]
-    return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], _cluster(S, 3), [S, R, W])
+    return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], cluster_bases(S, 3), [S, R, W])
 
 
 @gluon.constexpr_function
@@ -82,41 +59,7 @@ def _weight_layout(S, R, W):
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     bits += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
-    return gl.SharedLinearLayout(bits, _cluster(S, 3))
-
-
-@gluon.constexpr_function
-def _share_layout(S, R, BM, warps):
-    """Of a whole tile [R / 16, 2, 8, BM]: programs divide the first axis, a thread holds both halves of the second."""
-    own = R // 16 // S
-    rows = [[0, 0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
-    eight = [[0, 0, 1 << bit, 0] for bit in range(3)]
-    spread = [[1 << bit, 0, 0, 0] for bit in range(own.bit_length() - 1)] + rows
-    over = spread[5:]
-    while len(over) < warps.bit_length() - 1:
-        over.append(eight.pop())
-    cluster = [[own << bit, 0, 0, 0] for bit in range(S.bit_length() - 1)]
-    return gl.DistributedLinearLayout([*eight, [0, 1, 0, 0]], spread[:5], over, cluster, [R // 16, 2, 8, BM])
-
-
-@gluon.jit
-def _cluster_barrier():
-    """All that programs of the cluster stored before it is seen after it."""
-    gl.inline_asm_elementwise(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; // $0",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.constexpr_function
-def _steps(K, S, KT, depth):
-    """Steps of a pass over K, a multiple of `depth`: those that are too many multiply zeros."""
-    steps = -(-K // (S * KT)) * (KT // 64)
-    return -(-steps // depth) * depth
+    return gl.SharedLinearLayout(bits, cluster_bases(S, 3))
 
 
 @gluon.jit
@@ -124,7 +67,7 @@ def _buffers(C: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Shared memory for what a step needs of each group of rows of x."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
-        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, WORDS], _shared_layout(C, GROUP, WORDS)),)
+        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, WORDS], shared_layout(C, GROUP, WORDS)),)
     return buffers
 
 
@@ -135,19 +78,11 @@ def _turns(depth):
 
 
 @gluon.jit
-def _place(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
-    """Where in K the step begins, in words: passes have STEPS steps, and each starts one slab further on."""
-    HALVES: gl.constexpr = SLAB // WORDS
-    within = step % STEPS
-    return step // STEPS * SLAB + within // HALVES * (S * SLAB) + within % HALVES * WORDS
-
-
-@gluon.jit
 def _copied(
     to, at, of, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, C: gl.constexpr
 ):
     """Sends for the weights of a step; zeros come where there is none, of the pass or of K."""
-    place = _place(step, STEPS, SLAB, S)
+    place = place_of(step, STEPS, SLAB, S)
     there = (s * SLAB + place < K // 2) & (step < S // C * STEPS)
     async_copy.async_copy_global_to_shared(to, at + place * 16 + of, mask=there)
 
@@ -155,7 +90,7 @@ def _copied(
 @gluon.jit
 def _fetched(at, of, valid, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
     """Words of each group of rows of x, [C, GROUP, WORDS]; zero where there is no row and beyond K."""
-    place = _place(step, STEPS, SLAB, S)
+    place = place_of(step, STEPS, SLAB, S)
     there = s * SLAB + place < K // 2
     loaded = ()
     for i in gl.static_range(len(valid)):
@@ -243,34 +178,6 @@ def _unstashed(stashes, like):
     return totals
 
 
-@gluon.jit
-def _handed_over(accs, base, M):
-    """Stores a program's partial tiles [S, R, GROUP] at base[group, s, m, r]."""
-    S: gl.constexpr = accs[0].shape[0]
-    R: gl.constexpr = accs[0].shape[1]
-    GROUP: gl.constexpr = accs[0].shape[2]
-    mma: gl.constexpr = accs[0].type.layout
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
-    r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
-    for i in gl.static_range(len(accs)):
-        gl.store(base + (i * S + s) * (GROUP * R) + m * R + r, accs[i], mask=i * GROUP + m < M)
-
-
-@gluon.jit
-def _taken_over(like, base, M, S: gl.constexpr):
-    """The S partial tiles at `base` added in order: [R / 16, 2, 8, GROUP] in the layout of `like`."""
-    R: gl.constexpr = like.shape[0] * 16
-    GROUP: gl.constexpr = like.shape[3]
-    row = row_numbers(like)
-    at = base + row * R + weight_numbers(like, 0, 16, 8)
-    parts = ()
-    for i in gl.static_range(S):
-        # past L1: another multiprocessor has written this
-        parts = parts + (gl.load(at + i * (GROUP * R), mask=row < M, other=0.0, cache_modifier=".cg"),)
-    return in_order(parts)
-
-
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
 def wide_kernel(
     x_ptr,  # int32 words [M, K / 2]
@@ -300,13 +207,13 @@ def wide_kernel(
     DTYPE: gl.constexpr,
 ):
     """One program, or one cluster of C, of the wide kernel: R weight rows by GROUPS * GROUP rows of x."""
-    mma: gl.constexpr = _mma_layout(C, WARPS)
+    mma: gl.constexpr = mma_layout(C, WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     SLAB: gl.constexpr = KT // 2  # words
-    STEPS: gl.constexpr = _steps(K, S, KT, D)
+    STEPS: gl.constexpr = steps_of(K, S, KT, D)
     copy: gl.constexpr = _copy_layout(C, R, WORDS, WARPS)
-    stage: gl.constexpr = _stage_layout(C, GROUP, WORDS, WARPS)
+    stage: gl.constexpr = stage_layout(C, GROUP, WORDS, WARPS)
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * (GROUP * GROUPS)
@@ -358,8 +265,8 @@ def wide_kernel(
         SIZE: gl.constexpr = S * GROUP * R
         block = (gl.program_id(1) * gl.num_programs(0) + tile) * GROUPS
         base = parts_ptr + block.to(gl.int64) * SIZE
-        like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=_share_layout(S, R, GROUP, WARPS))
-        _handed_over(totals, base, M - first_row)
+        like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=share_layout(S, R, GROUP, WARPS))
+        handed_over(totals, base, M - first_row)
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
         if C == 1:
@@ -367,8 +274,9 @@ def wide_kernel(
         loaded = addends(like, tile, row, bias_ptr, residual_ptr, M, N, GATED)
         if C > 1:
             if i == 0:
-                _cluster_barrier()
-            total = _taken_over(like, base + i * SIZE, M - row, S)
+                arrive()
+                await_all()
+            total = taken_over(like, base + i * SIZE, M - row, S)
         else:
             total = like
         if scale_ptr is not None:

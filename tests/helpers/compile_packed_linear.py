@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fastspec.kernels import packed_launch, packed_norm
-from fastspec.kernels.packed_launch import Call
+from fastspec.kernels.packed_launch import Call, Held
 from tests.helpers.compile_kernels import spilled_bytes
 
 KIND = {
@@ -45,11 +45,23 @@ LAYERS = [
     (3584, 18944, "residual"),
     (16, 128, "norm+bias"),
 ]
+# tiles of the held kernel: both multipliers, norm on the way and not, x held and streamed, ragged sums
+HELD = [
+    (6144, 4096, "norm", Held(32, 64, 64, 4, 4, 1, wgmma=True)),
+    (28672, 4096, "norm+gated", Held(32, 64, 128, 8, 4, 2, wgmma=True)),
+    (28672, 4096, "norm+gated", Held(64, 32, 64, 4, 4, 2)),
+    (4096, 14336, "residual", Held(16, 64, 128, 8, 4, 2, 4, wgmma=True)),
+    (2048, 8192, "residual", Held(16, 32, 128, 8, 4, 2, 4)),
+    (16384, 2048, "norm+gated", Held(64, 16, 64, 4, 4, 2, wgmma=True)),
+    (3584, 18944, "residual", Held(32, 16, 128, 4, 4, 2, 4)),
+]
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 
-def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: int) -> list[Launch]:
+def launches(
+    n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: int, tile: Held | None = None
+) -> list[Launch]:
     """What one call would launch, caught in front of the launcher, with tensors that have no data."""
     words = fused.split("+")
     width = n // 2 if "gated" in words else n
@@ -73,7 +85,7 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
         (kernel, grid, given, options)
     )
     packed_launch.capability_of = lambda device: divmod(arch, 10)
-    packed_launch.run(call, pdl=arch >= 90)
+    packed_launch.run(call, arch >= 90, tile)
     return caught
 
 
@@ -102,7 +114,7 @@ def facts(ptx: str) -> dict[str, Any]:
     before = ptx[: max(wait, 0)]
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
     return {
-        "mma": "mma.sync.aligned.m16n8k16" in ptx,
+        "mma": re.search(r"mma.sync.aligned.m16n8k16|wgmma.mma_async.sync.aligned.m64n\d+k16", ptx) is not None,
         "wide_loads": len(re.findall(weights, ptx)),
         "narrow_loads": len(re.findall(r"evict_first\.L2::cache_hint\.(?:v2\.)?b32|cp\.async\.ca", ptx)),
         "starts_early": 0 < ptx.find("griddepcontrol.launch_dependents") < wait,
@@ -116,6 +128,9 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
         for rows in (8, 16, 32, 64):
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
+    for n, k, fused, tile in HELD if arch == 90 else []:
+        for launch in launches(n, k, fused, tile.rows, torch.bfloat16, arch, tile):
+            yield f"{n}x{k} {fused} {tile}", launch
     for rows in (8, 64):
         for launch in launches(3072, 2048, "norm+gated+bias+residual", rows, torch.float16, arch):
             yield f"fp16 {rows}", launch

@@ -23,7 +23,7 @@ import torch
 from tests.helpers.gluon_values import KINDS, OF_TORCH, Layout, Number, Pointer, Shared, Values, rounded, widened
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-MODULES = ["parts", "narrow", "wide", "norm", "launch", "linear", "pick"]
+MODULES = ["parts", "cluster", "narrow", "wide", "held_parts", "held", "norm", "launch", "linear", "pick"]
 
 
 class Machine:
@@ -67,7 +67,7 @@ def store(pointer: Pointer, value: Values, mask: Values | None = None) -> None:
 
 def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, pack: int) -> Any:
     """The few instructions that the kernels spell out, told by their names."""
-    if "barrier.cluster" in text or "griddepcontrol" in text:
+    if "barrier.cluster" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
     kind = "bfloat16" if "bf16x2" in text else "float16"
     halves = [[np.ascontiguousarray(each.array).view(KINDS[kind])[..., half::2] for half in (0, 1)] for each in given]
@@ -92,6 +92,19 @@ def mma(left: Values, right: Values, total: Values) -> Values:
     return Values(out, "float32")
 
 
+def group_mma(left: Values, right: Shared, total: Values, is_async: bool = False) -> Values:
+    """Of [S R, 64], [64, S BM] and [S R, BM], 16 values of K at a time; S programs of a cluster see one part each."""
+    rows = total.shape[1]
+    ways = right.shape[1] // rows
+    a = widened(left.array, left.kind).astype(np.float64).reshape(ways, -1, left.shape[1])
+    b = widened(right.array, right.kind).astype(np.float64).reshape(-1, ways, rows).transpose(1, 0, 2)
+    out = total.array.reshape(ways, -1, rows)
+    for first in range(0, a.shape[2], 16):
+        with np.errstate(invalid="ignore", over="ignore"):
+            out = (out + a[:, :, first : first + 16] @ b[:, first : first + 16]).astype(np.float32)
+    return Values(out.reshape(total.shape), "float32")
+
+
 def fused(a: Values, b: Values, c: Values) -> Values:
     exact = a.array.astype(np.float64) * b.array.astype(np.float64) + c.array.astype(np.float64)
     return Values(exact.astype(np.float32), "float32")
@@ -111,7 +124,7 @@ def _language() -> ModuleType:
         setattr(gl, kind, kind)
     for name in ("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout"):
         setattr(gl, name, Layout)
-    for name in ("DistributedLinearLayout", "SharedLinearLayout", "SwizzledSharedLayout"):
+    for name in ("DistributedLinearLayout", "SharedLinearLayout", "SwizzledSharedLayout", "NVMMASharedLayout"):
         setattr(gl, name, Layout)
 
     def array(value: Any) -> np.ndarray:
@@ -182,11 +195,15 @@ def _stand_ins() -> dict[str, ModuleType]:
     gluon.jit = gluon.constexpr_function = decorate  # type: ignore[attr-defined]
     gluon.language = language  # type: ignore[attr-defined]
     experimental, ampere, cuda = ModuleType("experimental"), ModuleType("ampere"), ModuleType("cuda")
+    hopper = ModuleType("hopper")
     experimental.gluon = gluon  # type: ignore[attr-defined]
     ampere.mma_v2 = mma  # type: ignore[attr-defined]
     ampere.async_copy = SimpleNamespace(  # type: ignore[attr-defined]
         async_copy_global_to_shared=MACHINE.copy, commit_group=MACHINE.commit, wait_group=MACHINE.wait
     )
+    hopper.warpgroup_mma = group_mma  # type: ignore[attr-defined]
+    hopper.warpgroup_mma_wait = lambda pending, deps: deps  # type: ignore[attr-defined]
+    hopper.fence_async_shared = lambda: None  # type: ignore[attr-defined]
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
@@ -196,13 +213,14 @@ def _stand_ins() -> dict[str, ModuleType]:
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia.ampere": ampere,
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.language.extra.cuda": cuda,
     }
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
     """Every program in turn, the last one first: they may not depend on an order."""
-    for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion"):
+    for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"):
         options.pop(name, None)
     arguments = [_pointer(each) if isinstance(each, torch.Tensor) else each for each in given]
     MACHINE.counts = (*grid, 1)[:2]

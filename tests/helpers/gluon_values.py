@@ -156,8 +156,9 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.kind, self.at + (offset.array if isinstance(offset, Values) else offset))
 
-    def chosen(self, mask: Values | None) -> tuple[np.ndarray, np.ndarray]:
-        seen = np.ones(self.at.shape, bool) if mask is None else np.broadcast_to(mask.array, self.at.shape)
+    def chosen(self, mask: Values | bool | None) -> tuple[np.ndarray, np.ndarray]:
+        inside = mask.array if isinstance(mask, Values) else mask is None or mask
+        seen = np.broadcast_to(inside, np.broadcast_shapes(np.shape(inside), self.at.shape))
         at = np.broadcast_to(self.at, seen.shape)
         outside = seen & ((at < 0) | (at >= self.memory.size))
         assert not outside.any(), f"{outside.sum()} places outside of {self.memory.size} elements"
@@ -169,8 +170,8 @@ class Shared:
 
     def __init__(self, kind: str, shape: list[int], value: Values | None = None) -> None:
         self.kind, self.shape = kind, list(shape)
-        empty = np.full(shape, np.nan, np.float32) if kind == "float32" else np.full(shape, 0x7FC07FC0, np.int32)
-        self.array = empty if value is None else value.array.copy()
+        nothing = {"bfloat16": 0x7FC0, "int32": 0x7FC07FC0}.get(kind, np.nan)
+        self.array = np.full(shape, nothing, KINDS[kind]) if value is None else value.array.copy()
 
     def store(self, value: Values) -> None:
         assert list(value.array.shape) == self.shape
@@ -178,6 +179,16 @@ class Shared:
 
     def load(self, _: Layout) -> Values:
         return Values(self.array.copy(), self.kind)
+
+    def index(self, place: int) -> Shared:
+        """A part that is written through."""
+        part = Shared(self.kind, [0])
+        part.array, part.shape = self.array[place], self.shape[1:]
+        return part
+
+    def _reinterpret(self, *_: Any) -> Shared:
+        """The same: what each program of a cluster sees of it is told from the shapes of a product."""
+        return self
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.kind, [self.shape[axis] for axis in order], Values(self.array.transpose(order), self.kind))

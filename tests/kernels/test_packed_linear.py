@@ -104,6 +104,28 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
                     assert torch.equal(ours, whole[70 - rows :]), (split, many, rows)
 
 
+@pytest.mark.parametrize("wgmma", [False, True])
+@pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
+def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: Any) -> None:
+    """As in the narrow kernel: for every split, x held and streamed, whole tiles and not, the norm in either place."""
+    with modules("cpu") as packed:
+        launch = packed.launch
+        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
+        for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
+            monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
+            monkeypatch.setattr(launch, "HELD", {})
+            x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
+            parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
+            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
+            for rows, clusters, slots in ((9, 1, 0), (30, 2, 4), (70, 1, 0)):
+                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=clusters == 1)
+                monkeypatch.setattr(launch, "HELD", {(n, k, block): tile})
+                some, given = some_rows(x, arguments, slice(70 - rows, None))
+                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
+                assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_copies_may_land_at_any_time(late: bool) -> None:
     with modules("cpu", late=late) as packed:
@@ -263,7 +285,13 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, capability, whole)
-                if rows <= 16:
+                if isinstance(tile, launch.Held):
+                    assert rows > 8
+                    assert capability == (9, 0)
+                    assert not whole
+                    assert tile.depth % tile.row_depth == 0
+                    assert tile.weight_rows >= 16 * split.ways
+                elif rows <= 16:
                     assert isinstance(tile, launch.Narrow)
                     assert rows <= tile.rows
                     assert 1 <= tile.row_depth <= tile.depth <= steps
@@ -288,7 +316,8 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {report["kernel"] for report in reports} == {"narrow_kernel", "wide_kernel", "norm_kernel"}
+    kernels = {"narrow_kernel", "wide_kernel", "norm_kernel"} | ({"held_kernel"} if arch == 90 else set())
+    assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] == 0, report
         assert report["shared"] <= SHARED_LIMIT[arch], report
