@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kernels.reference import KEY_BLOCK, Tiling
 from fastspec.kv_cache.pages import PageTable
+from fastspec.lane import Lane
 from fastspec.modes import REJECTION, Verification
 from fastspec.proposers.base import GREEDY, StepShape
 from fastspec.sampling import PhiloxDraws
@@ -22,6 +23,7 @@ from fastspec.state import DecodeState
 from fastspec.step import Parts, prefill, score, step
 
 _MEANS = 3  # of each time
+_CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
@@ -39,6 +41,7 @@ class Engine:
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
         verification: how drafts are judged.
+        lane: where prompts pass through.
     """
 
     parts: Parts
@@ -50,6 +53,11 @@ class Engine:
     runner: Runner
     ring: ResultRing
     verification: Verification = REJECTION
+    lane: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self.on_device():
+            object.__setattr__(self, "lane", Lane.beside(self.state))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -65,6 +73,8 @@ class Engine:
 
     def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of one row that ends before position `upto`."""
+        if self.runner.static:
+            upto = self.state.tokens.shape[1]
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
 
     def bucket(self, rows: int) -> int:
@@ -89,15 +99,54 @@ class Engine:
 
     def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
         """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
-        view = self.state.rows(0, 1)
         with self.parts.ops.compiling(), self._idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
-                shape = self.chunk_shape(chunk, chunk, GREEDY)
-                prefill(self.parts, view, shape, 0, chunk)
-                if self.parts.proposer:
-                    self.parts.proposer.catch_up(view, shape, chunk)
+                for draft in self._fed:
+                    self._pass(chunk, chunk, draft)()
+
+    def capture_prompts(self) -> None:
+        """Makes the passes over prompts ready that are replayed."""
+        for chunk in reversed(self.chunks):
+            for draft in self._fed if chunk <= _CAPTURED else ():
+                self.runner.capture(_prompt_key(chunk, draft), self._pass(chunk, chunk, draft), self.lane.row.all_idle)
+
+    def take_in(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
+        """Queues passes over a row's tokens from position `start` on: of the target, or of what drafts.
+
+        A pass is launched by the host the first time that one of its size comes, and replayed from then on.
+        """
+        self.lane.enter(self.state, row, start)
+        for chunk in chunks:
+            start += chunk
+            key, body = _prompt_key(chunk, draft), self._pass(start, chunk, draft)
+            if self.runner.static and chunk > _CAPTURED:
+                body()
+            elif self.runner.ready(key):
+                self.runner.run(key, body)
+            else:
+                body()
+                self.runner.capture(key, body, self.lane.row.all_idle, warm=True)
+        self.lane.leave(self.state, row)
+
+    @property
+    def _fed(self) -> tuple[bool, ...]:
+        """Whose passes over prompts there are: the target's, and the draft's."""
+        return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
+
+    def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
+        """A pass over the lane's next `chunk` tokens, which end before position `upto`."""
+        shape, lane, proposer = self.chunk_shape(upto, chunk, GREEDY), self.lane, self.parts.proposer
+
+        def feed() -> None:
+            prefill(self.parts, lane.row, shape, lane.start, chunk)
+            lane.start.add_(chunk)
+
+        if not draft:
+            return feed
+        assert proposer is not None, "there is something to feed"
+        return lambda: proposer.catch_up(lane.row, shape, chunk)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes when none of its rows runs; waits for the device."""
@@ -169,6 +218,10 @@ def _forget(part: Callable[[], object]) -> None:
     part()
 
 
+def _prompt_key(chunk: int, draft: bool) -> str:
+    return f"prompt, {chunk} tokens" + (", of the draft" if draft else "")
+
+
 def key_of(rows: int, shape: StepShape) -> str:
     """All that differs between steps of one engine whose launch does not depend on lengths."""
     recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
@@ -186,6 +239,15 @@ def next_chunk(sizes: tuple[int, ...], remaining: int) -> int:
     if covering is not None and (not filled or 4 * remaining > 3 * covering):
         return covering
     return filled[-1]
+
+
+def chunks_of(sizes: tuple[int, ...], tokens: int) -> list[int]:
+    """Sizes of the passes over so many prompt tokens."""
+    chunks: list[int] = []
+    while tokens > 0:
+        chunks.append(next_chunk(sizes, tokens))
+        tokens -= chunks[-1]
+    return chunks
 
 
 def blocks(positions: int) -> int:

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 from fastspec import admission
 from fastspec.auto import Observation, Outlook
-from fastspec.engine import Engine, next_chunk
+from fastspec.engine import Engine, chunks_of
 from fastspec.graphs.ring import RowResult
 from fastspec.options import RowOptions
 from fastspec.output import RowStats
 from fastspec.pace import Pacer, StepClock
 from fastspec.state import IDLE, RUNNING, STOPPED
-from fastspec.step import prefill
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
 
@@ -258,11 +257,7 @@ class DecodeLoop:
         if proposer is None:
             return []
         missing = min(request.length - 2, proposer.max_length) - request.draft_length
-        chunks = []
-        while missing > 0:
-            chunks.append(next_chunk(self._engine.chunks, missing))
-            missing -= chunks[-1]
-        return chunks
+        return chunks_of(self._engine.chunks, missing)
 
     def _may_go_on(self, index: int) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
@@ -305,14 +300,8 @@ class DecodeLoop:
 
     def _prefill(self, row: int, request: Request) -> None:
         """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
-        view = self._engine.state.rows(row, row + 1)
-        start, end = 0, len(request.prompt) - 1
         with self._engine.parts.mark("prefill"):
-            while start < end:
-                chunk = next_chunk(self._engine.chunks, end - start)
-                shape = self._engine.chunk_shape(start + chunk, chunk, self._sampler)
-                prefill(self._engine.parts, view, shape, start, chunk)
-                start += chunk
+            self._engine.take_in(row, 0, chunks_of(self._engine.chunks, len(request.prompt) - 1), draft=False)
 
     def _catch_up(self, drafting: frozenset[int]) -> float:
         """Lets the draft take in what it has not seen of these rows; returns the passes that takes."""
@@ -321,12 +310,11 @@ class DecodeLoop:
         passes = 0.0
         for row in sorted(drafting):
             request = self._requests[self._rows[row]]
-            view = self._engine.state.rows(row, row + 1)
             chunks = self._behind(request)
-            for chunk in chunks:
-                upto = request.draft_length + chunk
-                proposer.catch_up(view, self._engine.chunk_shape(upto, chunk, self._sampler), chunk)
-                request.draft_length = min(upto, request.length - 2, proposer.max_length)
+            if chunks:
+                self._engine.take_in(row, request.draft_length, chunks, draft=True)
+                fed = request.draft_length + sum(chunks)
+                request.draft_length = min(fed, request.length - 2, proposer.max_length)
             passes += _passes(chunks)
             request.behind = False
         return passes

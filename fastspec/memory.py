@@ -107,7 +107,7 @@ class Layout:
             draft_weights=weight_bytes(self.draft, self.draft_dtype) if self.draft else 0,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
-            buffers=self.batch * self._state_bytes(max_length) + self._rotary_bytes(max_length),
+            buffers=(self.batch + 1) * self._state_bytes(max_length) + self._rotary_bytes(max_length),
             workspace=self._workspace_bytes(max_length),
             graphs=0,
             free=free,

@@ -43,13 +43,21 @@ class Runner(Protocol):
     def ready(self, key: str) -> bool:
         """Whether a step of that key can run."""
 
-    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+    def capture(
+        self,
+        key: str,
+        body: Callable[[], None],
+        idle: Callable[[], AbstractContextManager[None]],
+        *,
+        warm: bool = False,
+    ) -> None:
         """Makes `key` ready to run.
 
         Args:
             key: what `body` depends on besides the contents of its buffers.
             body: the step.
             idle: a context in which running `body` changes nothing that counts.
+            warm: `body` has run here already, so that its kernels are compiled and loaded.
 
         Raises:
             RuntimeError: the capture failed; the runner stays usable.
@@ -87,7 +95,14 @@ class EagerRunner:
         """Always."""
         return True
 
-    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+    def capture(
+        self,
+        key: str,
+        body: Callable[[], None],
+        idle: Callable[[], AbstractContextManager[None]],
+        *,
+        warm: bool = False,
+    ) -> None:
         """Does nothing."""
 
     def on(self) -> AbstractContextManager[object]:
@@ -165,12 +180,19 @@ class GraphRunner:
         """Whether it was captured."""
         return key in self._graphs
 
-    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+    def capture(
+        self,
+        key: str,
+        body: Callable[[], None],
+        idle: Callable[[], AbstractContextManager[None]],
+        *,
+        warm: bool = False,
+    ) -> None:
         """Captures `body`, unless `key` is there already."""
         if self.ready(key):
             return
         try:
-            self._graphs[key] = self._capture(key, body, idle)
+            self._graphs[key] = self._capture(key, body, idle, 0 if warm else _WARM_UPS)
         except RuntimeError as error:
             self._failures[key] = f"its capture failed: {error}"
             # a stream whose capture failed may stay in that state, and the pool with it
@@ -200,17 +222,17 @@ class GraphRunner:
             for key, captured in self._graphs.items()
         ]
         lines += [f"{key}: not captured, {reason}" for key, reason in self._failures.items()]
-        head = f"{len(self._graphs)} captured, one per kind of step; {self.depth} steps launched ahead"
+        head = f"{len(self._graphs)} captured, one per kind of step or prompt pass; {self.depth} steps launched ahead"
         return "\n           ".join([head, *lines])
 
     def _capture(
-        self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]
+        self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]], warm_ups: int
     ) -> Captured:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with idle(), self.on():
-            for _ in range(_WARM_UPS):
+            for _ in range(warm_ups):
                 body()
             torch.cuda.current_stream(self._device).synchronize()
             try:
