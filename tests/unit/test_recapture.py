@@ -12,9 +12,11 @@ from hypothesis import given, settings
 
 from fastspec import FastSpecGenerator
 from fastspec.graphs.runner import EagerRunner
+from fastspec.loop import DecodeLoop, Request
 from fastspec.modes import MODES
 from fastspec.options import RowOptions
 from fastspec.proposers.base import FULL, GREEDY
+from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.fuzz_calls import DRAFTS, Call, calls
 from tests.helpers.fuzzing import CI, Pair
 from tests.helpers.tiny import tiny_engine
@@ -112,3 +114,20 @@ def test_nothing_is_missing_once_it_was_captured(sampler: str) -> None:
         assert engine.missing(4, {4, 0}, sampler, None) == []
     assert len(engine.missing(4, {4, 0}, sampler, 2)) == 6
     assert len(engine.missing(4, {3}, sampler, None)) == 3
+
+
+def test_options_compile_nothing_anew() -> None:
+    """With torch.compile too: its graphs are passes of models, and options are not among what they read."""
+    engine = compiled_engine(batch=2, k=2)
+
+    def run(*rows: RowOptions) -> None:
+        for _ in DecodeLoop(engine, [Request([1, 2, 3], 8, row) for row in rows], (), FULL, lambda made: 2):
+            pass
+
+    run(ROWS[0])
+    before = graphs_compiled()
+    for row in ROWS[1:]:
+        run(row)
+    assert graphs_compiled() == before
+    run(ROWS[0], ROWS[1])
+    assert graphs_compiled() > before, "another number of rows is another graph: the count can change"
