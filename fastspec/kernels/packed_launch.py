@@ -114,8 +114,8 @@ NARROW_OWN = {
 }
 
 
-# by (N, K) and the rows of x in a block, 16, 32 or 64
-HELD: dict[tuple[int, int, int], Held] = {}
+# weights for which more than 8 rows have a tile of their own, by (N, K) and the rows of x in a block: 16, 32 or 64
+MANY: dict[tuple[int, int, int], Held | Narrow] = {}
 
 
 def supported(capability: tuple[int, int]) -> bool:
@@ -135,9 +135,9 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
         whole: no cluster may share weight rows, as where a program takes the largest of its rows.
     """
     split = split_of(n, k)
-    held = HELD.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
-    if rows > FUSED_ROWS and capability == (9, 0) and not whole and held is not None:
-        return held
+    many = MANY.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
+    if rows > FUSED_ROWS and capability == (9, 0) and many is not None and not (whole and isinstance(many, Held)):
+        return many
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY

@@ -113,14 +113,14 @@ def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: 
         ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
-            monkeypatch.setattr(launch, "HELD", {})
+            monkeypatch.setattr(launch, "MANY", {})
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
             whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
             for rows, clusters, slots in ((9, 1, 0), (30, 2, 4), (70, 1, 0)):
                 block = 16 if rows <= 16 else 32 if rows <= 32 else 64
                 tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=clusters == 1)
-                monkeypatch.setattr(launch, "HELD", {(n, k, block): tile})
+                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
                 ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
                 assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
@@ -291,11 +291,11 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert not whole
                     assert tile.depth % tile.row_depth == 0
                     assert tile.weight_rows >= 16 * split.ways
-                elif rows <= 16:
-                    assert isinstance(tile, launch.Narrow)
-                    assert rows <= tile.rows
+                elif isinstance(tile, launch.Narrow):
+                    assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
                 else:
+                    assert rows > 16
                     assert isinstance(tile, launch.Wide)
                     assert tile.depth >= 2
                     assert tile.cluster in (1, split.ways)
