@@ -207,7 +207,8 @@ class Controller:
             self.times.observe_resume(step.bucket, self.ks[-1], step.caught_up, extra)
         else:
             self.times.observe(step.bucket, step.k, step.seconds, usual)
-            self._timed[step.bucket, step.k] = self._seen
+            if self.times.samples(step.bucket, step.k) >= _TIMED_STEPS:
+                self._timed[step.bucket, step.k] = self._seen
         self._budget += _SHARE * step.seconds
         if self._probe and step.k == self._probe.k:
             self._probe.spent += step.seconds - step.tokens / self._rate(step.bucket, usual)

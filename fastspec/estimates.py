@@ -34,6 +34,7 @@ class Acceptance:
     trials: list[float]
     hits: list[float]
     seen: bool = False
+    _survival: list[float] | None = None  # of the counts as they are
 
     @classmethod
     def unknown(cls, deepest: int) -> Acceptance:
@@ -48,7 +49,7 @@ class Acceptance:
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:
         """Takes in one step of k > 0 drafts: how many of them each of its rows accepted."""
-        self.seen = True
+        self.seen, self._survival = True, None
         kept = (1 - 1 / max(_MEMORY_ROWS, _MEMORY_STEPS * len(accepted))) ** len(accepted)
         for j in range(len(self.trials)):
             self.trials[j] *= kept
@@ -61,12 +62,17 @@ class Acceptance:
     def fade(self, weight: float) -> None:
         """Lets the counts stand for `weight` results at most."""
         if self.weight > weight:
-            kept = weight / self.weight
+            kept, self._survival = weight / self.weight, None
             self.trials = [value * kept for value in self.trials]
             self.hits = [value * kept for value in self.hits]
 
     def survival(self) -> list[float]:
         """The chance that draft 1, 2, .. is accepted together with all before it."""
+        if self._survival is None:
+            self._survival = self._chances()
+        return self._survival
+
+    def _chances(self) -> list[float]:
         chances, rate, weight, product = [], 0.0, 0.0, 1.0
         for trials, hits in zip(self.trials, self.hits, strict=True):
             rate = (hits + weight * rate) / (trials + weight)
@@ -131,13 +137,17 @@ class StepTimes:
         before = self._scale(bucket) if alone or (k == usual and not new) else self._own(bucket, k)
         if new:
             first.append(before * ratio)
-            after = statistics.median(first)
+            after = statistics.median_low(first)  # of two the quicker: what goes wrong takes longer
         else:
             after = before * float(min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _SLOW)
         if alone or (k == usual and not new):
             self.scale[bucket] = self._latest_scale = after
         else:
             self.own[bucket, k] = after
+
+    def samples(self, bucket: int, k: int) -> int:
+        """First samples there are."""
+        return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
         """One draft pass, as the difference that drafts make."""

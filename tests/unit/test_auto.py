@@ -24,7 +24,7 @@ def controller() -> Controller:
 
 def rates(world: dict[str, float], make: Make = controller) -> tuple[list[float], World]:
     """Rate of each call, the mean over lives in worlds that differ in their noise; few rows are noisier."""
-    seeds = 2 + int(8 // world.get("batch", 1))
+    seeds = 2 + int(4 // world.get("batch", 1))
     worlds = [World(**world, seed=seed) for seed in range(seeds)]  # type: ignore[arg-type]
     lives = [one.life(make(), CALLS, TOKENS) for one in worlds]
     return [statistics.mean(call) for call in zip(*lives, strict=True)], worlds[0]
@@ -106,6 +106,7 @@ class NeverForgets(Controller):
         counts = list(self.acceptance.trials), list(self.acceptance.hits)
         super().observe(step)
         if step.k and step.accepted:  # as it is, but nothing fades
+            self.acceptance._survival = None
             self.acceptance.trials, self.acceptance.hits = counts
             for count in step.accepted:
                 for j in range(min(step.k, count + 1)):
