@@ -88,7 +88,7 @@ def test_nothing_is_captured_or_compiled_when_options_change(
     made: dict[str, Any] = {"verification": mode, "proposer": proposer, "max_batch_size": 4, "progress": False}
     with FastSpecGenerator(*demo_pair(), **made) as gen, FastSpecGenerator(*demo_pair(), graphs=False, **made) as eager:
         gen.warmup(sampler=FULL)
-        assert {key.rsplit(", ", 1)[1] for key in captures} == {"greedy", "full"}
+        assert {key.rsplit(", ", 1)[1] for key in captures if "rows" in key} == {"greedy", "full"}
         eager_texts = [decoded(eager, seed) for seed in range(4)]
         decoded(gen, 0)  # torch's own kernels of admission are loaded
         torch.cuda.synchronize()

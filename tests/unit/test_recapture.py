@@ -37,7 +37,8 @@ class Recorder(EagerRunner):
         return key in self.keys
 
     def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
-        assert key not in self.keys
+        if self.ready(key):
+            return
         with idle():
             body()
         self.keys.append(key)
@@ -75,8 +76,9 @@ def with_all_drafts(call: Call) -> Call:
 )
 def test_options_change_no_key(pair: Pair, verification: str, proposer: str) -> None:
     gen, runner = recorded(pair, verification, proposer)
-    expected = {f"{rows} rows, k = {k}, {kind}" for rows in (1, 2, 4) for k in (0, DRAFTS) for kind in (GREEDY, FULL)}
-    assert set(runner.keys) == expected
+    steps = {f"{rows} rows, k = {k}, {kind}" for rows in (1, 2, 4) for k in (0, DRAFTS) for kind in (GREEDY, FULL)}
+    assert {key for key in runner.keys if "rows" in key} == steps
+    expected = set(runner.keys)  # with the passes over prompts
 
     @settings(CI, max_examples=25)
     @given(calls(pair.oracle.text))
