@@ -149,9 +149,9 @@ class Engine:
         return lambda: proposer.catch_up(lane.row, shape, chunk)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """What such a step takes when none of its rows runs; waits for the device."""
+        """What such a step takes at least, when none of its rows runs; waits for the device."""
         with self._idle(rows):
-            return self._timed(key_of(rows, shape), self._body(rows, shape), repeats)
+            return min(self._timed(key_of(rows, shape), self._body(rows, shape), repeats))
 
     def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
         """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
@@ -166,11 +166,11 @@ class Engine:
         for name, part in parts.items():
             key, body = f"{name}: {key_of(rows, shape)}", partial(_forget, part)
             self.runner.capture(key, body, lambda: self._idle(rows))
-            taken[name] = self._timed(key, body, repeats)
+            taken[name] = statistics.median(self._timed(key, body, repeats))
         return taken.get("draft", 0.0), taken["score"]
 
-    def _timed(self, key: str, body: Callable[[], None], repeats: int) -> float:
-        """Seconds of one run: the median of a few means over runs in a row, after one that does not count."""
+    def _timed(self, key: str, body: Callable[[], None], repeats: int) -> list[float]:
+        """Seconds of one run: a few means over runs in a row, after one that does not count."""
         self.runner.run(key, body)
         self.ring.resync()
         means = []
@@ -180,7 +180,7 @@ class Engine:
                 self.runner.run(key, body)
             self.ring.resync()
             means.append((time.perf_counter() - start) * _MEANS / repeats)
-        return statistics.median(means)
+        return means
 
     def finish(self) -> None:
         """Waits for everything that is queued: buffers may go afterwards."""
