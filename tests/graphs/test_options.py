@@ -60,9 +60,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     capture = GraphRunner._capture
 
-    def counted(self: GraphRunner, key: str, *given: Any) -> Any:
+    def counted(self: GraphRunner, key: str, *given: Any, **options: Any) -> Any:
         seen.append(key)
-        return capture(self, key, *given)
+        return capture(self, key, *given, **options)
 
     monkeypatch.setattr(GraphRunner, "_capture", counted)
     return seen

@@ -36,7 +36,14 @@ class Recorder(EagerRunner):
     def ready(self, key: str) -> bool:
         return key in self.keys
 
-    def capture(self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]]) -> None:
+    def capture(
+        self,
+        key: str,
+        body: Callable[[], None],
+        idle: Callable[[], AbstractContextManager[None]],
+        *,
+        warm: bool = False,
+    ) -> None:
         if self.ready(key):
             return
         with idle():
