@@ -100,7 +100,7 @@ class _Probe:
         k: of the steps.
         rows, steps: results of rows, and steps, that are still to come.
         few: rows that draft in it; None: all.
-        spent: seconds lost on it so far.
+        spent: seconds lost on it so far, and those that coming back from it will take.
     """
 
     k: int
@@ -284,7 +284,7 @@ class Controller:
             return None
         lost = _TIMED_STEPS * self.times.seconds(bucket, k) * (1 - rates[k] / ours)
         coming_back = self.times.resume(bucket, self.ks[-1], outlook.bucket) if k == 0 else 0.0
-        return _Probe(k, 0, _TIMED_STEPS), max(lost, 0.0) + coming_back
+        return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
         """Whether a k that should be so fast, as a share of the present one, was not timed for too long."""
