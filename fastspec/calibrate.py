@@ -246,9 +246,9 @@ def _summary(runs: dict[int, _Fixed], parts: dict[int, tuple[float, float]], buc
         draft, score = parts[k]
         tokens = 1 + statistics.mean(runs[k].accepted)
         predicted = tokens_per_step(survival, k)
-        ahead = predicted / (draft + score + rest) * (parts[0][1] + rest)
+        ahead = predicted * ((parts[0][1] + rest) / (draft + score + rest))
         timed = len(runs[k].seconds(bucket))
-        measured = tokens / steps[k] * steps[0]
+        measured = tokens * (steps[0] / steps[k])
         return Trial(k, timed, steps[k], draft, score, tokens, predicted, ahead, measured)
 
     rows = max(len(step.accepted) for step in runs[0].steps)
