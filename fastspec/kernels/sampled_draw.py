@@ -53,7 +53,7 @@ _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
-@triton.jit(do_not_specialize=[*INTS, "law_row", "width", "j"])
+@triton.jit(do_not_specialize=[*INTS, "j"])
 def _draw_kernel(
     logits_ptr,
     bias_ptr,
@@ -145,6 +145,7 @@ def _draw_kernel(
             race = tl.load(line_counters + RACE, cache_modifier=".cg")
             drawn = tl.where(kind == GREEDY, law[5], tl.where(kind == BROKEN, 0, winning_id(tl.maximum(race, 1))))
             tl.store(drafts_ptr + row * drafts_stride + j, drawn.to(tl.int64))
+            tl.debug_barrier()  # all have read
             tl.store(line_counters + RACE, 0)
             tl.store(line_counters + ARRIVED, 0)
 

@@ -168,7 +168,7 @@ def _weigh_draft(view, record_ptr, q_ptr, min_p, place, drafts, STOPS: tl.conste
     tl.store(record_ptr + Q_DRAFT, q.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=[*INTS, "drafts", "q_row", "q_place"])
+@triton.jit(do_not_specialize=[*INTS, "drafts"])
 def _laws_kernel(
     logits_ptr,
     bias_ptr,

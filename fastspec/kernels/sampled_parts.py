@@ -39,10 +39,7 @@ SEARCHED, KNOWN, GREEDY, BROKEN = map(tl.constexpr, range(4))  # kinds of a line
 COUNTERS = 8
 ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, RACE, RACE_BEYOND, BEYOND = map(tl.constexpr, range(8))
 
-INTS = [
-    *("vocab", "logits_stride", "bias_stride", "prompt_stride", "output_stride", "drafts_stride", "stop_stride"),
-    *("places", "first", "groups"),
-]
+INTS = ["places", "first"]  # not specialised on; the others are one model's, and tell how loads are aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
 
 
 def sizes_of(logits: Tensor, rows: Any, first: int) -> tuple[int, ...]:
-    """The numbers of INTS, in the kernels' order."""
+    """vocab to groups, in the kernels' order."""
     does = rows.processors
     tables = (does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids)
     strides = (table.stride(0) for table in tables)

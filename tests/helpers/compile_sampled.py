@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastspec.kernels import sampled_bounds, sampled_commit, sampled_draw, sampled_laws, sampled_parts
+from fastspec.kernels import sampled_bounds, sampled_commit, sampled_draw, sampled_judge, sampled_laws, sampled_parts
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STOPS = 64
@@ -50,7 +50,14 @@ def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
         ("block", {"q_ptr": None}),
         ("coupled", {"q_ptr": None}),
     ):
-        constants = {"RULE": sampled_commit.RULES[rule], "PLACES": 32, "STOPS": STOPS, "NUM_STOPS": STOPS, **absent}
+        constants = {
+            "RULE": sampled_judge.RULES[rule],
+            "PLACES": 32,
+            "STOPS": STOPS,
+            "NUM_STOPS": STOPS,
+            "CHUNK": sampled_commit.end_chunk(),
+            **absent,
+        }
         yield sampled_commit._end_kernel, constants, sampled_commit.LAUNCH
 
 
