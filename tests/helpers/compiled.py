@@ -23,7 +23,11 @@ def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: 
     parts, proposer = engine.parts, engine.parts.proposer
     assert isinstance(proposer, DraftModel)
     drafting = DraftModel(
-        _compiled(parts, proposer.model, backend), parts.ops, proposer.shared_vocab, proposer.max_length
+        _compiled(parts, proposer.model, backend),
+        parts.ops,
+        proposer.shared_vocab,
+        proposer.max_length,
+        work=parts.work,
     )
     return replace(engine, parts=replace(parts, target=_compiled(parts, parts.target, backend), proposer=drafting))
 
