@@ -8,9 +8,9 @@ on the threshold of top-k and top-p; the last program to arrive at a line works 
 - ids below t weigh at most 64 exp(t) a group, and no more than their group does: where all of them together weigh
   less than top-p may remove, none of them is kept.
 
-Where that leaves more candidates than the next launch can hold (a flat law, or a top-k beyond the groups' number), one
-id of each group is a sample of the law, and bounds follow from it at 3.5 standard deviations; the next launch checks
-them.
+Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the law: bounds
+follow from it at 3.5 standard deviations (a flat law), or as many of the likeliest ids as can be held (a law with a
+heavy head, of which a sample says little). The next launch checks such bounds.
 
 Sums are taken in one order, over pieces that do not depend on the number of rows, so a line's record does not either.
 """
@@ -98,35 +98,34 @@ def _quantile(keys, weights, most):
 
 
 @triton.jit
-def _guessed(view, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, STOPS):
-    """(lower, upper, whether they are a guess) from one id of each group, where it promises fewer candidates."""
+def _guessed(view, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, MOST, STOPS):
+    """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
     group = tl.arange(0, GROUPS)
-    index = group * _GROUP + (group * STRIDE) % _GROUP
-    x = scaled(view, tl.where(group < groups, index, -1), STOPS)
+    x = scaled(view, tl.where(group < groups, group * _GROUP + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    guess_low, guess_high = lower, upper
-    if top_k > 0:
-        rank = top_k.to(tl.float32) / _GROUP
-        reach = DEVIATIONS * tl.sqrt(rank) + 2.0
-        guess_low = largest_with(keys, ones, tl.ceil(rank + reach).to(tl.int32))
-        above = tl.floor(rank - reach).to(tl.int32)
-        guess_high = tl.where(above > 0, largest_with(keys, ones, tl.maximum(above, 1)) + 1, upper)
-    else:
-        weights = tl.exp(x - largest) * _GROUP
-        light = (1.0 - top_p) * normaliser
-        middle = _quantile(keys, weights, light)
-        below = tl.where(keys < middle, weights, 0.0)
-        error = DEVIATIONS * tl.sqrt(tl.sum(below * below, axis=0)) / tl.maximum(tl.sum(below, axis=0), 1e-30)
-        guess_low = _quantile(keys, weights, light * (1.0 - error))
-        guess_high = tl.where(error > 0, _quantile(keys, weights, light * (1.0 + error)) + 1, upper)
-    guess_low = tl.maximum(guess_low, KEY_LOWEST + 1)
-    guessed = (guess_low > lower) & (guess_low < guess_high)
-    return (
-        tl.where(guessed, guess_low, lower),
-        tl.where(guessed, guess_high, upper),
-        guessed.to(tl.int32),
-    )
+    room = tl.maximum(tl.zeros([], tl.int32) + MOST * 4 // 5 // _GROUP, 1)  # samples of what can be held
+    low, high = lower, upper
+    if tl.sum((keys >= lower).to(tl.int32), axis=0) > room:
+        if top_k > 0:
+            rank = top_k.to(tl.float32) / _GROUP
+            reach = DEVIATIONS * tl.sqrt(rank) + 2.0
+            low = largest_with(keys, ones, tl.ceil(rank + reach).to(tl.int32))
+            above = tl.floor(rank - reach).to(tl.int32)
+            high = tl.where(above > 0, largest_with(keys, ones, tl.maximum(above, 1)) + 1, upper)
+        else:
+            weights = tl.exp(x - largest) * _GROUP
+            light = (1.0 - top_p) * normaliser
+            below = tl.where(keys < _quantile(keys, weights, light), weights, 0.0)
+            error = DEVIATIONS * tl.sqrt(tl.sum(below * below, axis=0)) / tl.maximum(tl.sum(below, axis=0), 1e-30)
+            low = _quantile(keys, weights, light * (1.0 - error))
+            high = tl.where(error > 0, _quantile(keys, weights, light * (1.0 + error)) + 1, upper)
+            if tl.sum(((keys >= low) & (keys < high)).to(tl.int32), axis=0) > room:
+                # few ids hold most of the mass: the likeliest ones, as many as can be held
+                low, high = largest_with(keys, ones, room), upper
+        low = tl.maximum(low, KEY_LOWEST + 1)
+    guessed = (low > lower) & (low < high)
+    return tl.where(guessed, low, lower), tl.where(guessed, high, upper), guessed.to(tl.int32)
 
 
 @triton.jit
@@ -151,7 +150,9 @@ def _bounded(view, tops, masses, largest, normaliser, top_k, top_p, min_p, group
         upper = lower  # nothing to look for: all from here on are taken together
     elif (tl.sum((keys >= lower).to(tl.int32), axis=0) * _GROUP > MOST) & ((limits_k & limits_p) == 0):
         asked = tl.where(limits_k, top_k, 0)
-        lower, upper, guessed = _guessed(view, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, STOPS)
+        lower, upper, guessed = _guessed(
+            view, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, MOST, STOPS
+        )
     return lower, upper, guessed
 
 

@@ -172,6 +172,19 @@ def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatc
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("top_p", [0.9, 0.95, 0.98])
+def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th likeliest id has a share that falls as n^-1.5, as a language model's: never read again and again."""
+    monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
+    monkeypatch.setattr(sampled_parts, "CANDIDATES", 2048)
+    if INTERPRETED:
+        monkeypatch.setattr(sampled_laws, "search_line", None)
+    vocab = 40_000
+    ranks = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 1.0
+    compare(with_options(vocab, 1, 0, device, top_p=top_p), (-1.5 * ranks.log())[None, None], edges=1)
+
+
+@pytest.mark.parametrize("device", devices())
 def test_a_sample_that_misleads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bounds are checked: where the threshold does not lie within them, the line is read instead."""
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 64)
