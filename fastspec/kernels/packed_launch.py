@@ -22,6 +22,7 @@ from fastspec.kernels.packed_wide import wide_kernel
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
 NARROW_ROWS = 16
+LEAST_HELD = 1024  # weight rows that clusters which hold x find work in
 MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
 WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
@@ -115,7 +116,34 @@ NARROW_OWN = {
 
 
 # weights for which more than 8 rows have a tile of their own, by (N, K) and the rows of x in a block: 16, 32 or 64
-MANY: dict[tuple[int, int, int], Held | Narrow] = {}
+MANY: dict[tuple[int, int, int], Held | Narrow] = {
+    (6144, 4096, 16): Narrow(32, 16, 4, 1, False),
+    (6144, 4096, 32): Held(24, 32, 256, 8, 2, 2, 4, True),
+    (6144, 4096, 64): Held(24, 64, 256, 8, 2, 2, 4, True),
+    (4096, 4096, 16): Narrow(32, 16, 2, 1, False),
+    (4096, 4096, 32): Held(64, 32, 64, 4, 4, 2, 4, True, registers=168),
+    (4096, 4096, 64): Held(32, 64, 128, 8, 2, 2, 4, True, registers=128),
+    (28672, 4096, 16): Narrow(32, 16, 4, 1, True),
+    (28672, 4096, 32): Narrow(32, 32, 3, 1, True),
+    (28672, 4096, 64): Held(56, 64, 128, 8, 2, 2, 4, True, norm=False, registers=128),
+    (4096, 14336, 16): Narrow(32, 16, 1, 1, False),
+    (4096, 14336, 32): Narrow(32, 32, 1, 1, False),
+    (4096, 14336, 64): Held(32, 64, 128, 4, 2, 2, 4, True),
+    (128256, 4096, 16): Narrow(32, 16, 4, 1, True),
+    (128256, 4096, 32): Held(28, 32, 256, 8, 2, 2, 4, True),
+    (128256, 4096, 64): Held(28, 64, 256, 8, 2, 2, 4, True),
+    (3072, 2048, 16): Narrow(32, 16, 4, 1, False),
+    (3072, 2048, 32): Narrow(16, 32, 4, 1, False),
+    (3072, 2048, 64): Held(24, 64, 128, 8, 4, 2, 4, True),
+    (2048, 2048, 16): Narrow(32, 16, 4, 1, False),
+    (2048, 2048, 32): Held(16, 32, 128, 8, 4, 4, 0, True),
+    (2048, 2048, 64): Held(16, 64, 128, 8, 4, 4, 4, True),
+    (16384, 2048, 32): Narrow(32, 32, 3, 1, True),
+    (16384, 2048, 64): Held(32, 64, 256, 8, 2, 2, 4, True),
+    (2048, 8192, 16): Narrow(32, 16, 3, 1, False),
+    (2048, 8192, 32): Narrow(32, 32, 3, 1, False),
+    (2048, 8192, 64): Held(16, 64, 128, 4, 2, 2, 4, True),
+}
 
 
 def supported(capability: tuple[int, int]) -> bool:
@@ -138,6 +166,8 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     many = MANY.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
     if rows > FUSED_ROWS and capability == (9, 0) and many is not None and not (whole and isinstance(many, Held)):
         return many
+    if rows > NARROW_ROWS and capability == (9, 0) and not whole and n >= LEAST_HELD:
+        return Held(min(triton.cdiv(n, 128), 128 // split.ways), 32 if rows <= 32 else 64, 128, 8, 4, 2, 4, True)
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastspec import verify
 
-GROUP = 64  # neighbouring ids whose largest logit and mass are kept
+GROUP = 32  # neighbouring ids whose largest logit and mass are kept
 CHUNK = 4096  # ids per program
 MOST_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
 CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly

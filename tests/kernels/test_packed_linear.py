@@ -319,7 +319,8 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
     kernels = {"narrow_kernel", "wide_kernel", "norm_kernel"} | ({"held_kernel"} if arch == 90 else set())
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
-        assert report["spills"] == 0, report
+        # clusters of which two fit on a multiprocessor were measured faster, with up to 22 values of a thread in memory
+        assert report["spills"] <= (88 if report["kernel"] == "held_kernel" else 0), report
         assert report["shared"] <= SHARED_LIMIT[arch], report
         assert report["starts_early"] == (arch >= 90), report
         if report["kernel"] != "norm_kernel":

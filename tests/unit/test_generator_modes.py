@@ -54,7 +54,7 @@ def test_greedy_text_is_the_same_under_every_rule(pair: tuple[Path, Path]) -> No
 
 def test_only_rules_that_read_laws_have_room_for_them(pair: tuple[Path, Path]) -> None:
     with made(*pair, num_speculative_tokens=3) as generator:
-        laws = 8 * 3 * generator.vocab_size * 4  # rows, drafts, fp32
+        laws = (8 + 1) * 3 * generator.vocab_size * 4  # rows and the prompts' lane, drafts, fp32
         kept = generator.memory_plan.buffers
         assert "all drafts of a step together (block verification)" in generator.explain()
     with made(*pair, num_speculative_tokens=3, verification=COUPLED) as generator:
