@@ -51,7 +51,7 @@ def mixed_state(
 
     state.tokens.copy_(torch.randint(0, vocab, state.tokens.shape, generator=generator))
     state.lengths.copy_(torch.randint(3, 30, (total,), generator=generator))
-    state.limits.copy_(state.lengths + torch.randint(1, 2 * k + 4, (total,), generator=generator))
+    state.limits.copy_(state.lengths.cpu() + torch.randint(1, 2 * k + 4, (total,), generator=generator))
     state.seeds.copy_(torch.randint(-(2**62), 2**62, (total,), generator=generator))
     state.draft_tokens.copy_(torch.randint(0, vocab, (total, k), generator=generator))
     state.draft_counts.copy_(torch.randint(0, k + 1, (total,), generator=generator))

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 VOCAB, K = 8, 2
 DEVICE = "cuda"
 DRAWS = 10_000_000
-ROWS = 2**17
+ROWS = 2**14  # times the places of a step: no axis of a grid but the first may have more than 65535 programs
 OPTIONS: dict[str, dict[str, float]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},

@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 
 from fastspec.kernels import sampled_bounds, sampled_laws, sampled_parts, sampled_search  # noqa: E402
 from fastspec.kernels.sampled_laws import find_laws  # noqa: E402
-from fastspec.kernels.sampled_parts import sampled_work  # noqa: E402
+from fastspec.kernels.sampled_parts import GROUP, sampled_work  # noqa: E402
 
 INTERPRETED = not torch.cuda.is_available()
 GREEDY, BROKEN = 2, 3
@@ -112,8 +112,10 @@ OPTIONS: list[dict[str, float]] = [
 def test_each_option(options: dict[str, float], device: str) -> None:
     for vocab in (8, 111) if INTERPRETED else (8, 111, 989, 32000):
         rows = with_options(vocab, 2, 1, device, **options)
+        # where ids at the edge weigh as little as an fp32 sum of so many terms is uncertain by, either set is right
+        edges = 4 if vocab == 32000 and options.get("top_p") == 0.9999 else 0
         for spread in (1.0, 4.0):
-            compare(rows, logits_for(vocab, 2, 1, vocab, device, spread)[0])
+            compare(rows, logits_for(vocab, 2, 1, vocab, device, spread)[0], edges)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -190,10 +192,10 @@ def test_a_sample_that_misleads(device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 64)
     vocab = 640
     logits = logits_for(3, 1, 0, vocab, device, 1.0)[0]
-    group = torch.arange(vocab // 64, device=device)
+    group = torch.arange(vocab // GROUP, device=device)
     for off in (-3.0, 4.0):
         misled = logits.clone()
-        misled[0, 0, group * 64 + group * 29 % 64] = torch.linspace(off, off + 1, len(group), device=device)
+        misled[0, 0, group * GROUP + group * 29 % GROUP] = torch.linspace(off, off + 1, len(group), device=device)
         for options in ({"top_p": 0.6}, {"top_k": 300}):
             compare(with_options(vocab, 1, 0, device, **options), misled, edges=1)
 
