@@ -1,11 +1,11 @@
 """First launch of a sampled step: every group's largest logit and mass, and between which logits a threshold must lie.
 
-A program takes CHUNK ids of one line (sampled_parts.py). Relative to its own largest logit a group of 64 ids needs no
+A program takes CHUNK ids of one line (sampled_parts.py). Relative to its own largest logit a group of 32 ids needs no
 other program, so one read of the logits gives the line's largest logit, its normaliser, a greedy row's pick, and bounds
 on the threshold of top-k and top-p; the last program to arrive at a line works them out:
 
 - at most as many groups as ids reach a value, so the k-th largest of the groups' maxima is at most the k-th logit;
-- ids below t weigh at most 64 exp(t) a group, and no more than their group does: where all of them together weigh
+- ids below t weigh at most 32 exp(t) a group, and no more than their group does: where all of them together weigh
   less than top-p may remove, none of them is kept.
 
 Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the law: bounds
@@ -48,11 +48,18 @@ from fastspec.kernels.sampled_parts import (
 )
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor
+WIDE_LAUNCH = {"num_warps": 16}  # of more than WIDE_FROM groups, which would take more registers
+WIDE_FROM = 4096
 DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
-STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 64
+STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
+
+
+def launch_of(groups: int) -> dict[str, int]:
+    """Options of a launch."""
+    return WIDE_LAUNCH if groups > WIDE_FROM else LAUNCH
 
 
 @triton.jit

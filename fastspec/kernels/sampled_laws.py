@@ -313,7 +313,7 @@ def find_laws(
         work.groups,
         *sizes,
         GROUPS=max(16, triton.next_power_of_2(sizes[-1])),
-        **sampled_bounds.LAUNCH,
+        **sampled_bounds.launch_of(sizes[-1]),
         **shared,
     )
     strides = (0, 0) if laws is None else (laws.stride(0), laws.stride(1))
