@@ -49,7 +49,7 @@ from fastspec.kernels.sampled_parts import (
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor
 WIDE_LAUNCH = {"num_warps": 16}  # of more than WIDE_FROM groups, which would take more registers
-WIDE_FROM = 4096
+WIDE_FROM = 2048
 DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
 _GROUP = tl.constexpr(GROUP)

@@ -60,10 +60,11 @@ def search_candidates(
     there = slot < count
     mass = fixed(tl.exp(tl.where(there, value_of(keys), -float("inf")) - largest))
     low = lower
+    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest: fewer steps
     sound = (upper == KEY_OPEN) | ((count_above < top_k) & (top_k > 0)) | (top_k == 0)
     if top_k > 0:
         if count_above + count >= top_k:
-            high = upper - 1
+            high = tl.minimum(upper - 1, top)
             while low < high:
                 middle = (low + high + 1) >> 1
                 enough = count_above + tl.sum((keys >= middle).to(tl.int32), axis=0) >= top_k
@@ -78,7 +79,7 @@ def search_candidates(
         sound = sound & ((upper == KEY_OPEN) | (mass_above < budget))
         reached = mass_above + tl.sum(tl.where(keys >= low, mass, 0), axis=0) >= budget
         sound = sound & (reached | (guessed == 0))
-        high = upper
+        high = tl.minimum(upper, top)
         while low < high:
             middle = (low + high) >> 1
             short = mass_above + tl.sum(tl.where(keys > middle, mass, 0), axis=0) < budget

@@ -32,11 +32,11 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 
 
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
-    most, options = sampled_parts.CANDIDATES, sampled_bounds.launch_of(4096)
-    # the groups of 128256 ids, and of 256000 where every place is judged: a draft's
-    yield sampled_bounds._bounds_kernel, {"GROUPS": 4096, "MOST": most, "STOPS": STOPS}, options
-    every = {"GROUPS": 8192, "MOST": most, "STOPS": STOPS, "counts_ptr": None}
-    yield sampled_bounds._bounds_kernel, every, sampled_bounds.launch_of(8192)
+    most = sampled_parts.CANDIDATES
+    # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
+    for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None})):
+        constants = {"GROUPS": groups, "MOST": most, "STOPS": STOPS, **absent}
+        yield sampled_bounds._bounds_kernel, constants, sampled_bounds.launch_of(groups)
     for absent in ({}, {"counts_ptr": None, "q_ptr": None}):
         constants = {"MOST": most, "FEW": sampled_laws.FEW, "STOPS": STOPS, **absent}
         yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
