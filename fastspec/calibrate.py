@@ -230,7 +230,8 @@ def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int)
     found = {}
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs)
+            longest = max(request.limit for request in requests)
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, longest)
             found[k] = engine.part_seconds(bucket, shape, _REPEATS)
     return found
 

@@ -24,6 +24,10 @@ from fastspec.step import Parts, prefill, score, step
 
 _MEANS = 3  # of each time
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
+_ROOM, _MORE = (
+    4096,
+    4,
+)  # tokens that the shortest rows' captured steps have room for; each further kind has more times it
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
@@ -68,8 +72,18 @@ class Engine:
     def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int) -> StepShape:
         """The shape of a step over rows of at most `longest` tokens."""
         if self.runner.static:
-            longest = self.state.tokens.shape[1]  # whatever the rows' lengths, the launch is the same
+            longest = self.room(longest)  # so that few kinds of launches serve all lengths
         return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs, self.verification)
+
+    def room(self, longest: int) -> int:
+        """Tokens a row that a captured step over rows of at most `longest` tokens has room for.
+
+        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle.
+        """
+        room, most = _ROOM, self.state.tokens.shape[1]
+        while room < longest:
+            room *= _MORE
+        return room if 2 * room < most else most
 
     def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of one row that ends before position `upto`."""
@@ -85,17 +99,19 @@ class Engine:
         """Those that steps of up to `max_rows` rows come to, ascending."""
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
-    def typical_shape(self, k: int, sampler: str, top_logprobs: int | None) -> StepShape:
-        """A step over rows of a usual length."""
-        return self.shape(k, sampler, top_logprobs, min(_USUAL_LENGTH, self.state.tokens.shape[1]))
+    def typical_shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0) -> StepShape:
+        """A step of a call whose rows may get `longest` tokens: captured as such, else over rows of a usual length."""
+        if not self.runner.static:
+            longest = min(_USUAL_LENGTH, self.state.tokens.shape[1])
+        return self.shape(k, sampler, top_logprobs, longest)
 
     def launch(self, rows: int, shape: StepShape) -> int:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
-        return self.ring.count(lambda: self.runner.run(key_of(rows, shape), self._body(rows, shape)))
+        return self.ring.count(lambda: self.runner.run(self.key_of(rows, shape), self._body(rows, shape)))
 
     def capture(self, rows: int, shape: StepShape) -> None:
         """Makes the runner ready for such a step."""
-        self.runner.capture(key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
+        self.runner.capture(self.key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
 
     def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
         """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
@@ -151,7 +167,7 @@ class Engine:
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes at least, when none of its rows runs; waits for the device."""
         with self._idle(rows):
-            return min(self._timed(key_of(rows, shape), self._body(rows, shape), repeats))
+            return min(self._timed(self.key_of(rows, shape), self._body(rows, shape), repeats))
 
     def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
         """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
@@ -164,7 +180,7 @@ class Engine:
             parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
         taken = {}
         for name, part in parts.items():
-            key, body = f"{name}: {key_of(rows, shape)}", partial(_forget, part)
+            key, body = f"{name}: {self.key_of(rows, shape)}", partial(_forget, part)
             self.runner.capture(key, body, lambda: self._idle(rows))
             taken[name] = statistics.median(self._timed(key, body, repeats))
         return taken.get("draft", 0.0), taken["score"]
@@ -188,16 +204,23 @@ class Engine:
             self.ring.resync()
 
     def missing(
-        self, max_rows: int, ks: Iterable[int], sampler: str, top_logprobs: int | None
+        self, max_rows: int, ks: Iterable[int], sampler: str, top_logprobs: int | None, longest: int = 0
     ) -> list[tuple[int, StepShape]]:
-        """The steps that up to `max_rows` rows may come to and that are still to be captured.
+        """The steps that up to `max_rows` rows of up to `longest` tokens may come to and that are still to be captured.
 
         Largest first: their graphs share one pool.
         """
         sizes = reversed(self.buckets(max_rows))
-        shapes = [self.shape(k, sampler, top_logprobs, 0) for k in sorted(set(ks), reverse=True)]
+        shapes = [self.shape(k, sampler, top_logprobs, longest) for k in sorted(set(ks), reverse=True)]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
-        return [(rows, shape) for rows, shape in steps if not self.runner.ready(key_of(rows, shape))]
+        return [(rows, shape) for rows, shape in steps if not self.runner.ready(self.key_of(rows, shape))]
+
+    def key_of(self, rows: int, shape: StepShape) -> str:
+        """All that differs between captured steps of this engine."""
+        recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
+        several = self.room(0) < self.state.tokens.shape[1]
+        room = f", {shape.num_blocks * KEY_BLOCK} positions" if several else ""
+        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}"
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
         view = self.state.rows(0, rows)
@@ -220,12 +243,6 @@ def _forget(part: Callable[[], object]) -> None:
 
 def _prompt_key(chunk: int, draft: bool) -> str:
     return f"prompt, {chunk} tokens" + (", of the draft" if draft else "")
-
-
-def key_of(rows: int, shape: StepShape) -> str:
-    """All that differs between steps of one engine whose launch does not depend on lengths."""
-    recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
-    return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}"
 
 
 def next_chunk(sizes: tuple[int, ...], remaining: int) -> int:

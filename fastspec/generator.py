@@ -33,7 +33,7 @@ from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.base import GREEDY, SAMPLERS, Proposer
 from fastspec.proposers.choose import check
 from fastspec.readying import decode, make_ready
-from fastspec.settings import announce, settings_of
+from fastspec.settings import announce, check_range, settings_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
 
@@ -284,10 +284,11 @@ class FastSpecGenerator:
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         choice = self._drafting.every(chosen)
         with self._in_use() as engine:
-            make_ready(engine, min(len(requests), self._settings.layout.batch), choice, progress=self._progress)
+            rows, longest = min(len(requests), self._settings.layout.batch), calls.longest(requests)
+            make_ready(engine, rows, choice, longest, progress=self._progress)
             return calibrate(engine, requests, chosen.stop_ids, choice)
 
-    def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY) -> None:
+    def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
 
         With "auto" that is every k it chooses from, and what their steps take is measured. The constructor does this
@@ -297,15 +298,17 @@ class FastSpecGenerator:
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
+            length: tokens of the longest row, prompt and output; up to 4096 share one kind of step.
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
+        check_range("length", length, 0, self.max_length)
         choice = self._drafting.ahead(num_speculative_tokens, sampler)
         with self._in_use() as engine:
-            make_ready(engine, self._settings.layout.batch, choice, progress=self._progress, prompts=True)
+            make_ready(engine, self._settings.layout.batch, choice, length, progress=self._progress, prompts=True)
 
     def _prepare(
         self,
@@ -349,7 +352,7 @@ class FastSpecGenerator:
         choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, progress=self._progress)
+            make_ready(engine, rows, choice, calls.longest(requests), progress=self._progress)
             yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 

@@ -163,6 +163,7 @@ class DecodeLoop:
         self._engine = engine
         self._top_logprobs = top_logprobs
         self._requests = requests
+        self._longest = max((request.limit for request in requests), default=0)
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
@@ -216,6 +217,8 @@ class DecodeLoop:
         rows = self._engine.bucket(max(self._rows) + 1)
         ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
         longest = max(request.length for request in requests.values()) + ahead
+        if self._engine.runner.static:
+            longest = self._longest  # one kind of step for the whole call
         shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended

@@ -11,20 +11,23 @@ from fastspec.engine import Engine
 from fastspec.loop import DecodeLoop, Request
 
 
-def make_ready(engine: Engine, rows: int, choice: Choice, *, progress: bool, prompts: bool = False) -> None:
+def make_ready(
+    engine: Engine, rows: int, choice: Choice, longest: int, *, progress: bool, prompts: bool = False
+) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
 
     Args:
         engine: of the generator.
         rows: at once.
         choice: drafts of the call.
+        longest: tokens that its rows may get.
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
     """
-    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs)
+    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, longest)
     if engine.runner.static and missing:
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
@@ -35,7 +38,7 @@ def make_ready(engine: Engine, rows: int, choice: Choice, *, progress: bool, pro
         if prompts:
             engine.capture_prompts()
     if choice.controller is not None:
-        _time(engine, rows, choice, progress)
+        _time(engine, rows, choice, longest, progress)
 
 
 def decode(
@@ -49,7 +52,7 @@ def decode(
     )
 
 
-def _time(engine: Engine, rows: int, choice: Choice, progress: bool) -> None:
+def _time(engine: Engine, rows: int, choice: Choice, longest: int, progress: bool) -> None:
     """Lets the controller know what steps take, as far as it does not."""
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
@@ -61,5 +64,5 @@ def _time(engine: Engine, rows: int, choice: Choice, progress: bool) -> None:
     bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
     with engine.on_device():
         for size, k in bar:
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs)
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, longest)
             controller.know({(size, k): engine.seconds(size, shape, repeats)})

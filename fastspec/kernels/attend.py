@@ -225,9 +225,7 @@ class AttendWork:
 
 def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
-    if max_positions <= 4096:
-        return 128
-    return 256 if max_positions <= 16384 else 1024
+    return 128 if max_positions <= 4096 else 256
 
 
 def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:

@@ -269,9 +269,8 @@ def combine(
 ):
     """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
     lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
-    # two rows in a lane: a wait for memory brings twice as much
-    layout: gl.constexpr = gl.BlockedLayout([2, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
-    M: gl.constexpr = WARPS * lanes[0] * 2
+    layout: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
+    M: gl.constexpr = WARPS * lanes[0]
     source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
     for first_row in range(row_start, row_stop, M):
         row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.engine import Engine, key_of
+from fastspec.engine import Engine
 from fastspec.graphs.ring import SLOTS
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
@@ -86,7 +86,7 @@ class Trial:
         self.engine, self._prompt, self._new = engine, prompt, new
         self.graphs: dict[str, Any] = engine.runner._graphs  # type: ignore[attr-defined]
         shape = engine.shape(engine.max_drafts, GREEDY, None, 0)
-        self.key = key_of(1, shape)
+        self.key = engine.key_of(1, shape)
         engine.capture(1, shape)
         self.plain = Step(engine._body(1, shape), self.graphs[self.key].graph)
         self.stamps = torch.zeros(STAMPS, dtype=torch.int64, device=engine.state.finish.device)

@@ -38,7 +38,7 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
         constants = {"GROUPS": groups, "MOST": most, "STOPS": STOPS, **absent}
         yield sampled_bounds._bounds_kernel, constants, sampled_bounds.launch_of(groups)
     for absent in ({}, {"counts_ptr": None, "q_ptr": None}):
-        constants = {"MOST": most, "FEW": sampled_laws.FEW, "STOPS": STOPS, **absent}
+        constants = {"MOST": most, "FEW": sampled_laws.FEW, "PAIRED": sampled_laws.PAIRED, "STOPS": STOPS, **absent}
         yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
 
 

@@ -32,6 +32,7 @@ class Recorder(EagerRunner):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.keys: list[str] = []
+        self.ran: list[str] = []
 
     def ready(self, key: str) -> bool:
         return key in self.keys
@@ -52,6 +53,7 @@ class Recorder(EagerRunner):
 
     def run(self, key: str, body: Callable[[], None]) -> None:
         assert key in self.keys, f"{key} was not captured"
+        self.ran.append(key)
         body()
 
 
@@ -123,6 +125,29 @@ def test_nothing_is_missing_once_it_was_captured(sampler: str) -> None:
         assert engine.missing(4, {4, 0}, sampler, None) == []
     assert len(engine.missing(4, {4, 0}, sampler, 2)) == 6
     assert len(engine.missing(4, {3}, sampler, None)) == 3
+
+
+def test_long_rows_have_steps_of_their_own() -> None:
+    """A launch as wide as the longest row there may be is for calls that may come to such rows."""
+    runner = Recorder()
+    engine = replace(tiny_engine(batch=1, max_length=40_000), runner=runner)
+    rooms = [engine.room(longest) for longest in (0, 4096, 4097, 16384, 16385, 40_000)]
+    assert rooms == [4096, 4096, 16384, 16384, 40_001, 40_001]
+    for rows, shape in engine.missing(1, {4}, GREEDY, None, 100):
+        engine.capture(rows, shape)
+    assert engine.missing(1, {4}, GREEDY, None, 4096) == []
+    assert len(engine.missing(1, {4}, GREEDY, None, 4097)) == 1
+    assert runner.keys == ["1 rows, k = 4, greedy, 4352 positions"]
+
+    requests = [Request([1, 2], cap, ROWS[0]) for cap in (3, 5000)]
+    for rows, shape in engine.missing(1, {4}, GREEDY, None, requests[1].limit):
+        engine.capture(rows, shape)
+    loop = iter(DecodeLoop(engine, requests, (), GREEDY, lambda made: 4))
+    for _ in range(5):
+        next(loop)
+    assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16640 positions"}
+    short = replace(tiny_engine(batch=1, max_length=5000), runner=runner)
+    assert short.room(0) == short.room(5000) == 5001
 
 
 def test_options_compile_nothing_anew() -> None:
