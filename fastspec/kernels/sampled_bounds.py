@@ -44,14 +44,17 @@ from fastspec.kernels.sampled_parts import (
     UPPER,
     key_of,
     scaled,
+    value_of,
     view_of,
 )
+from fastspec.kernels.sampled_search import added, largest_with
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor
 WIDE_LAUNCH = {"num_warps": 16}  # of more than WIDE_FROM groups, which would take more registers
 WIDE_FROM = 2048
 DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
+PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -63,57 +66,49 @@ def launch_of(groups: int) -> dict[str, int]:
 
 
 @triton.jit
-def largest_with(keys, weights, least):
-    """The largest key t, int64, for which `weights` of keys >= t sum to at least `least`; the lowest if none does."""
-    low = tl.zeros([], tl.int64) + KEY_LOWEST
-    high = tl.zeros([], tl.int64) + KEY_OPEN
-    while low < high:
-        middle = (low + high + 1) >> 1
-        enough = tl.sum(tl.where(keys >= middle, weights, 0), axis=0) >= least
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
+def _narrowed(low, high, light):
+    """The part of [low, high] between the last of evenly spaced pivots that is light, and the next."""
+    step = (high - low) / (PIVOTS + 1)
+    number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
+    return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
 
 
 @triton.jit
-def _largest_below(x, weights, caps, largest, most):
-    """A value t: what lies below it weighs at most `most`, by weights of groups whose maxima are x.
+def _largest_below(x, weights, groups, largest, most):
+    """A value t: what lies below it weighs at most `most`, by weights of groups whose maxima are x [1, N].
 
-    Ids of a group whose maximum is at least t weigh at most its weight, and at most caps * exp(t - largest).
+    Ids of a group whose maximum is at least t weigh at most its weight, and at most 32 exp(t - largest).
     """
-    low, high = largest - 60.0, largest
-    for _ in range(20):
-        middle = 0.5 * (low + high)
-        below = tl.where(x < middle, weights, tl.minimum(weights, caps * tl.exp(middle - largest)))
-        light = tl.sum(below, axis=0) <= most
-        low = tl.where(light, middle, low)
-        high = tl.where(light, high, middle)
+    low = largest + tl.minimum(tl.log(most / (groups * _GROUP)), 0.0)
+    high = largest
+    for _ in range(3):
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
+        parts = tl.minimum(weights, tl.exp(pivots - largest)[:, None] * _GROUP)
+        below = tl.sum(tl.where(x < pivots[:, None], weights, parts), axis=1)
+        low, high = _narrowed(low, high, below <= most)
     return low
 
 
 @triton.jit
-def _quantile(keys, weights, most):
-    """The largest key t, int64, for which `weights` of keys < t sum to at most `most`."""
-    low = tl.zeros([], tl.int64) + KEY_LOWEST
-    high = tl.zeros([], tl.int64) + KEY_OPEN
-    while low < high:
-        middle = (low + high + 1) >> 1
-        light = tl.sum(tl.where(keys < middle, weights, 0.0), axis=0) <= most
-        low = tl.where(light, middle, low)
-        high = tl.where(light, high, middle - 1)
-    return low
+def _quantile(x, weights, most, low, high):
+    """Values about the largest t in [low, high] for which `weights` of x < t sum to at most `most`: below and above."""
+    for _ in range(4):
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
+        below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
+        low, high = _narrowed(low, high, below <= most)
+    return low, high
 
 
 @triton.jit
 def _guessed(view, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, MOST, STOPS):
     """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
-    group = tl.arange(0, GROUPS)
+    group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view, tl.where(group < groups, group * _GROUP + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
     room = tl.maximum(tl.zeros([], tl.int32) + MOST * 4 // 5 // _GROUP, 1)  # samples of what can be held
     low, high = lower, upper
-    if tl.sum((keys >= lower).to(tl.int32), axis=0) > room:
+    if added((keys >= lower).to(tl.int32)) > room:
         if top_k > 0:
             rank = top_k.to(tl.float32) / _GROUP
             reach = DEVIATIONS * tl.sqrt(rank) + 2.0
@@ -123,11 +118,15 @@ def _guessed(view, lower, upper, largest, normaliser, top_k, top_p, groups, GROU
         else:
             weights = tl.exp(x - largest) * _GROUP
             light = (1.0 - top_p) * normaliser
-            below = tl.where(keys < _quantile(keys, weights, light), weights, 0.0)
-            error = DEVIATIONS * tl.sqrt(tl.sum(below * below, axis=0)) / tl.maximum(tl.sum(below, axis=0), 1e-30)
-            low = _quantile(keys, weights, light * (1.0 - error))
-            high = tl.where(error > 0, _quantile(keys, weights, light * (1.0 + error)) + 1, upper)
-            if tl.sum(((keys >= low) & (keys < high)).to(tl.int32), axis=0) > room:
+            least = value_of(lower.to(tl.int32))
+            edge, _ = _quantile(x, weights, light, least, largest)
+            below = tl.where(x < edge, weights, 0.0)
+            error = DEVIATIONS * tl.sqrt(added(below * below)) / tl.maximum(added(below), 1e-30)
+            under, _ = _quantile(x, weights, light * (1.0 - error), least, edge)
+            _, over = _quantile(x, weights, light * (1.0 + error), edge, largest)
+            low = key_of(under).to(tl.int64)
+            high = tl.where(error > 0, key_of(over).to(tl.int64) + 1, upper)
+            if added(((keys >= low) & (keys < high)).to(tl.int32)) > room:
                 # few ids hold most of the mass: the likeliest ones, as many as can be held
                 low, high = largest_with(keys, ones, room), upper
         low = tl.maximum(low, KEY_LOWEST + 1)
@@ -151,11 +150,12 @@ def _bounded(view, tops, masses, largest, normaliser, top_k, top_p, min_p, group
     elif limits_p:
         # a little less, for sums of groups are rounded
         most = (1.0 - top_p) * normaliser * 0.999
-        lower = tl.maximum(lower, key_of(_largest_below(tops, masses, _GROUP * 1.0, largest, most)).to(tl.int64))
+        under = _largest_below(tops, masses, groups, largest, most)
+        lower = tl.maximum(lower, key_of(under).to(tl.int64))
     lower = tl.maximum(lower, floor)
     if (limits_k | limits_p) == 0:
         upper = lower  # nothing to look for: all from here on are taken together
-    elif (tl.sum((keys >= lower).to(tl.int32), axis=0) * _GROUP > MOST) & ((limits_k & limits_p) == 0):
+    elif (added((keys >= lower).to(tl.int32)) * _GROUP > MOST) & ((limits_k & limits_p) == 0):
         asked = tl.where(limits_k, top_k, 0)
         lower, upper, guessed = _guessed(
             view, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, MOST, STOPS
@@ -192,10 +192,10 @@ def _describe(
 ):
     """Stores the record of a line whose groups are complete."""
     vocab = view[13]
-    group = tl.arange(0, GROUPS)
+    group = tl.arange(0, GROUPS)[None, :]
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"), cache_modifier=".cg")
     masses = tl.load(masses_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
-    largest = tl.max(tops, axis=0)
+    largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
     upper, guessed, best = lower, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     kind = tl.zeros([], tl.int32) + KNOWN
@@ -204,12 +204,12 @@ def _describe(
         kind = tl.zeros([], tl.int32) + BROKEN
     elif temperature <= 0:
         kind = tl.zeros([], tl.int32) + GREEDY
-        holder = tl.min(tl.where(tops == largest, group, GROUPS), axis=0)
+        holder = tl.min(tl.min(tl.where(tops == largest, group, GROUPS), axis=1), axis=0)
         index = holder * _GROUP + tl.arange(0, _GROUP)
         best = tl.min(tl.where(scaled(view, index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
     else:
         masses = masses * tl.exp(tops - largest)
-        normaliser = tl.sum(masses, axis=0)
+        normaliser = added(masses)
         if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0):
             kind = tl.zeros([], tl.int32) + SEARCHED
             lower, upper, guessed = _bounded(

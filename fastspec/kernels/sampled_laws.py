@@ -57,7 +57,7 @@ from fastspec.kernels.sampled_parts import (
     scaled,
     view_of,
 )
-from fastspec.kernels.sampled_search import fixed, normaliser_of, search_candidates, search_line
+from fastspec.kernels.sampled_search import PAIRED, fixed, normaliser_of, search_candidates, search_line
 
 LAUNCH = {"num_warps": 16}
 FEW = 1024  # candidates that are looked at in one smaller piece
@@ -116,7 +116,7 @@ def _note(view, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CH
 
 
 @triton.jit
-def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUNK, MOST, FEW, STOPS):
+def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUNK, MOST, FEW, PAIRED, STOPS):
     """Completes the record of a line whose candidates are all noted."""
     vocab = view[13]
     largest = tl.load(record_ptr + MAX).to(tl.float32, bitcast=True)
@@ -130,15 +130,20 @@ def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUN
     kept_above = tl.load(counters_ptr + KEPT_ABOVE, cache_modifier=".cg")
     top_k = tl.where(top_k < vocab, top_k, 0)
     key, cut, mass, sound = lower.to(tl.int32), vocab, kept_above, count <= MOST
-    if count <= FEW:
+    if count <= PAIRED:
         key, cut, mass, sound = search_candidates(
             *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
-            *(top_k, top_p, min_p, vocab, MOST, FEW),
+            *(top_k, top_p, min_p, vocab, MOST, PAIRED, True),
+        )
+    elif count <= FEW:
+        key, cut, mass, sound = search_candidates(
+            *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
+            *(top_k, top_p, min_p, vocab, MOST, FEW, False),
         )
     elif count <= MOST:
         key, cut, mass, sound = search_candidates(
             *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
-            *(top_k, top_p, min_p, vocab, MOST, MOST),
+            *(top_k, top_p, min_p, vocab, MOST, MOST, False),
         )
     if sound == 0:
         key, cut, mass = search_line(view, largest, total, top_k, top_p, min_p, CHUNK, STOPS)
@@ -208,6 +213,7 @@ def _laws_kernel(
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
     FEW: tl.constexpr,
+    PAIRED: tl.constexpr,
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -263,7 +269,10 @@ def _laws_kernel(
             last = arrived == tl.num_programs(0) - 1
             if last:
                 top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-                _settle(view, record_ptr, line_counters, line_found, top_k, top_p, min_p, CHUNK, MOST, FEW, STOPS)
+                _settle(
+                    *(view, record_ptr, line_counters, line_found, top_k, top_p, min_p),
+                    *(CHUNK, MOST, FEW, PAIRED, STOPS),
+                )
                 tl.store(line_counters + ARRIVED, 0)
                 tl.debug_barrier()  # the record is read by every thread below
         if last & (place < drafts):
@@ -325,6 +334,7 @@ def find_laws(
         *sizes,
         *(drafts, *strides),
         FEW=min(FEW, most),
+        PAIRED=min(PAIRED, most),
         **LAUNCH,
         **shared,
     )

@@ -1,5 +1,8 @@
 """The threshold of a line's law: among the candidates near it, or by reading all of the line when they do not tell.
 
+A step that waits for a sum of all threads takes 0.4 us, so few are taken: several pivots are tried in each, and no more
+of them once one candidate is left; few candidates are compared in pairs, all at once.
+
 All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A law
 is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal it up to id
 `cut`, and of these what is at least min_p of the largest (`sampled_parts.kept`).
@@ -12,6 +15,7 @@ import triton.language as tl
 
 from fastspec.kernels.sampled_parts import KEY_LOWEST, KEY_OPEN, NO_UNIT, UNIT, kept, key_of, scaled, value_of
 
+PAIRED = 128  # candidates that are compared in pairs
 COUNT_FINITE, FIND_KTH, FIND_EDGE, COUNT_EQUALS, CUT_EQUALS, SUM_UP = map(tl.constexpr, range(6))
 
 
@@ -36,6 +40,100 @@ def budget_of(total, top_p):
 
 
 @triton.jit
+def added(values):
+    """The sum of [1, N]."""
+    return tl.sum(tl.sum(values, axis=1), axis=0)
+
+
+@triton.jit
+def largest_with(keys, weights, least):
+    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
+    PIVOTS: tl.constexpr = 8 if keys.shape[1] <= 4096 else 1
+    low = tl.zeros([], tl.int64) + KEY_LOWEST
+    reached = added(weights)  # by keys >= low
+    high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
+    high = tl.maximum(high, low)
+    while (low < high) & (reached > least):
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * step
+        sums = tl.sum(tl.where(keys >= pivots.to(tl.int32)[:, None], weights, 0), axis=1)
+        enough = (sums >= least) & (pivots <= high)
+        reached = tl.min(tl.where(enough, sums, reached), axis=0)
+        low += tl.sum(enough.to(tl.int32), axis=0) * step
+        high = tl.minimum(high, low + step - 1)
+    if low < high:
+        # as many as are wanted are left: the least of them
+        left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
+        low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
+    return low
+
+
+@triton.jit
+def _edge(keys, mass, budget, low, high, PIVOTS: tl.constexpr):
+    """The smallest key t, int64 in [low, high], such that keys [1, N] > t weigh less than the budget."""
+    if added(tl.where(keys > low, mass, 0)) < budget:
+        high = low
+    reach = added((keys >= low).to(tl.int32))  # keys from low on
+    beyond = reach * 0  # keys above high
+    while (low < high) & (reach - beyond > 1):
+        step = (high - low + 1 + PIVOTS) // (PIVOTS + 1)
+        pivots = low - 1 + (tl.arange(0, PIVOTS) + 1) * step
+        above = keys > pivots.to(tl.int32)[:, None]
+        sums = tl.sum(tl.where(above, mass, 0), axis=1)
+        counts = tl.sum(above.to(tl.int32), axis=1)
+        short = (sums < budget) | (pivots >= high)
+        reach = tl.min(tl.where(short, reach, counts), axis=0)
+        beyond = tl.max(tl.where(short & (pivots < high), counts, beyond), axis=0)
+        low += (PIVOTS - tl.sum(short.to(tl.int32), axis=0)) * step
+        high = tl.minimum(high, low + step - 1)
+    if low < high:
+        # the weight changes at keys only, and one is left
+        left = tl.where((keys >= low) & (keys <= high), keys, 0x7FFFFFFF)
+        low = tl.minimum(tl.min(tl.min(left, axis=1), axis=0).to(tl.int64), high)
+    return low
+
+
+@triton.jit
+def _kth_by_halves(keys, least, low, high):
+    """`largest_with` in [low, high] of so many keys that only one pivot fits in registers."""
+    while low < high:
+        middle = (low + high + 1) >> 1
+        enough = added((keys >= middle.to(tl.int32)).to(tl.int32)) >= least
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _edge_by_halves(keys, mass, budget, low, high):
+    """`_edge`, likewise."""
+    while low < high:
+        middle = (low + high) >> 1
+        short = added(tl.where(keys > middle.to(tl.int32), mass, 0)) < budget
+        high = tl.where(short, middle, high)
+        low = tl.where(short, low, middle + 1)
+    return low
+
+
+@triton.jit
+def _paired_kth(keys, others, least):
+    """The largest of keys [1, N] that at least `least` of the others [N, 1], the same ones, reach."""
+    ranks = tl.sum((others >= keys).to(tl.int32), axis=0)[None, :]
+    left = tl.where(ranks >= least, keys, -2147483648)
+    return tl.max(tl.max(left, axis=1), axis=0).to(tl.int64)
+
+
+@triton.jit
+def _paired_edge(keys, mass, others, largest, budget, low, high):
+    """`_edge`, all candidates against the others [N, 1], the same ones."""
+    weights = fixed(tl.exp(tl.where(others > KEY_LOWEST, value_of(others), -float("inf")) - largest))
+    above = tl.sum(tl.where(others > keys, weights, 0), axis=0)[None, :]
+    left = tl.where((keys > low) & (above < budget), keys, 0x7FFFFFFF)
+    first = tl.minimum(tl.min(tl.min(left, axis=1), axis=0).to(tl.int64), high)
+    return tl.where(added(tl.where(keys > low, mass, 0)) < budget, low, first)
+
+
+@triton.jit
 def search_candidates(
     found_ptr,
     largest,
@@ -53,43 +151,49 @@ def search_candidates(
     vocab,
     MOST: tl.constexpr,
     SIZE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):
     """(key, cut, fixed-point normaliser, whether these hold) from up to SIZE candidates."""
-    slot = tl.arange(0, SIZE)
-    keys = tl.load(found_ptr + slot, mask=slot < count, other=-2147483648, cache_modifier=".cg")
+    slot = tl.arange(0, SIZE)[None, :]
     there = slot < count
+    keys = tl.load(found_ptr + slot, mask=there, other=-2147483648, cache_modifier=".cg")
     mass = fixed(tl.exp(tl.where(there, value_of(keys), -float("inf")) - largest))
+    if IN_PAIRS:
+        column = tl.arange(0, SIZE)[:, None]
+        others = tl.load(found_ptr + column, mask=column < count, other=-2147483648, cache_modifier=".cg")
     low = lower
-    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest: fewer steps
+    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest
     sound = (upper == KEY_OPEN) | ((count_above < top_k) & (top_k > 0)) | (top_k == 0)
     if top_k > 0:
         if count_above + count >= top_k:
-            high = tl.minimum(upper - 1, top)
-            while low < high:
-                middle = (low + high + 1) >> 1
-                enough = count_above + tl.sum((keys >= middle).to(tl.int32), axis=0) >= top_k
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle - 1)
+            least = (top_k - count_above).to(tl.int32)
+            if IN_PAIRS:
+                low = tl.maximum(low, _paired_kth(keys, others, least))
+            elif SIZE <= 2048:
+                low = tl.maximum(low, largest_with(keys, there.to(tl.int32), least))
+            else:
+                low = _kth_by_halves(keys, least, low, tl.minimum(upper - 1, top))
         else:
             sound = sound & (guessed == 0)
-        total = mass_above + tl.sum(tl.where(keys >= low, mass, 0), axis=0)
+        total = mass_above + added(tl.where(keys >= low, mass, 0))
     cut = vocab
     if top_p < 1.0:
         budget = budget_of(total, top_p)
         sound = sound & ((upper == KEY_OPEN) | (mass_above < budget))
-        reached = mass_above + tl.sum(tl.where(keys >= low, mass, 0), axis=0) >= budget
+        reached = mass_above + added(tl.where(keys >= low, mass, 0)) >= budget
         sound = sound & (reached | (guessed == 0))
-        high = tl.minimum(upper, top)
-        while low < high:
-            middle = (low + high) >> 1
-            short = mass_above + tl.sum(tl.where(keys > middle, mass, 0), axis=0) < budget
-            high = tl.where(short, middle, high)
-            low = tl.where(short, low, middle + 1)
-        above = mass_above + tl.sum(tl.where(keys > low, mass, 0), axis=0)
+        high = tl.maximum(tl.minimum(upper, top), low)
+        if IN_PAIRS:
+            low = _paired_edge(keys, mass, others, largest, budget - mass_above, low, high)
+        elif SIZE <= 2048:
+            low = _edge(keys, mass, budget - mass_above, low, high, 8)
+        else:
+            low = _edge_by_halves(keys, mass, budget - mass_above, low, high)
+        above = mass_above + added(tl.where(keys > low, mass, 0))
         equal = keys == low
         each = fixed(tl.exp(value_of(low.to(tl.int32)) - largest))
         taken = taken_of_equals(each, above, budget)
-        if taken < tl.sum(equal.to(tl.int32), axis=0):
+        if taken < added(equal.to(tl.int32)):
             ids = tl.load(found_ptr + MOST + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
             cut = _id_of_rank(ids, equal, taken, vocab)
     # loaded anew, so that fewer registers are taken meanwhile
@@ -98,7 +202,7 @@ def search_candidates(
     e = tl.exp(value_of(keys) - largest)
     mass = fixed(e)
     keeps = kept(keys, index, e, low, cut, min_p)
-    return low.to(tl.int32), cut, kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0), sound
+    return low.to(tl.int32), cut, kept_above + added(tl.where(keeps, mass, 0)), sound
 
 
 @triton.jit
@@ -107,7 +211,7 @@ def _id_of_rank(ids, equal, rank, vocab):
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
-        enough = tl.sum((equal & (ids <= middle)).to(tl.int32), axis=0) >= rank
+        enough = added((equal & (ids <= middle)).to(tl.int32)) >= rank
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
     return low
