@@ -20,10 +20,10 @@ by an integer counter, combines these in ascending order: FAN splits to a group,
 all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
-model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in
-ascending order, and a block or split that is masked for a row is an exact no-op for it. Nothing is fused behind the
-compiler's back (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits
-whichever kernel writes it, and the torch twin's.
+model alone, blocks and splits lie at absolute positions, sums over them are taken in ascending order, and a block or
+split that is masked for a row is an exact no-op for it. Nothing is fused behind the compiler's back
+(enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits whichever kernel writes
+it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before this one's wait nothing is computed from what
 another kernel writes. Positions and table are peeked at, past L1, to bring keys into L2 while the previous kernel
@@ -63,9 +63,9 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
+SPLIT_KEYS = 512  # of one partial sum, in every cache; part of what the bits of a row depend on
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
-FRAGMENT_SPLIT = 256  # largest split_keys there: its loop over a split is unrolled
-FRAGMENT_WARPS = 4  # along the keys; part of what the bits of a row depend on
+FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
 
 
 @triton.jit(
@@ -223,15 +223,10 @@ class AttendWork:
     partials: Tensor
 
 
-def split_keys_for(max_positions: int) -> int:
-    """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
-    return 128 if max_positions <= 4096 else 256
-
-
 def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
     """Elements of (counters, partials)."""
     num_heads, kv_heads, dim = heads
-    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions))
+    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, SPLIT_KEYS)
     groups = triton.cdiv(splits, FAN.value)
     tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
     return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 1) if splits > 1 else 0
@@ -248,7 +243,7 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
     """
     counters, partials = _sizes(max_rows, max_positions, heads)
     return AttendWork(
-        split_keys_for(max_positions),
+        SPLIT_KEYS,
         torch.zeros(counters, dtype=torch.int32, device=device),
         torch.empty(partials, dtype=torch.float32, device=device),
     )
@@ -300,19 +295,18 @@ def attend(
     return _decode(*tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work)
 
 
-def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, split_keys: int) -> bool:
+def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether a model's decoding passes run as attend_fragments.py, from sm_90 on: never by what a pass holds."""
-    fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS and split_keys <= FRAGMENT_SPLIT
+    fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS
     return fits and has_pdl(device)
 
 
 def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str, int], dict[str, Any]]:
     """(constants, options) of attend_fragments.py for num_rows = Q * H / Hkv; all give a row the same bits."""
-    rows = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
-    across = max(1, rows // 16)
+    rows = 8 if num_rows <= 8 else 16
     ahead = 1 if rows * dim >= 2048 else 2  # as far as registers go
-    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": across, "AHEAD": ahead}
-    return constants, {"num_warps": FRAGMENT_WARPS * across, "maxnreg": MAX_REGISTERS}
+    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": 1, "AHEAD": ahead}
+    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": MAX_REGISTERS}
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -330,7 +324,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     group = num_heads // kv_heads
     sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
     sizes = (num_queries, batch * kv_heads, *sizes, dim**-0.5 * LOG2E, eps)
-    if uses_fragments(qkv.device, qkv.dtype, dim, work.split_keys):
+    if uses_fragments(qkv.device, qkv.dtype, dim):
         kernel: Any = fragment_kernel
         constants, options = fragment_launch(num_queries * group, dim, work.split_keys)
         rows = constants["R"]

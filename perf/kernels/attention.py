@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 32768, 131072])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--splits", type=int, nargs="+", help="keys of a partial sum, in place of split_keys_for's")
+    parser.add_argument("--splits", type=int, nargs="+", help="keys of a partial sum, in place of the library's own")
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
