@@ -1,8 +1,8 @@
 """First launch of a sampled step: every group's largest logit and mass, and between which logits a threshold must lie.
 
-A program takes CHUNK ids of one line (sampled_parts.py). Relative to its own largest logit a group of 32 ids needs no
-other program, so one read of the logits gives the line's largest logit, its normaliser, a greedy row's pick, and bounds
-on the threshold of top-k and top-p; the last program to arrive at a line works them out:
+A program takes CHUNK ids of one line (sampled_parts.py), or several times as many. Relative to its own largest logit a
+group of 32 ids needs no other program, so one read of the logits gives the line's largest logit, its normaliser, a
+greedy row's pick, and bounds on the threshold of top-k and top-p; the last program to arrive at a line works them out:
 
 - at most as many groups as ids reach a value, so the k-th largest of the groups' maxima is at most the k-th logit;
 - ids below t weigh at most 32 exp(t) a group, and no more than their group does: where all of them together weigh
@@ -259,7 +259,7 @@ def _bounds_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    chunk, line = tl.program_id(0), tl.program_id(1)
+    line = tl.program_id(1)
     row, place = line // places, first + line % places
     wanted = tl.load(finish_ptr + row) == RUNNING
     if counts_ptr is not None:
@@ -289,16 +289,19 @@ def _bounds_kernel(
             place,
             vocab,
         )
-        x = scaled(view, chunk * CHUNK + tl.arange(0, CHUNK), STOPS)
-        x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
-        tops = tl.max(x, axis=1)
-        # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line broken, whatever it weighs
-        level = tl.where((tops > -float("inf")) & (tops < float("inf")), tops, 0.0)
-        masses = tl.sum(tl.exp(x - level[:, None]), axis=1)
-        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-        tl.store(tops_ptr + group, tops, mask=group < groups)
-        tl.store(tops_ptr + groups + group, masses, mask=group < groups)
+        temperature = tl.load(temperature_ptr + row)
+        for chunk in range(tl.program_id(0), tl.cdiv(vocab, CHUNK), tl.num_programs(0)):
+            x = scaled(view, chunk * CHUNK + tl.arange(0, CHUNK), STOPS)
+            x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
+            tops = tl.max(x, axis=1)
+            group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+            tl.store(tops_ptr + group, tops, mask=group < groups)
+            if temperature > 0:
+                # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line broken, whatever it weighs
+                level = tl.where((tops > -float("inf")) & (tops < float("inf")), tops, 0.0)
+                masses = tl.sum(tl.exp(x - level[:, None]), axis=1)
+                tl.store(tops_ptr + groups + group, masses, mask=group < groups)
         # the counting thread's release covers its own stores; the barrier hands it those of the others
         tl.debug_barrier()
         arrivals_ptr = counters_ptr + line * _COUNTERS + ARRIVED
@@ -309,7 +312,7 @@ def _bounds_kernel(
                 records_ptr + line * _RECORD,
                 tops_ptr,
                 tops_ptr + groups,
-                tl.load(temperature_ptr + row),
+                temperature,
                 tl.load(top_k_ptr + row),
                 tl.load(top_p_ptr + row),
                 tl.load(min_p_ptr + row),

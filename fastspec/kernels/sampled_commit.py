@@ -126,7 +126,7 @@ def _end_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    chunk, line = tl.program_id(0), tl.program_id(1)
+    line = tl.program_id(1)
     row, at = (line // num_places).to(tl.int64), line % num_places
     running = tl.load(finish_ptr + row) == RUNNING
     counts = tl.minimum(tl.load(counts_ptr + row).to(tl.int32), num_places - 1)
@@ -138,10 +138,7 @@ def _end_kernel(
         law = law_of(row_records + at * _RECORD)
         if law[0] < GREEDY:
             low, high, carried = span(row_records, place, counts, seed, length, RULE, PLACES)
-            group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-            tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-            tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-            if (at >= low) & (at <= high) & (key_of(tl.max(tops, axis=0)) >= law[3]):
+            if (at >= low) & (at <= high):
                 view = view_of(
                     logits_ptr,
                     bias_ptr,
@@ -170,21 +167,29 @@ def _end_kernel(
                 line_q = q_ptr
                 if q_ptr is not None:
                     line_q = q_ptr + row * q_row + at.to(tl.int64) * q_place
-                race(
-                    law,
-                    view,
-                    row_counters + at * _COUNTERS,
-                    line_q,
-                    tl.load(view[4] + at, mask=at < counts, other=-1),
-                    at_place(carried, place, at),
-                    beyond,
-                    seed,
-                    length + at,
-                    chunk * CHUNK,
-                    tl.load(min_p_ptr + row),
-                    CHUNK,
-                    NUM_STOPS,
-                )
+                draft = tl.load(view[4] + at, mask=at < counts, other=-1)
+                c = at_place(carried, place, at)
+                min_p = tl.load(min_p_ptr + row)
+                tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
+                for chunk in range(tl.program_id(0), tl.cdiv(vocab, CHUNK), tl.num_programs(0)):
+                    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+                    tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+                    if key_of(tl.max(tops, axis=0)) >= law[3]:
+                        race(
+                            law,
+                            view,
+                            row_counters + at * _COUNTERS,
+                            line_q,
+                            draft,
+                            c,
+                            beyond,
+                            seed,
+                            length + at,
+                            chunk * CHUNK,
+                            min_p,
+                            CHUNK,
+                            NUM_STOPS,
+                        )
     arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
     if arrived == num_places * tl.num_programs(0) - 1:
         num_drafts = num_places - 1
@@ -266,7 +271,7 @@ def sampled_commit(
     chunk = end_chunk()
     launch(
         _end_kernel,
-        (triton.cdiv(vocab, chunk), batch * places),
+        sampled_parts.grid_of(vocab, chunk, batch * places),
         *source[:12],
         *source[14:],
         rows.seeds,

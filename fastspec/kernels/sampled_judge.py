@@ -97,18 +97,22 @@ def race(law, view, counters_ptr, q_ptr, draft, c, beyond, seed, position, start
     index = start + tl.arange(0, CHUNK)
     p = probabilities(law, view, index, min_p, STOPS)
     time = times(seed, position, TARGET, start, CHUNK)
-    best = winner(p, time, index)
-    if best > 0:
-        tl.atomic_max(counters_ptr + RACE, best, sem="relaxed")
+    weights = p
+    slot_ptr = counters_ptr + RACE
     if beyond:
         q = (index == draft).to(tl.float32)
         if q_ptr is not None:
             q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
         excess = tl.maximum(c * p - q, 0.0)
-        best = winner(excess, time, index)
-        if best > 0:
-            tl.atomic_max(counters_ptr + RACE_BEYOND, best, sem="relaxed")
-            tl.atomic_add(counters_ptr + BEYOND, (tl.sum(excess, axis=0) * SHARE).to(tl.int64), sem="relaxed")
+        share = tl.sum(excess, axis=0)
+        if share > 0:
+            # the race under p counts only where no chunk has any excess
+            tl.atomic_add(counters_ptr + BEYOND, (share * SHARE).to(tl.int64), sem="relaxed")
+            weights = excess
+            slot_ptr = counters_ptr + RACE_BEYOND
+    best = winner(weights, time, index)
+    if best > 0:
+        tl.atomic_max(slot_ptr, best, sem="relaxed")
 
 
 @triton.jit

@@ -220,13 +220,13 @@ def _laws_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    chunk, line = tl.program_id(0), tl.program_id(1)
+    line = tl.program_id(1)
     row, place = (line // places).to(tl.int64), first + line % places
     wanted = tl.load(finish_ptr + row) == RUNNING
     if counts_ptr is not None:
         wanted = wanted & (place <= tl.load(counts_ptr + row))
     record_ptr = records_ptr + line * _RECORD
-    last = wanted & (chunk == 0)
+    last = wanted & (tl.program_id(0) == 0)
     if wanted:
         view = view_of(
             logits_ptr,
@@ -257,13 +257,17 @@ def _laws_kernel(
             line_counters = counters_ptr + line * _COUNTERS
             line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
             lower = tl.load(record_ptr + KEY)
-            group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+            upper = tl.load(record_ptr + UPPER)
+            largest = tl.load(record_ptr + MAX).to(tl.float32, bitcast=True)
             tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-            tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-            if key_of(tl.max(tops, axis=0)) >= lower:
-                largest = tl.load(record_ptr + MAX).to(tl.float32, bitcast=True)
-                upper = tl.load(record_ptr + UPPER)
-                _note(view, chunk * CHUNK, line_counters, line_found, largest, min_p, lower, upper, CHUNK, MOST, STOPS)
+            for chunk in range(tl.program_id(0), tl.cdiv(vocab, CHUNK), tl.num_programs(0)):
+                group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+                tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+                if key_of(tl.max(tops, axis=0)) >= lower:
+                    _note(
+                        *(view, chunk * CHUNK, line_counters, line_found, largest, min_p, lower, upper),
+                        *(CHUNK, MOST, STOPS),
+                    )
             tl.debug_barrier()  # as in sampled_bounds.py
             arrived = tl.atomic_add(line_counters + ARRIVED, 1, sem="acq_rel")
             last = arrived == tl.num_programs(0) - 1
@@ -311,7 +315,7 @@ def find_laws(
     stops = rows.stop_ids.shape[1]
     chunk, most = sampled_parts.CHUNK, work.found.shape[2]
     pdl = has_pdl(logits.device)
-    grid = (triton.cdiv(vocab, chunk), batch * places)
+    grid = sampled_parts.grid_of(vocab, chunk, batch * places)
     shared = {"CHUNK": chunk, "MOST": most, "STOPS": stops, "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
     launch(
         _bounds_kernel,

@@ -19,6 +19,7 @@ from fastspec import verify
 
 GROUP = 32  # neighbouring ids whose largest logit and mass are kept
 CHUNK = 4096  # ids per program
+PROGRAMS = 768  # of a launch with many lines: more of them start later than they would take turns
 MOST_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
 CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly
 OPTIONS = {"enable_fp_fusion": False}
@@ -77,6 +78,11 @@ def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
     """Bytes of `sampled_work`."""
     line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES
     return int(batch * (max_drafts + 1) * line + 8 * batch)
+
+
+def grid_of(vocab: int, chunk: int, lines: int) -> tuple[int, int]:
+    """Programs a line, which take turns at its chunks, and lines."""
+    return max(1, min(triton.cdiv(vocab, chunk), PROGRAMS // lines)), lines
 
 
 def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
@@ -202,7 +208,8 @@ def scaled(view, index, NUM_STOPS: tl.constexpr):
     if view[10]:
         for stop in range(0, NUM_STOPS):
             x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
-    x = tl.div_rn(x, view[11] + tl.zeros_like(x))
+    if view[11] != 1.0:
+        x = tl.div_rn(x, view[11] + tl.zeros_like(x))
     # adding zero makes +0 of -0: equal values have equal keys
     return tl.where(known, tl.where(x == x, x, float("inf")) + 0.0, -float("inf"))
 

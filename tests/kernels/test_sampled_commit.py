@@ -193,6 +193,24 @@ def test_rows_do_not_depend_on_each_other_nor_on_where_they_are(device: str) -> 
 
 
 @pytest.mark.parametrize("device", devices())
+def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many lines a program takes several chunks: the same records to the bit, and the same tokens."""
+    k, vocab = 2, 150 if INTERPRETED else 3000
+    state, _ = mixed_state(5, batch=3, k=k, vocab=vocab, device=device)
+    target, draft = logits_for(5, 3, k, vocab, device)
+    drafted(state, draft, BLOCK)
+    left = []
+    for programs in (1, 18, sampled_parts.PROGRAMS):
+        monkeypatch.setattr(sampled_parts, "PROGRAMS", programs)
+        rows, work = copy_of(state), sampled_work(3, k, vocab, target.device)
+        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, certain=False)
+        assert not work.counters.any()
+        left.append((work.records, rows.block, rows.accepted))
+    for name in range(3):
+        assert all(torch.equal(left[0][name], other[name]) for other in left[1:])
+
+
+@pytest.mark.parametrize("device", devices())
 def test_coupled_text_does_not_depend_on_k(device: str) -> None:
     """The first token of a step is one and the same with drafts, with others, and without."""
     vocab = 80
