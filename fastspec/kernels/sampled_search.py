@@ -219,20 +219,17 @@ def _id_of_rank(ids, equal, rank, vocab):
 
 @triton.jit
 def _read(view, key, cut, largest, min_p, CHUNK: tl.constexpr, STOPS: tl.constexpr):
-    """(count, mass, mass of those that min_p leaves) of all finite logits above `key`, or equal up to id `cut`."""
+    """(count, mass) of all finite logits above `key`, or equal up to id `cut`, that min_p leaves."""
     count = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
-    left = tl.zeros([], tl.int64)
     for start in range(0, view[13], CHUNK):
         index = start + tl.arange(0, CHUNK)
         x = scaled(view, index, STOPS)
-        keys = key_of(x)
         e = tl.exp(x - largest)
-        keeps = kept(keys, index, e, key, cut, 0.0)
+        keeps = kept(key_of(x), index, e, key, cut, min_p)
         count += tl.sum(keeps.to(tl.int32), axis=0)
         mass += tl.sum(tl.where(keeps, fixed(e), 0), axis=0)
-        left += tl.sum(tl.where(keeps & (e >= min_p), fixed(e), 0), axis=0)
-    return count, mass, left
+    return count, mass
 
 
 @triton.jit
@@ -244,11 +241,12 @@ def search_line(view, largest, total, top_k, top_p, min_p, CHUNK: tl.constexpr, 
     """
     vocab = view[13]
     low = tl.zeros([], tl.int64) + KEY_LOWEST + 1
-    high = tl.zeros([], tl.int64) + KEY_OPEN
+    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest
+    high = top
     first, last, cut = vocab * 0, vocab - 1, vocab
     above_count, above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     taken = tl.zeros([], tl.int64)
-    left = tl.zeros([], tl.int64)
+    mass = tl.zeros([], tl.int64)
     edge = tl.where(top_p < 1.0, FIND_EDGE, SUM_UP)
     asked = tl.where(top_k > 0, COUNT_FINITE, edge)
     while asked <= SUM_UP:
@@ -259,7 +257,8 @@ def search_line(view, largest, total, top_k, top_p, min_p, CHUNK: tl.constexpr, 
         among = (first + last) // 2
         upto = tl.where(asked == FIND_EDGE, -1, tl.where(asked == CUT_EQUALS, among, vocab))
         upto = tl.where(asked == SUM_UP, cut, upto)
-        count, mass, left = _read(view, tl.where(bisects, middle, low), upto, largest, min_p, CHUNK, STOPS)
+        relative = tl.where(asked == SUM_UP, min_p, 0.0)
+        count, mass = _read(view, tl.where(bisects, middle, low), upto, largest, relative, CHUNK, STOPS)
         after = asked + (bisects == 0).to(tl.int32)
         if asked == COUNT_FINITE:
             total = mass
@@ -268,7 +267,7 @@ def search_line(view, largest, total, top_k, top_p, min_p, CHUNK: tl.constexpr, 
             enough = count >= top_k
             total = mass
             low = tl.where(bisects & enough, middle, low)
-            high = tl.where(bisects, tl.where(enough, high, middle - 1), KEY_OPEN)
+            high = tl.where(bisects, tl.where(enough, high, middle - 1), top)
             after = tl.where(bisects, FIND_KTH, edge)
         elif asked == FIND_EDGE:
             short = mass < budget_of(total, top_p)
@@ -286,7 +285,7 @@ def search_line(view, largest, total, top_k, top_p, min_p, CHUNK: tl.constexpr, 
             cut = tl.where(first < last, cut, first)
             after = tl.where(first < last, CUT_EQUALS, SUM_UP)
         asked = after
-    return low.to(tl.int32), cut, left
+    return low.to(tl.int32), cut, mass
 
 
 @triton.jit
