@@ -163,6 +163,22 @@ def test_more_candidates_than_fit(options: dict[str, float], device: str, monkey
 
 
 @pytest.mark.parametrize("device", devices())
+def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few candidates in pairs, more by several pivots a step, many by one: the same records to the bit."""
+    smooth = logits_for(2, 2, 1, 120, device, 1.5)[0]
+    for logits in (smooth, smooth.round(), smooth + 100.0):
+        for options in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 90, "top_p": 0.8}, {"top_p": 0.3, "min_p": 0.3}):
+            rows = with_options(120, 2, 1, device, **options)
+            ways = []
+            for paired, few in ((128, 1024), (16, 1024), (16, 16)):
+                monkeypatch.setattr(sampled_laws, "PAIRED", paired)
+                monkeypatch.setattr(sampled_laws, "FEW", few)
+                ways.append(compare(rows, logits, edges=1))
+            assert torch.equal(ways[0][..., :6], ways[1][..., :6])
+            assert torch.equal(ways[0][..., :6], ways[2][..., :6])
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 2500}], ids=str)
 def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law too flat for bounds that are certain: the threshold lies within those that a sample gives."""
