@@ -29,7 +29,7 @@ print("generated")
 
 
 def clean(tool: str, graphs: bool) -> bool:
-    """Whether the tool finds nothing; prints the end of what it said."""
+    """Whether the tool finds nothing; prints the first that it found."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     if not graphs:
@@ -38,7 +38,9 @@ def clean(tool: str, graphs: bool) -> bool:
     run = subprocess.run(
         [*command, sys.executable, "-c", CODE, str(graphs)], env=env, capture_output=True, text=True, check=False
     )
-    print("\n".join((run.stdout + run.stderr).splitlines()[-20:]))
+    said = (run.stdout + run.stderr).splitlines()
+    found = [line for line in said if line.startswith("=========")]
+    print("\n".join(found[:40] or said[-20:]))
     return run.returncode == 0 and "generated" in run.stdout
 
 

@@ -7,6 +7,7 @@ runner, allocate nothing it needs later, and read nothing back to the host.
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -235,6 +236,8 @@ class GraphRunner:
             for _ in range(warm_ups):
                 body()
             torch.cuda.current_stream(self._device).synchronize()
+            collecting = gc.isenabled()
+            gc.disable()  # what others left to the collector may, as it goes, call what a capture forbids
             try:
                 # other threads may go on calling CUDA meanwhile
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -242,6 +245,8 @@ class GraphRunner:
                 with torch.cuda.nvtx.range(f"capture: {key}") if self._nvtx else nullcontext():
                     body()
             finally:
+                if collecting:
+                    gc.enable()
                 graph.capture_end()
             kept = torch.cuda.memory_allocated(self._device) - held
             if kept > 0:

@@ -20,10 +20,10 @@ by an integer counter, combines these in ascending order: FAN splits to a group,
 all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
-model alone, blocks and splits lie at absolute positions, sums over them are taken in ascending order, and a block or
-split that is masked for a row is an exact no-op for it. Nothing is fused behind the compiler's back
-(enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits whichever kernel writes
-it, and the torch twin's.
+model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
+order, and a block or split that is masked for a row is an exact no-op for it. Nothing is fused behind the compiler's
+back (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits whichever kernel
+writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before this one's wait nothing is computed from what
 another kernel writes. Positions and table are peeked at, past L1, to bring keys into L2 while the previous kernel
@@ -63,7 +63,6 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
-SPLIT_KEYS = 512  # of one partial sum, in every cache; part of what the bits of a row depend on
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
 FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
 
@@ -223,10 +222,17 @@ class AttendWork:
     partials: Tensor
 
 
+def split_keys_for(max_positions: int) -> int:
+    """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
+    if max_positions <= 4096:
+        return 128
+    return 256 if max_positions <= 16384 else 512
+
+
 def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
     """Elements of (counters, partials)."""
     num_heads, kv_heads, dim = heads
-    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, SPLIT_KEYS)
+    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions))
     groups = triton.cdiv(splits, FAN.value)
     tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
     return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 1) if splits > 1 else 0
@@ -243,7 +249,7 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
     """
     counters, partials = _sizes(max_rows, max_positions, heads)
     return AttendWork(
-        SPLIT_KEYS,
+        split_keys_for(max_positions),
         torch.zeros(counters, dtype=torch.int32, device=device),
         torch.empty(partials, dtype=torch.float32, device=device),
     )

@@ -34,7 +34,7 @@ def entries(arch: int) -> Iterator[Entry]:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
-        for rows, split in ((8, 512), (16, 512), (16, 128)):
+        for rows, split in ((8, 128), (16, 128), (16, 256), (8, 512), (16, 512)):
             constants, options = attend.fragment_launch(rows, dim, split)
             for variant in (PLAIN, FULL):
                 yield _entry(fragment_kernel, 2, constants, options, variant, arch)

@@ -299,7 +299,7 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads
-    split_keys = attention.SPLIT_KEYS
+    split_keys = attention.split_keys_for(positions)
     splits = -(-positions // split_keys)
     groups = -(-splits // attention.FAN.value)
     for batch, queries in ((1, 17), (1, 1), (5, 6), (64, 2)):

@@ -116,8 +116,8 @@ def test_drafts_of_the_targets_own_law_are_all_accepted(options: dict[str, float
 
 @pytest.mark.parametrize("device", devices())
 def test_tokens_follow_their_law(device: str) -> None:
-    """Rows that differ in their seeds alone, as many draws of one law; a law that is off by 5% would show on CUDA."""
-    draws, vocab = (100, 6) if INTERPRETED else (200_000, 6)
+    """Rows that differ in their seeds alone, as many draws of one law; a law that is off by 10% would show on CUDA."""
+    draws, vocab = (100, 6) if INTERPRETED else (60_000, 6)  # no axis of a grid but the first has more than 65535
     rows = plain_state(draws, 1, vocab, device)
     rows.top_k.fill_(5)
     rows.temperature.fill_(0.8)
