@@ -204,7 +204,9 @@ class DecodeLoop:
 
     def _launch(self) -> bool:
         """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
-        if not any(self._may_go_on(index) for index in self._rows.values()):
+        # ahead of others only where a row needs it whatever those accept: a step for nothing holds up what comes next
+        needed = self._goes_on if self._launched else self._may_go_on
+        if not any(needed(index) for index in self._rows.values()):
             return False
         requests = {row: self._requests[index] for row, index in self._rows.items()}
         k, drafting = self._drafts(requests)
@@ -266,6 +268,11 @@ class DecodeLoop:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
         launched = sum(index in step.requests.values() for step in self._launched)
         return self._requests[index].length + launched < self._requests[index].limit
+
+    def _goes_on(self, index: int) -> bool:
+        """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
+        emitted = sum(step.k + 1 for step in self._launched if index in step.requests.values())
+        return self._requests[index].length + emitted < self._requests[index].limit
 
     def _admit(self) -> None:
         """Gives waiting requests free rows, in order, as long as their pages fit."""

@@ -328,6 +328,17 @@ def test_no_step_is_launched_that_caps_make_useless() -> None:
     assert engine.ring.launched == request.steps == 9
 
 
+def test_no_step_is_launched_ahead_that_acceptance_may_make_useless() -> None:
+    """However many drafts are accepted, the device has nothing left to do when the last token was read."""
+    for same in (True, False):
+        engine = tiny_engine(batch=1, depth=2, same=same)
+        (request,) = run(engine, prompts(1), 43, k=4)
+        assert engine.ring.launched == request.steps
+    engine = tiny_engine(batch=2, depth=2, same=True)
+    short, long = run(engine, prompts(2), [10, 43], k=4)
+    assert engine.ring.launched == long.steps > short.steps, "a row that needs it is not kept waiting"
+
+
 def test_the_ring_says_so_when_a_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastspec.graphs.ring.PATIENCE", 0.01)
     ring = ResultRing(batch=2, max_drafts=3, num_top=1, device=torch.device("cpu"), pinned=False)
