@@ -135,11 +135,13 @@ def test_results_kept_in_the_repository_are_readable_and_name_no_place() -> None
 
 def test_figures_in_the_document_are_rows() -> None:
     text = (records.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    lines = [line.strip("|\n ").split(" | ") for line in text.splitlines() if line.startswith("| peers |")]
-    assert lines
-    rows = {(row["engine"], row["tok_s"]): row for row in records.read("peers") if row["status"] == "ok"}
-    for _, _, engine, tok_s, interval, per_pass, step, commit in lines:
-        row = rows[engine, float(tok_s)]
+    files = ("suite", "e2e", "peers")
+    lines = [line.strip("|\n ").split(" | ") for line in text.splitlines()]
+    lines = [line for line in lines if line[0] in files]
+    assert {line[0] for line in lines} == set(files)
+    rows = {(file, row["engine"], row.get("tok_s")): row for file in files for row in records.read(file)}
+    for file, _, engine, tok_s, interval, per_pass, step, commit in lines:
+        row = rows[file, engine, float(tok_s)]
         assert (row["tokens_per_pass"], row["ms_step"], row["commit"]) == (float(per_pass), float(step), commit)
         assert row["tok_s_95"] == [float(part) for part in interval.split("..")]
 
