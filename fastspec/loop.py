@@ -217,10 +217,10 @@ class DecodeLoop:
             passes = self._catch_up(drafting)
             self._hold(requests, drafting)
         rows = self._engine.bucket(max(self._rows) + 1)
-        ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
-        longest = max(request.length for request in requests.values()) + ahead
-        if self._engine.runner.static:
-            longest = self._longest  # one kind of step for the whole call
+        longest = self._longest  # of captured steps one kind serves the whole call
+        if not self._engine.runner.static:
+            ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
+            longest = max(request.length for request in requests.values()) + ahead
         shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended

@@ -158,7 +158,7 @@ def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUN
 
 
 @triton.jit
-def _weigh_draft(view, record_ptr, q_ptr, min_p, place, drafts, STOPS: tl.constexpr):
+def _weigh_draft(view, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
     """Stores what the target's and the draft's law make of the draft at this place."""
     draft = tl.load(view[4] + place)
     law = law_of(record_ptr)
@@ -283,7 +283,7 @@ def _laws_kernel(
             row_q = q_ptr
             if q_ptr is not None:
                 row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-            _weigh_draft(view, record_ptr, row_q, min_p, place, drafts, STOPS)
+            _weigh_draft(view, record_ptr, row_q, min_p, place, STOPS)
 
 
 def find_laws(

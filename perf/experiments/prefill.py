@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator
-from fastspec.engine import next_chunk
+from fastspec.engine import chunks_of
 from fastspec.proposers.base import GREEDY
 from fastspec.state import IDLE, RUNNING
 from fastspec.step import prefill
@@ -80,8 +80,7 @@ def our_passes(generator: FastSpecGenerator, ids: list[int]) -> float:
 
         def passes() -> None:
             start = 0
-            while start < length - 1:
-                chunk = next_chunk(engine.chunks, length - 1 - start)
+            for chunk in chunks_of(engine.chunks, length - 1):
                 shape = engine.chunk_shape(start + chunk, chunk, GREEDY)
                 prefill(engine.parts, state, shape, start, chunk)
                 start += chunk

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.engine import Engine, next_chunk
+from fastspec.engine import Engine, chunks_of
 from fastspec.output import GenerateOutput
 from fastspec.proposers.base import GREEDY
 from fastspec.state import RUNNING
@@ -130,8 +130,7 @@ def fill(engine: Engine, texts: Tensor, rows: list[int], length: int) -> None:
         state.limits[place] = 290
         state.finish[place] = RUNNING
         start = 0
-        while start < length - 1:
-            chunk = next_chunk(engine.chunks, length - 1 - start)
+        for chunk in chunks_of(engine.chunks, length - 1):
             view, shape = state.rows(place, place + 1), engine.chunk_shape(start + chunk, chunk, GREEDY)
             prefill(engine.parts, view, shape, start, chunk)
             start += chunk
