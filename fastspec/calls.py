@@ -104,8 +104,3 @@ def _sequences(requests: list[Request], chosen: Options, input_ids: Any) -> Tens
         rows.append(padding + request.prompt + request.new_tokens + tail)
     device = input_ids.device if isinstance(input_ids, Tensor) else None
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-def longest(requests: list[Request]) -> int:
-    """Tokens that the longest of their rows may get."""
-    return max((request.limit for request in requests), default=0)

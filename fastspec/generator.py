@@ -23,7 +23,7 @@ from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import break_even_advice, explain
-from fastspec.loop import Request
+from fastspec.loop import Request, longest_of
 from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
@@ -284,7 +284,7 @@ class FastSpecGenerator:
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         choice = self._drafting.every(chosen)
         with self._in_use() as engine:
-            rows, longest = min(len(requests), self._settings.layout.batch), calls.longest(requests)
+            rows, longest = min(len(requests), self._settings.layout.batch), longest_of(requests)
             make_ready(engine, rows, choice, longest, progress=self._progress)
             return calibrate(engine, requests, chosen.stop_ids, choice)
 
@@ -352,7 +352,7 @@ class FastSpecGenerator:
         choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, calls.longest(requests), progress=self._progress)
+            make_ready(engine, rows, choice, longest_of(requests), progress=self._progress)
             yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 

@@ -163,7 +163,7 @@ class DecodeLoop:
         self._engine = engine
         self._top_logprobs = top_logprobs
         self._requests = requests
-        self._longest = max((request.limit for request in requests), default=0)
+        self._longest = longest_of(requests)
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
@@ -361,6 +361,11 @@ class DecodeLoop:
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = seconds if step.timed else None
         self._pacer.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
+
+
+def longest_of(requests: list[Request]) -> int:
+    """Tokens that the longest of their rows may get."""
+    return max((request.limit for request in requests), default=0)
 
 
 def _passes(chunks: list[int]) -> float:
