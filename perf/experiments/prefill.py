@@ -13,10 +13,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fastspec import FastSpecGenerator
 from fastspec.engine import chunks_of
@@ -25,33 +24,17 @@ from fastspec.state import IDLE, RUNNING
 from fastspec.step import prefill
 from perf import records
 from perf.inside import engine_of
+from perf.workloads import WORKLOADS
 
 COLUMNS = ("engine", "length", "us", "us_min", "first_us", "over_sdpa")
 
 
-def model_8b() -> LlamaForCausalLM:
+def model_8b() -> PreTrainedModel:
     """Random weights of Llama 3.1 8B's shape, on the GPU."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config).bfloat16()
-    model = model.to_empty(device="cuda").eval()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)
-    rotary = model.model.rotary_emb
-    rotary.inv_freq.copy_(10000.0 ** (-torch.arange(0, 128, 2, device="cuda") / 128))
-    assert isinstance(model, LlamaForCausalLM)
+    workload = WORKLOADS["8b+1b"]
+    with torch.device("cuda"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(workload.config("target"), dtype=workload.dtype)
+    model.eval()
     return model
 
 
@@ -101,7 +84,7 @@ def wall(call: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measured(model: LlamaForCausalLM, generator: FastSpecGenerator, length: int, repeats: int) -> list[records.Row]:
+def measured(model: PreTrainedModel, generator: FastSpecGenerator, length: int, repeats: int) -> list[records.Row]:
     """A row for each engine."""
     prompt = torch.randint(1, 128000, (1, length), generator=torch.Generator().manual_seed(length))
     ids, given = prompt[0].tolist(), prompt.cuda()
