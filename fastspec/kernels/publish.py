@@ -5,7 +5,7 @@ writes directly. The n-th launch (counting from 1 in `counter` int64 [1], on the
 
     n, then for each row b: emitted, accepted, drafts that counted, finish, block[0..K]
 
-The sequence number n is stored last, by a release at system scope: a host that reads n there sees the entry whole.
+The sequence number n is stored last, after a fence at system scope: a host that reads n there sees the entry whole.
 
 | argument                                | shape, dtype                    | notes                                |
 |-----------------------------------------|---------------------------------|--------------------------------------|
@@ -75,10 +75,11 @@ def store_entry(
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
     """Stores the sequence number of an entry whose rest this program has stored, and counts it."""
-    # the release below orders the stores of the one thread that makes it; the barrier hands it those of the others
+    # the barrier hands the stores of all threads to the one that goes on; its fence, at system scope, is that of an
+    # atomic on the counter, since few machines have atomics on the host's memory
     tl.debug_barrier()
-    tl.store(counter_ptr, sequence)
-    tl.atomic_xchg(entries_ptr + sequence % slots * entry_width, sequence, sem="release", scope="sys")
+    tl.atomic_xchg(counter_ptr, sequence, sem="acq_rel", scope="sys")
+    tl.store(entries_ptr + sequence % slots * entry_width, sequence)
 
 
 @triton.jit
