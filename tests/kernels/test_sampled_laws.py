@@ -24,6 +24,9 @@ INTERPRETED = not torch.cuda.is_available()
 GREEDY, BROKEN = 2, 3
 # exp of a difference of up to 40 in fp32, on CUDA by its fast instruction; sums over up to 151936 ids
 LAW = {"rtol": 8e-6, "atol": 1e-12}
+ROUNDED = (
+    16 * 2**-24
+)  # weight at the edge of top-p: sums near 1 of up to 2^16 terms, in trees of 16 levels that round each
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +72,15 @@ def expected(rows: DecodeState, logits: Tensor, first: int = 0) -> Tensor:
 
 
 def compare(rows: DecodeState, logits: Tensor, edges: int = 0) -> Tensor:
-    """Laws agree; up to `edges` lines may keep one id more or less, whose tail rounds to the other side of top-p."""
+    """Laws agree; up to `edges` lines may keep more or fewer ids whose tails round to the other side of top-p."""
     ours, records = found(rows, logits)
     theirs = expected(rows, logits)
     running = rows.running
     ours, theirs = ours[running], theirs[running]
     same = ((ours > 0) == (theirs > 0)).all(-1)
     assert (~same).sum() <= edges
-    assert (((ours > 0) != (theirs > 0)).sum(-1) <= 1).all()
+    beyond = torch.where((ours > 0) != (theirs > 0), torch.maximum(ours, theirs), 0.0).sum(-1)
+    assert (beyond <= ROUNDED).all()
     torch.testing.assert_close(ours[same], theirs[same], **LAW)
     return records
 
