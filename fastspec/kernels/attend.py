@@ -281,6 +281,10 @@ def attend(
 ) -> Tensor:
     """As `reference.attend`, which defines it; `tiling` has no say here, and nothing is written for page 0.
 
+    Positions, writes, the table and the cache are read before the kernel waits for the one that makes `qkv`: all work
+    on them must have ended before that one began. `embed` sees to it: nothing of a pass begins before what it feeds is
+    there.
+
     Raises:
         ValueError: a tensor is not contiguous where it must be, or `work` is too small for the pass.
     """

@@ -66,7 +66,8 @@ def _slots(
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
         at = at + key
-    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1))
+    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
     if PAGE_SIZE % KEYS != 0:
@@ -114,7 +115,8 @@ def keys_at(places, low, high, old, HALF: gl.constexpr):
     at, key, _v_at, _v_key = places
     inside = (key >= low) & (key < high)
     if old is None:
-        return gl.load(at, mask=inside, other=0.0), gl.load(at + HALF, mask=inside, other=0.0)
+        k1 = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        return k1, gl.load(at + HALF, mask=inside, other=0.0, cache_modifier=".cg")
     else:
         return gl.load(at, mask=inside, other=old[0]), gl.load(at + HALF, mask=inside, other=old[1])
 
@@ -124,7 +126,10 @@ def values_at(places, low, high, old):
     """V at `places`, as `keys_at`."""
     _k_at, _k_key, at, key = places
     inside = (key >= low) & (key < high)
-    return gl.load(at, mask=inside, other=0.0 if old is None else old)
+    if old is None:
+        return gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old)
 
 
 @gluon.jit

@@ -22,36 +22,37 @@ def _scaled(x, factor, weight):
 
 
 @gluon.jit
-def turned(x1, x2, position, valid, cos_ptr, sin_ptr, norm_ptr, num_angles, eps, HALF: gl.constexpr):
-    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves."""
-    layout: gl.constexpr = x1.type.layout
+def angles(position, valid, cos_ptr, sin_ptr, num_angles, HALF: gl.constexpr, layout: gl.constexpr):
+    """(cos, sin) [R, HALF] of positions [R]."""
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
     at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
     mask = gl.expand_dims(valid, 1)
-    cos = gl.load(cos_ptr + at, mask=mask, other=0.0)
-    sin = gl.load(sin_ptr + at, mask=mask, other=0.0)
+    return gl.load(cos_ptr + at, mask=mask, other=0.0), gl.load(sin_ptr + at, mask=mask, other=0.0)
+
+
+@gluon.jit
+def turned(x1, x2, turn, norm_ptr, eps, HALF: gl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves; `turn` is what `angles` returned."""
+    layout: gl.constexpr = x1.type.layout
     if norm_ptr is not None:
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
         wide1, wide2 = x1.to(gl.float32), x2.to(gl.float32)
         squares = gl.sum(wide1 * wide1, axis=1) + gl.sum(wide2 * wide2, axis=1)
         factor = gl.rsqrt(squares / (2 * HALF) + eps)
         x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
         x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
-    first, second = x1.to(gl.float32), x2.to(gl.float32)
+    first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), turn[0], turn[1]
     return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
 
 
 @gluon.jit
-def append(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
+def slots_of(
     table_ptr,
     position_ptr,
     write_ptr,
+    cos_ptr,
+    sin_ptr,
     batch,
     kv_head,
     first_row,
@@ -61,35 +62,56 @@ def append(
     num_angles,
     table_width,
     num_pages,
-    eps,
     KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
-    HALF: gl.constexpr = D // 2
+    """Of rows first_row .. first_row + NEW_ROWS - 1: (index, fed or not, where K and V go, whether they do, angles).
+
+    They go to the cache where their position lies in start..stop-1.
+    """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
-    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
     fed = row < num_queries
+    at = batch * num_queries + row  # int64 from batch
+    position = gl.load(position_ptr + at, mask=fed, other=0, cache_modifier=".cg")
+    writes = gl.load(write_ptr + at, mask=fed, other=0, cache_modifier=".cg") != 0
+    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=fed, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    turn = angles(position, fed, cos_ptr, sin_ptr, num_angles, D // 2, layout)
+    return at, fed, slot, writes & (position >= start) & (position < stop), turn
+
+
+@gluon.jit
+def append(
+    qkv_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    slots,
+    kv_head,
+    eps,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Stores K and V of the rows that `slots_of` told of."""
+    HALF: gl.constexpr = D // 2
+    at, fed, slot, stored, turn = slots
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
     mask = gl.expand_dims(fed, 1)
-    at = batch * num_queries + row
-    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D  # int64 from batch
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D
     source = qkv_ptr + gl.expand_dims(head, 1) + column
-    position = gl.load(position_ptr + at, mask=fed, other=0)
-    writes = gl.load(write_ptr + at, mask=fed, other=0) != 0
     k1 = gl.load(source, mask=mask, other=0.0)
     k2 = gl.load(source + HALF, mask=mask, other=0.0)
     v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
     v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
-    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=fed, other=0)
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HALF)
-    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    k1, k2 = turned(k1, k2, turn, k_norm_ptr, eps, HALF)
     target = gl.expand_dims(slot, 1) + column
-    stored = gl.expand_dims(writes & (position >= start) & (position < stop), 1)
+    stored = gl.expand_dims(stored, 1)
     gl.store(key_ptr + target, k1, mask=stored)
     gl.store(key_ptr + target + HALF, k2, mask=stored)
     gl.store(value_ptr + target, v1, mask=stored)
@@ -114,28 +136,24 @@ def peek(
     key_ptr,
     value_ptr,
     table_ptr,
-    position_ptr,
-    kv_head,
     start,
-    num_queries,
+    stop,
+    kv_head,
+    oldest,
     table_width,
     num_pages,
-    SPLIT: gl.constexpr,
-    WINDOW: gl.constexpr,
+    COUNT: gl.constexpr,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Prefetches the keys and values of this program, by what positions and table say now."""
+    """Prefetches the keys and values of start .. start + COUNT - 1 that are before `stop` and from `oldest` on."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    newest = gl.load(position_ptr + num_queries - 1, cache_modifier=".cg")
     LINES: gl.constexpr = D // 64
-    i = gl.arange(0, SPLIT * LINES, layout=layout)
+    i = gl.arange(0, COUNT * LINES, layout=layout)
     at = start + i // LINES
-    wanted = at <= newest
-    if WINDOW > 0:
-        wanted = wanted & (at > newest - num_queries - WINDOW)
+    wanted = (at < stop) & (at >= oldest)
     entry = gl.minimum(at // PAGE_SIZE, table_width - 1)
     page = gl.load(table_ptr + entry, mask=wanted, other=0, cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), num_pages - 1)

@@ -34,7 +34,15 @@ from fastspec.kernels.attend_fragment_parts import (
     together,
     values_at,
 )
-from fastspec.kernels.attend_fragment_rows import NEW_ROWS, append, head_layout, peek, turned
+from fastspec.kernels.attend_fragment_rows import (
+    NEW_ROWS,
+    angles,
+    append,
+    head_layout,
+    peek,
+    slots_of,
+    turned,
+)
 
 FED = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
@@ -94,30 +102,21 @@ def fragment_kernel(
     at_batch = position_ptr + batch * num_queries
     if PDL:
         gdc_launch_dependents()
-        peek(
-            key_ptr, value_ptr, table_ptr, at_batch, kv_head, start, num_queries, table_width, num_pages,
-            SPLIT, WINDOW, KV_HEADS, D, PAGE_SIZE, WARPS,
-        )  # fmt: skip
-        gdc_wait()
 
+    # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py.
     # each warp for itself: what the pass feeds, and which splits this tile looks into
     fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    given = gl.load(at_batch + fed, mask=fed < num_queries, other=NEVER)
+    given = gl.load(at_batch + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
     given = gl.minimum(given, NEVER).to(gl.int32)
     mine = (fed >= tile * R // GROUP) & (fed <= (tile * R + R - 1) // GROUP) & (fed < num_queries)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, head_of))
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
     valid = row < rows
     at = batch * num_queries + row // GROUP
-    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
-    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
-    q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
-    q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    q_position = gl.load(position_ptr + at, mask=valid, other=0)
+    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
     tile_row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
     # a padding row sees nothing
-    position = gl.load(at_batch + tile_row // GROUP, mask=tile_row < rows, other=-1)
+    position = gl.load(at_batch + tile_row // GROUP, mask=tile_row < rows, other=-1, cache_modifier=".cg")
     position = gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1)
     fresh = gl.min(given, axis=0)
     newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), splits * SPLIT - 1)
@@ -140,19 +139,33 @@ def fragment_kernel(
         places += (where,)
         keys += (keys_at(where, 0, gl.minimum(fresh, stop), None, HALF),)
         values += (values_at(where, 0, gl.minimum(fresh, stop), None),)
-    q1, q2 = turned(q1, q2, q_position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HALF)
-    new: gl.constexpr = head_of
-    append(
-        qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-        batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
-        KV_HEADS, GROUP, D, PAGE_SIZE, new,
-    )  # fmt: skip
-    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
-        append(
-            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-            batch, kv_head, first_row, start, stop, num_queries, num_angles, table_width, num_pages, eps,
-            KV_HEADS, GROUP, D, PAGE_SIZE, new,
+    if PDL and FIRST < STEPS:
+        peek(
+            key_ptr, value_ptr, table_ptr, start + FIRST * BLOCK, stop, kv_head, oldest, table_width, num_pages,
+            SPLIT - FIRST * BLOCK, KV_HEADS, D, PAGE_SIZE, WARPS,
         )  # fmt: skip
+    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    new: gl.constexpr = head_of
+    slots = slots_of(
+        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
+        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, new,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
+    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
+    q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
+    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, new)
+    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        slots = slots_of(
+            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
+            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, new,
+        )  # fmt: skip
+        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, new)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     everywhere = gl.zeros([S, HALF, R], q1.dtype, right)
     flat: gl.constexpr = gl.SliceLayout(0, right)

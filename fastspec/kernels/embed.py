@@ -44,8 +44,9 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
+        # in this order: the kernels after the next may read what was fed before they wait (see `attend` of attend.py)
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     _copy_row(weight_ptr, out_ptr, tl.load(ids_ptr + row), row, rows, width, PACKED, BLOCK)
 

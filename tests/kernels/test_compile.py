@@ -37,5 +37,7 @@ def test_kernels_compile(arch: int) -> None:
         assert report["shared"] <= SHARED_LIMIT[arch], report
         if report["kernel"] in ("_decode_kernel", "_flash_kernel", "tile_kernel", "_prefill_kernel"):
             assert report["mma"] or report["element"] == 4, report  # the tensor cores are used
+        if report["kernel"] == "_embed_kernel" and arch >= 90:
+            assert report["waits_first"], report  # attention reads what was fed before it waits
         if report["kernel"] in ("tile_kernel", "_prefill_kernel"):
             assert report["vector"], report  # 16 bytes at a time
