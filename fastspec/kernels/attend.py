@@ -17,7 +17,8 @@ the keys at positions s * split_keys and up. It stores the new K/V that fall amo
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
 `uses_fragments` names runs as attend_fragments.py, which does the same out of registers; `_decode_kernel` here is for
-all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second (paged_attention.py).
+all else. What attend_long.py names runs as attend_stream.py. A prompt chunk (more rows) appends in one launch (rope.py)
+and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
@@ -41,6 +42,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels import attend_long
 from fastspec.kernels.attend_fragments import fragment_kernel
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
@@ -224,6 +226,8 @@ class AttendWork:
 
 def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
+    if attend_long.STREAM is not None and max_positions > attend_long.STREAM[0]:
+        return attend_long.STREAM[1]
     if max_positions <= 4096:
         return 128
     return 256 if max_positions <= 16384 else 512
@@ -335,9 +339,10 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
     sizes = (num_queries, batch * kv_heads, *sizes, dim**-0.5 * LOG2E, eps)
     if uses_fragments(qkv.device, qkv.dtype, dim):
-        kernel: Any = fragment_kernel
-        constants, options = fragment_launch(num_queries * group, dim, work.split_keys)
-        rows = constants["R"]
+        kernel: Any = attend_long.stream_kernel if attend_long.streams(work.split_keys) else fragment_kernel
+        launch_of = fragment_launch if kernel is fragment_kernel else attend_long.stream_launch
+        constants, options = launch_of(num_queries * group, dim, work.split_keys)
+        rows = constants["R"] if "R" in constants else constants["G"] * 8
     else:
         kernel = _decode_kernel
         constants, options = tile_launch(qkv.dtype, dim)
@@ -366,6 +371,9 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         **options,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if constants.get("APART") and splits > 1:
+        heads = (kv_heads, group, dim)
+        attend_long.gather(positions, out, work.partials, splits, work.split_keys, rows, heads, window, pdl)
     return out
 
 

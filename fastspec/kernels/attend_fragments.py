@@ -48,6 +48,12 @@ FED = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
 
 
+@gluon.constexpr_function
+def _power_of_two(count):
+    """The smallest one that is not less than count."""
+    return 1 << (count - 1).bit_length()
+
+
 @gluon.jit(
     do_not_specialize=["num_queries", "num_pairs", "table_stride", "table_width", "num_pages", "num_angles"],
 )
@@ -142,7 +148,7 @@ def fragment_kernel(
     if PDL and FIRST < STEPS:
         peek(
             key_ptr, value_ptr, table_ptr, start + FIRST * BLOCK, stop, kv_head, oldest, table_width, num_pages,
-            SPLIT - FIRST * BLOCK, KV_HEADS, D, PAGE_SIZE, WARPS,
+            _power_of_two(SPLIT - FIRST * BLOCK), KV_HEADS, D, PAGE_SIZE, WARPS,
         )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     new: gl.constexpr = head_of

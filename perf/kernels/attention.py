@@ -3,10 +3,12 @@
 Microseconds a call from graph replays (perf.timing) over more layers of cache than the L2 holds: a chain of calls as
 in a step, with early launches and without. `share` is what part of the read ceiling, measured in the same run, the
 bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and nothing to store: it does less.
+--flex adds FlexAttention, compiled, on the same gathered keys.
 --chain adds what a layer pays: the time of (qkv product, attend, o product) less that of the two products alone.
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
-       [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--kernel tiles]
+       [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--flex]
+       [--kernel tiles | fragments | stream]
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from fastspec.kernels import attend as attention
-from fastspec.kernels import reference
+from fastspec.kernels import attend_long, reference
 from fastspec.kernels.packed_linear import packed_linear
 from perf import timing
 
@@ -104,17 +106,33 @@ class Case:
         exact = self.call(0, reference.attend).float()
         return float((self.call(0).float() - exact).abs().max() / exact.abs().max())
 
-    def sdpa(self) -> list[Callable[[], Tensor]]:
-        """SDPA of the layers' keys and values, gathered beforehand."""
+    def _gathered(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(query [B, H, Q, D], keys, values [B, Hkv, context, D]) of the layers, as if gathered beforehand."""
         model = self.model
         query = self.qkv[..., : model.heads * model.dim].view(self.batch, self.queries, -1, model.dim).transpose(1, 2)
+        shape = (self.batch, model.kv_heads, self.context, model.dim)
+        for layer in self.cache:
+            k, v = (x.view(-1)[: torch.Size(shape).numel()].view(shape) for x in layer)
+            yield query, k, v
+
+    def sdpa(self) -> list[Callable[[], Tensor]]:
+        """SDPA of the layers' keys and values, gathered beforehand."""
         mask = causal_lower_right(self.queries, self.context)
-        calls = []
-        for keys, values in self.cache:
-            shape = (self.batch, model.kv_heads, self.context, model.dim)
-            k, v = (x.view(-1)[: torch.Size(shape).numel()].view(shape) for x in (keys, values))
-            calls.append(partial(F.scaled_dot_product_attention, query, k, v, attn_mask=mask, enable_gqa=True))
-        return calls
+        attend = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+        return [partial(attend, *tensors) for tensors in self._gathered()]
+
+    def flex(self) -> list[Callable[[], Tensor]]:
+        """FlexAttention of the same, compiled for this shape."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        before = self.context - self.queries
+
+        def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return torch.le(key, row + before)
+
+        mask = create_block_mask(seen, None, None, self.queries, self.context, device="cuda")
+        attend = partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True)
+        return [partial(attend, *tensors) for tensors in self._gathered()]
 
 
 def timed(calls: list[Any], repeats: int) -> float:
@@ -179,6 +197,11 @@ def decode_record(
         "sdpa_us": round(timed(case.sdpa(), given.repeats), 2),
         "error": round(error, 5),
     }
+    if given.flex:
+        try:
+            record["flex_us"] = round(timed(case.flex(), given.repeats), 2)
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:  # it refuses some shapes: no figure
+            record["flex_error"] = str(error)[:200]
     if given.chain:
         record["us_in_a_layer"] = round(in_a_layer(case, given.repeats), 2)
     return record
@@ -205,7 +228,7 @@ def chunk_record(name: str, rows: int, repeats: int) -> dict[str, Any]:
 
 def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """For `python -m perf kernels`."""
-    ceiling, given = timing.read_ceiling(device=device), argparse.Namespace(repeats=9, chain=False)
+    ceiling, given = timing.read_ceiling(device=device), argparse.Namespace(repeats=9, chain=False, flex=False)
     for name in MODELS:
         for context in (128, 1024) if quick else (128, 1024, 8192, 32768):
             for batch, queries in ((1, 1), (1, 5)) if quick else ((1, 1), (1, 5), (8, 5), (32, 5)):
@@ -227,10 +250,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--kernel", choices=["tiles", "fragments"], help="for steps; by default what the library takes")
+    parser.add_argument("--flex", action="store_true")
+    parser.add_argument(
+        "--kernel", choices=["tiles", "fragments", "stream"], help="for steps; by default what the library takes"
+    )
     given = parser.parse_args(arguments)
     if given.kernel:
-        attention.uses_fragments = lambda *args: given.kernel == "fragments"
+        attention.uses_fragments = lambda *args: given.kernel != "tiles"
+        # every cache, with splits of 1024 keys or more
+        attend_long.STREAM = (0, 1024) if given.kernel == "stream" else None
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

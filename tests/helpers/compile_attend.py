@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from fastspec.kernels import attend, paged_attention, rope
+from fastspec.kernels import attend, attend_long, paged_attention, rope
 from fastspec.kernels.attend_fragments import fragment_kernel
+from fastspec.kernels.attend_gather import FANS, gather_kernel
+from fastspec.kernels.attend_stream import stream_kernel
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -22,7 +24,17 @@ POINTERS = {
     **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
     **{"write_ptr": "*i1", "count_ptr": "*i32", "scale": "fp32", "eps": "fp32"},
 }
-COUNTS = ("num_queries", "num_pairs", "split_keys", "limit", "table_stride", "table_width", "num_pages", "num_angles")
+COUNTS = (
+    "num_queries",
+    "num_pairs",
+    "split_keys",
+    "splits",
+    "limit",
+    "table_stride",
+    "table_width",
+    "num_pages",
+    "num_angles",
+)
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
 FULL = (4096, True, 80, 1)
@@ -38,6 +50,14 @@ def entries(arch: int) -> Iterator[Entry]:
             constants, options = attend.fragment_launch(rows, dim, split)
             for variant in (PLAIN, FULL):
                 yield _entry(fragment_kernel, 2, constants, options, variant, arch)
+        for rows in (4, 16, 24) if dim == 128 else (24,):
+            constants, options = attend_long.stream_launch(rows, dim, 1024)
+            for variant in (PLAIN, FULL):
+                yield _entry(stream_kernel, 2, constants, options, variant, arch)
+        gathered = {"SPLIT": 1024, "D": dim, "TILE": 24}
+        yield _entry(
+            gather_kernel, 2, gathered, {"num_warps": FANS.value, "maxnreg": attend_long.GATHER_REGISTERS}, PLAIN, arch
+        )
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:

@@ -28,15 +28,55 @@ SAME = (
         "exp2",
         "expand_dims",
         "float32",
+        "int16",
         "int32",
         "int64",
+        "join",
         "load",
         "log2",
         "max",
     ),
-    *("maximum", "min", "minimum", "num_programs", "permute", "program_id", "reshape", "rsqrt", "static_range"),
+    *(
+        "maximum",
+        "min",
+        "minimum",
+        "num_programs",
+        "permute",
+        "pointer_type",
+        "program_id",
+        "reshape",
+        "rsqrt",
+        "static_range",
+    ),
     *("store", "sum", "uint32", "where"),
 )
+
+
+class _Shared:
+    """Shared memory: what was stored in it, and parts of that."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def slice(self, start: Any, length: Any) -> _Shared:
+        """Rows start .. start + length - 1."""
+        start, length = int(getattr(start, "value", start)), int(getattr(length, "value", length))
+        return _Shared(tl.core.tensor(_rows(self.value, start, length), _type_of(self.value, length)))
+
+    def permute(self, order: tuple[int, ...]) -> _Shared:
+        return _Shared(tl.permute(self.value, order))
+
+    def load(self, layout: object) -> Any:
+        return self.value
+
+
+def _rows(value: Any, start: int, length: int) -> Any:
+    handle = value.handle
+    return type(handle)(handle.data[start : start + length].copy(), handle.dtype)
+
+
+def _type_of(value: Any, length: int) -> Any:
+    return tl.block_type(value.type.element_ty, [length, *value.shape[1:]])
 
 
 class _Language:
@@ -59,6 +99,12 @@ class _Language:
     def convert_layout(self, x: Any, layout: object) -> Any:
         return x
 
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: object, value: Any) -> _Shared:
+        return _Shared(value)
+
+    def inline_asm_elementwise(self, *args: object, **options: object) -> None:
+        """A prefetch, which changes nothing."""
+
     def thread_barrier(self) -> None:
         tl.debug_barrier()
 
@@ -66,6 +112,7 @@ class _Language:
         """Any layout."""
 
     BlockedLayout = SliceLayout = DotOperandLayout = NVMMADistributedLayout = DistributedLinearLayout = layout
+    SwizzledSharedLayout = layout
 
 
 gl = _Language()

@@ -18,16 +18,18 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels import attend as attention
+from fastspec.kernels import attend_long
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
 
 CPU_FRAGMENTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragments")
-KINDS = ("tiles", "fragments")
+CPU_STREAM = (*CPU_FRAGMENTS[:2], "attend_stream_parts", "attend_stream", "attend_gather")
+KINDS = ("tiles", "fragments", "stream", "stream-alone")  # alone: no second launch adds up the splits
 
 
 @cache
-def _interpreted() -> Any:
-    return interpreted(*CPU_FRAGMENTS).fragment_kernel
+def _interpreted(kernel: str) -> Any:
+    return interpreted(*(CPU_FRAGMENTS if kernel == "fragment_kernel" else CPU_STREAM))
 
 
 @pytest.fixture(params=KINDS)
@@ -37,9 +39,14 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if kind == "fragments" and not torch.cuda.is_available():
-        monkeypatch.setattr(attention, "fragment_kernel", _interpreted())
-    monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind == "fragments")
+    if kind != "tiles" and not torch.cuda.is_available():
+        name = "fragment_kernel" if kind == "fragments" else "stream_kernel"
+        module = _interpreted(name)
+        monkeypatch.setattr(attention if kind == "fragments" else attend_long, name, getattr(module, name))
+        monkeypatch.setattr(attend_long, "gather_kernel", getattr(module, "gather_kernel", None))
+    monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
+    monkeypatch.setattr(attend_long, "STREAM", (0, 128) if kind.startswith("stream") else None)
+    monkeypatch.setattr(attend_long, "STREAM_APART", kind != "stream-alone")
     return kind
 
 
@@ -104,7 +111,7 @@ TILE_SHAPES = [
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_its_twin(shape: dict[str, Any], norm: bool, window: int | None, kind: str, device: str) -> None:
-    dtype = torch.bfloat16 if device == "cuda" and kind == "fragments" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" and kind != "tiles" else torch.float32
     check(case(device, **shape, norm=norm, dtype=dtype), 128, window)
 
 
@@ -181,7 +188,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
 @pytest.mark.parametrize("device", devices())
 def test_rows_that_do_not_write(device: str, kind: str) -> None:
     """Their K and V are dropped and nothing else changes; positions beyond every table do no harm."""
-    dtype = torch.bfloat16 if device == "cuda" and kind == "fragments" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" and kind != "tiles" else torch.float32
     given = case(device, lengths=[20, 33, 12], queries=4, dim=64, dtype=dtype)
     given["writes"][0, 2:] = False  # junk after what counts
     given["writes"][1] = False
@@ -225,7 +232,7 @@ def test_bits_over_many_rows(dim: int, kind: str) -> None:
     given = case("cuda", lengths=lengths, queries=8, heads=8, kv_heads=1, dim=dim, dtype=torch.bfloat16, norm=True)
     for split_keys in (128, 256):
         whole = fed(given, 8, split_keys=split_keys)
-        for queries in (1, 2, 3):  # tiles of 8, 16 and 32 rows
+        for queries in (1, 2, 3):  # tiles of 8, 16 and 24 rows
             assert_same(fed(given, queries, split_keys=split_keys), whole)
         order = torch.randperm(len(lengths), generator=generator).cuda()
         assert torch.equal(attend(rows_of(copied(given), order), split_keys), whole[0][order])

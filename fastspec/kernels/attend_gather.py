@@ -1,0 +1,72 @@
+"""The second launch of a decoding pass over a long cache: adds up what the splits of attend_stream.py left."""
+
+# mypy: disable-error-code="assignment, misc"
+# blocks change their layout under one name
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attend_fragment_parts import FAN, _along
+from fastspec.kernels.attend_stream_parts import reach
+
+FANS = gl.constexpr(4)  # FAN partial sums each, at a time: one to a warp
+
+
+@gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
+def gather_kernel(
+    position_ptr,
+    out_ptr,
+    partial_ptr,
+    num_queries,
+    num_pairs,  # B * Hkv
+    splits,
+    SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    TILE: gl.constexpr,  # query rows of a program that left partial sums
+    PDL: gl.constexpr,
+):
+    """Program i of B * Hkv * Q * GROUP adds up the splits that the tile of row i looked into, in ascending order."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, FAN, D // 32], [1, 1, 32], [FANS, 1, 1], [2, 1, 0])
+    rows = num_queries * GROUP  # of one kv head
+    row, pair = gl.program_id(0) % rows, gl.program_id(0) // rows
+    batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
+    groups = (splits + FAN - 1) // FAN
+    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    f, part, d = _along(FANS, 0, WIDE), _along(FAN, 1, WIDE), _along(D, 2, WIDE)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _f, oldest, newest = reach(
+        position_ptr, batch * num_queries, row // TILE, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, FANS
+    )
+    first, last = oldest // SPLIT, newest // SPLIT
+    if first >= last:  # the output is there already, or nothing has been seen
+        return
+    top = -float("inf")
+    total = 0.0
+    out = gl.zeros([D], gl.float32, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
+    for begin in range(first // (FANS * FAN) * (FANS * FAN), last + 1, FANS * FAN):
+        number = begin + f * FAN + part
+        there = (number >= first) & (number <= last)
+        at = number * rows + row
+        # past L1, where an older content of the same memory may lie
+        weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        means = gl.load(mean_ptr + (at * D + d), mask=there, other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(gl.max(weights, axis=2), axis=None))
+        shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = gl.exp2(weights - shift)
+        fade = gl.exp2(top - shift)
+        total = total * fade + gl.sum(gl.sum(gl.sum(weights, axis=2), axis=1), axis=0)
+        out = out * fade + gl.sum(gl.sum(means * weights, axis=1), axis=0)
+        top = new_top
+    mean = out / gl.where(total == 0.0, 1.0, total)
+    head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    place = gl.arange(0, D, layout=mean.type.layout)
+    gl.store(out_ptr + head * D + place, mean.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,214 @@
+"""Pieces of the kernels of attend_stream.py: words of K and V that a loop carries, and lines brought into L2."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.attend_fragment_parts import KEYS, _along, operands
+from fastspec.kernels.attend_fragment_rows import _prefetch
+
+LINE = gl.constexpr(128)  # bytes of a line of L2
+FED = gl.constexpr(32)  # positions of a row's pass, padded
+NEVER = gl.constexpr(2**30)  # beyond every position
+
+
+@gluon.jit
+def reach(
+    position_ptr,
+    at_batch,
+    tile,
+    num_queries,
+    limit,
+    TILE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """(first fed, oldest seen, newest seen) position of the rows of a tile; each warp finds them for itself."""
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    given = gl.load(position_ptr + at_batch + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
+    given = gl.minimum(given, NEVER).to(gl.int32)
+    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP) & (fed < num_queries)
+    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), limit - 1)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
+        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
+    return gl.min(given, axis=0), oldest, newest
+
+
+@gluon.constexpr_function
+def key_words(S):
+    """Layout of the words of K [S, KEYS, words of half a head]: pairs of the values that `operands` multiplies."""
+    return gl.DotOperandLayout(0, operands(S, 1), 4)
+
+
+@gluon.constexpr_function
+def value_words(S, D):
+    """Layout of the words of V [S, D / 2, KEYS]: pairs of the values of `value_layout`."""
+    chunks = [[0, 32, 0]] if D == 128 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 1], [0, 0, 8], *chunks],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 4, 0], [0, 8, 0], [0, 16, 0]],
+        warp_bases=[[1 << i, 0, 0] for i in range(S.bit_length() - 1)],
+        block_bases=[],
+        shape=[S, D // 2, 16],
+    )
+
+
+@gluon.jit
+def words_of(pointer):
+    """The same place as 32-bit words: a loop carries these as they are, and pairs of 16-bit values torn apart."""
+    return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def halves(words, DTYPE: gl.constexpr):
+    """Words [A, B, C] as their values [A, B, C, 2]; of fp32, which only the interpreter has here, [A, B, C, 1]."""
+    if DTYPE.primitive_bitwidth == 32:
+        return gl.expand_dims(words.to(DTYPE, bitcast=True), 3)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True)
+        return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def key_values(words, S: gl.constexpr, HALF: gl.constexpr, DTYPE: gl.constexpr):
+    """Half of K [S, KEYS, HALF] as left operand: no instruction moves it."""
+    flat = gl.reshape(halves(words, DTYPE), [S, KEYS, HALF])
+    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(S, 1), 8))
+
+
+@gluon.jit
+def value_values(words, S: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
+    """V [S, D, KEYS] as `advanced` takes it."""
+    return gl.reshape(gl.permute(halves(words, DTYPE), (0, 1, 3, 2)), [S, D, KEYS])
+
+
+@gluon.jit
+def page_of(table_ptr, first, s, key, table_width, num_pages, PAGE_SIZE: gl.constexpr):
+    """Pages of the keys first + s * KEYS + key, int32; one for all keys of a warp where a page holds them."""
+    at = first + s * KEYS
+    if PAGE_SIZE % KEYS != 0:
+        at = at + key
+    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
+    return gl.minimum(gl.maximum(page, 0), num_pages - 1).to(gl.int32)
+
+
+@gluon.jit
+def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """(int64 offset, int32 offset) in words of the keys whose pages `page_of` returned."""
+    if PAGE_SIZE % KEYS != 0:
+        within = (first + s * KEYS + key) % PAGE_SIZE
+        return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * 0
+    else:
+        within = (first + s * KEYS) % PAGE_SIZE
+        return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * (KV_HEADS * WORDS)
+
+
+@gluon.jit
+def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr):
+    """Pages of a block of keys, for `load_keys`."""
+    layout: gl.constexpr = key_words(S)
+    return page_of(
+        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+    """Pages of a block of keys, for `load_values`."""
+    layout: gl.constexpr = value_words(S, D)
+    return page_of(
+        table_ptr, first, _along(S, 0, layout), _along(KEYS, 2, layout), table_width, num_pages, PAGE_SIZE
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_keys(
+    words_ptr,
+    page,
+    first,
+    kv_head,
+    low,
+    high,
+    old,  # what keys outside of low .. high-1 keep, or None: 0
+    WORDS: gl.constexpr,  # of a head
+    KV_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """Words of both halves of a block of K [S, KEYS, WORDS / 2].
+
+    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    """
+    layout: gl.constexpr = key_words(S)
+    s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
+    slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
+    at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
+    number = first + s * KEYS + key
+    inside = (number >= low) & (number < high)
+    if old is None:
+        first_half = gl.load(at, mask=inside, other=0, cache_modifier=".cg")
+        return first_half, gl.load(at + WORDS // 2, mask=inside, other=0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old[0]), gl.load(at + WORDS // 2, mask=inside, other=old[1])
+
+
+@gluon.jit
+def load_values(
+    words_ptr,
+    page,
+    first,
+    kv_head,
+    low,
+    high,
+    old,
+    WORDS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Words of a block of V [S, WORDS, KEYS], as `load_keys`."""
+    layout: gl.constexpr = value_words(S, D)
+    s, key = _along(S, 0, layout), _along(KEYS, 2, layout)
+    slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
+    at = words_ptr + slot + (offset + _along(WORDS, 1, layout))
+    number = first + s * KEYS + key
+    inside = (number >= low) & (number < high)
+    if old is None:
+        return gl.load(at, mask=inside, other=0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old)
+
+
+@gluon.jit
+def fetch(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first,
+    low,
+    high,
+    kv_head,
+    table_width,
+    num_pages,
+    COUNT: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Asks for COUNT keys and values from `first` on, of low .. high-1, to be brought into L2."""
+    LINES: gl.constexpr = D * (key_ptr.dtype.element_ty.primitive_bitwidth // 8) // LINE
+    i = gl.arange(0, COUNT * LINES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    at = first + i // LINES
+    wanted = (at >= low) & (at < high)
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), mask=wanted, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * (D // LINES)
+    _prefetch(key_ptr + slot, wanted)
+    _prefetch(value_ptr + slot, wanted)
