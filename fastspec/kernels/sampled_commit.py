@@ -35,7 +35,7 @@ from fastspec.kernels import commit as committing
 from fastspec.kernels import sampled_parts
 from fastspec.kernels.commit import STATE_INTS, commit_row
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.sampled_judge import BY_COUPLING, RULES, at_place, judged, race, span
+from fastspec.kernels.sampled_judge import BY_COUPLING, RULES, at_place, judged, race, race_of_few, span
 from fastspec.kernels.sampled_laws import find_laws, law_of
 from fastspec.kernels.sampled_parts import (
     BEYOND,
@@ -45,6 +45,7 @@ from fastspec.kernels.sampled_parts import (
     INTS,
     RACE,
     RACE_BEYOND,
+    RACERS,
     RECORD,
     RUNNING,
     SampledWork,
@@ -55,6 +56,8 @@ from fastspec.kernels.sampled_parts import (
 from fastspec.modes import COUPLED
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
+PROGRAMS = 528  # of a launch, about: two turns of two a multiprocessor
+RACED = 1024  # listed ids that one program lets race
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -62,10 +65,10 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 def end_chunk() -> int:
     """Ids per program of the last launch: fewer, for a race takes more registers than a law."""
-    return max(GROUP, sampled_parts.CHUNK // 2)
+    return max(GROUP, sampled_parts.CHUNK // 4)
 
 
-@triton.jit(do_not_specialize=[*INTS, "num_places", *STATE_INTS])
+@triton.jit(do_not_specialize=[*INTS, "num_places", "parts", *STATE_INTS])
 def _end_kernel(
     logits_ptr,
     bias_ptr,
@@ -87,6 +90,7 @@ def _end_kernel(
     arrivals_ptr,
     records_ptr,
     groups_ptr,
+    found_ptr,
     q_ptr,  # None: drafts were certain
     tokens_ptr,
     limits_ptr,
@@ -116,8 +120,11 @@ def _end_kernel(
     entry_width,
     batch,
     places,  # K + 1
+    parts,  # programs that share out the places of a row
     RULE: tl.constexpr,
     CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    RACED: tl.constexpr,
     PLACES: tl.constexpr,
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -126,72 +133,96 @@ def _end_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    line = tl.program_id(1)
-    row, at = (line // num_places).to(tl.int64), line % num_places
+    row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     running = tl.load(finish_ptr + row) == RUNNING
     counts = tl.minimum(tl.load(counts_ptr + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(seeds_ptr + row), tl.load(lengths_ptr + row)
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
     row_counters = counters_ptr + row * num_places * _COUNTERS
-    if running & (at <= counts):
-        law = law_of(row_records + at * _RECORD)
-        if law[0] < GREEDY:
-            low, high, carried = span(row_records, place, counts, seed, length, RULE, PLACES)
-            if (at >= low) & (at <= high):
-                view = view_of(
-                    logits_ptr,
-                    bias_ptr,
-                    prompt_ptr,
-                    output_ptr,
-                    drafts_ptr,
-                    stop_ptr,
-                    repetition_ptr,
-                    presence_ptr,
-                    frequency_ptr,
-                    min_lengths_ptr,
-                    lengths_ptr,
-                    temperature_ptr,
-                    logits_stride,
-                    bias_stride,
-                    prompt_stride,
-                    output_stride,
-                    drafts_stride,
-                    stop_stride,
-                    line,
-                    row,
-                    at,
-                    vocab,
-                )
+    if running & (tl.load(temperature_ptr + row) > 0):
+        low, high, carried = span(row_records, place, counts, seed, length, RULE, PLACES)
+        min_p = tl.load(min_p_ptr + row)
+        chunks = tl.cdiv(vocab, CHUNK)
+        for at in range(low + part, high + 1, parts):
+            law = law_of(row_records + at * _RECORD)
+            number = tl.load(row_records + at * _RECORD + RACERS)
+            line = row * num_places + at
+            # a place begins with the program after the last of the place before
+            turn = ((at - low) // parts * chunks) % tl.num_programs(0)
+            begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
+            few = (number >= 0) & (number <= RACED)
+            if (law[0] < GREEDY) & ((begin == 0) | (few == 0)):
                 beyond = (at < counts) & (RULE != BY_COUPLING)
                 line_q = q_ptr
                 if q_ptr is not None:
-                    line_q = q_ptr + row * q_row + at.to(tl.int64) * q_place
-                draft = tl.load(view[4] + at, mask=at < counts, other=-1)
+                    line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
+                draft = tl.load(drafts_ptr + row * drafts_stride + at, mask=at < counts, other=-1)
                 c = at_place(carried, place, at)
-                min_p = tl.load(min_p_ptr + row)
-                tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-                for chunk in range(tl.program_id(0), tl.cdiv(vocab, CHUNK), tl.num_programs(0)):
-                    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-                    tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-                    if key_of(tl.max(tops, axis=0)) >= law[3]:
-                        race(
-                            law,
-                            view,
-                            row_counters + at * _COUNTERS,
-                            line_q,
-                            draft,
-                            c,
-                            beyond,
-                            seed,
-                            length + at,
-                            chunk * CHUNK,
-                            min_p,
-                            CHUNK,
-                            NUM_STOPS,
-                        )
+                line_counters = row_counters + at * _COUNTERS
+                if few:
+                    race_of_few(
+                        law,
+                        found_ptr + line * (2 * MOST),
+                        number,
+                        line_counters,
+                        line_q,
+                        draft,
+                        c,
+                        beyond,
+                        seed,
+                        length + at,
+                        min_p,
+                        MOST,
+                        RACED,
+                    )
+                else:
+                    view = view_of(
+                        logits_ptr,
+                        bias_ptr,
+                        prompt_ptr,
+                        output_ptr,
+                        drafts_ptr,
+                        stop_ptr,
+                        repetition_ptr,
+                        presence_ptr,
+                        frequency_ptr,
+                        min_lengths_ptr,
+                        lengths_ptr,
+                        temperature_ptr,
+                        logits_stride,
+                        bias_stride,
+                        prompt_stride,
+                        output_stride,
+                        drafts_stride,
+                        stop_stride,
+                        line,
+                        row,
+                        at,
+                        vocab,
+                    )
+                    tops_ptr = groups_ptr + line * groups * 2
+                    for chunk in range(begin, chunks, tl.num_programs(0)):
+                        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+                        tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+                        if key_of(tl.max(tops, axis=0)) >= law[3]:
+                            race(
+                                law,
+                                view,
+                                line_counters,
+                                line_q,
+                                draft,
+                                c,
+                                beyond,
+                                seed,
+                                length + at,
+                                chunk * CHUNK,
+                                min_p,
+                                CHUNK,
+                                NUM_STOPS,
+                            )
     arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if arrived == num_places * tl.num_programs(0) - 1:
+    if arrived == parts * tl.num_programs(0) - 1:
         num_drafts = num_places - 1
         row_drafts = drafts_ptr + row * drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
@@ -269,20 +300,26 @@ def sampled_commit(
     tokens_stride, tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
+    chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
+    parts = sampled_parts.parts_of(batch, places, chunks)
+    # all of a row's chunks at a place, unless there are rows enough to fill the device
+    programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
     launch(
         _end_kernel,
-        sampled_parts.grid_of(vocab, chunk, batch * places),
+        (programs, batch * parts),
         *source[:12],
         *source[14:],
         rows.seeds,
-        *(work.counters, work.arrivals, work.records, work.groups, laws),
+        *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
         *(rows.tokens, rows.limits, rows.draft_lengths, rows.block, rows.emitted, rows.accepted, scratch),
         *(publish_to or (None, None)),
         *sampled_parts.sizes_of(logits, rows, 0),
         *((0, 0) if laws is None else laws.stride()[:2]),
-        *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1]),
+        *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
         RULE=RULES[rule],
         CHUNK=chunk,
+        MOST=most,
+        RACED=min(RACED, most),
         PDL=pdl,
         **LAUNCH,
         launch_pdl=pdl,

@@ -17,6 +17,7 @@ from fastspec.kernels.sampled_parts import (
     BROKEN,
     COUNTERS,
     GREEDY,
+    KEY_LOWEST,
     KIND,
     P_DRAFT,
     Q_DRAFT,
@@ -24,7 +25,10 @@ from fastspec.kernels.sampled_parts import (
     RACE_BEYOND,
     RECORD,
     coin,
+    kept,
     times,
+    times_of,
+    value_of,
     winner,
     winning_id,
 )
@@ -92,11 +96,8 @@ def span(record_ptr, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl
 
 
 @triton.jit
-def race(law, view, counters_ptr, q_ptr, draft, c, beyond, seed, position, start, min_p, CHUNK, STOPS):
-    """Lets the ids of a chunk race for a place, and sums what p has beyond q."""
-    index = start + tl.arange(0, CHUNK)
-    p = probabilities(law, view, index, min_p, STOPS)
-    time = times(seed, position, TARGET, start, CHUNK)
+def _merge(p, time, index, counters_ptr, q_ptr, draft, c, beyond):
+    """Merges a race of some ids with times into that for a place, and adds what p has beyond q."""
     weights = p
     slot_ptr = counters_ptr + RACE
     if beyond:
@@ -113,6 +114,27 @@ def race(law, view, counters_ptr, q_ptr, draft, c, beyond, seed, position, start
     best = winner(weights, time, index)
     if best > 0:
         tl.atomic_max(slot_ptr, best, sem="relaxed")
+
+
+@triton.jit
+def race(law, view, counters_ptr, q_ptr, draft, c, beyond, seed, position, start, min_p, CHUNK, STOPS):
+    """Lets the ids of a chunk race for a place, and sums what p has beyond q."""
+    index = start + tl.arange(0, CHUNK)
+    p = probabilities(law, view, index, min_p, STOPS)
+    _merge(p, times(seed, position, TARGET, start, CHUNK), index, counters_ptr, q_ptr, draft, c, beyond)
+
+
+@triton.jit
+def race_of_few(law, found_ptr, number, counters_ptr, q_ptr, draft, c, beyond, seed, position, min_p, MOST, SIZE):
+    """`race` of all ids that a law keeps, among those listed: `probabilities` of the same logits."""
+    slot = tl.arange(0, SIZE)
+    there = slot < number
+    key = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST)
+    index = tl.load(found_ptr + MOST + slot, mask=there, other=0)
+    e = tl.exp(value_of(key) - law[1])
+    keeps = kept(key, index, e, law[3], law[4], min_p)
+    p = tl.where(keeps, tl.div_rn(e, law[2] + tl.zeros_like(e)), 0.0)
+    _merge(p, times_of(seed, position, TARGET, index), index, counters_ptr, q_ptr, draft, c, beyond)
 
 
 @triton.jit

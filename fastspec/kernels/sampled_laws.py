@@ -1,14 +1,17 @@
 """The laws of a sampled step in short, by two launches and without a sort: processors, temperature, top-k, top-p,
 min-p.
 
-The law is `sampling.law` of `processors.process`. The first launch (sampled_bounds.py) finds between which logits each
-line's threshold lies. In the second, a program takes CHUNK ids of a line again, unless none of them matters: it counts
-and weighs what lies above these bounds and notes the candidates between them; the last program to arrive at a line
-finds the threshold among those (sampled_search.py). A line without filters needs no second look.
+The law is `sampling.law` of `processors.process`. The first launch (sampled_groups.py) reads the logits once. In the
+second, a line's programs find between which logits its threshold lies (sampled_bounds.py). Where few groups of ids
+reach that far, as with laws of language models, one program looks through these groups alone, in the order of ids.
+Otherwise all of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note
+the candidates between them, and the last to arrive goes on. The threshold is then found among the candidates
+(sampled_search.py).
 
 What stands in the record of a line is its law: p(id) = exp(x - MAX) / NORMALISER where sampled_parts.kept, 0
 elsewhere; for a GREEDY line one on BEST; for a BROKEN line there is none. P_DRAFT and Q_DRAFT are the probabilities of
-the draft at this place under the target's and the draft's law.
+the draft at this place under the target's and the draft's law. RACERS is how many ids `found` lists, among them all
+that the law keeps, in an order that depends on the line alone; -1 where it may list others, or not all.
 
 Differences to torch: sums are rounded otherwise, so where top-p falls within that rounding of an id's edge, one id
 more or less may be kept. Ids that tie at the edge of top-p are kept in the order of ids, as torch's stable sort does.
@@ -23,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels import sampled_bounds, sampled_parts
+from fastspec.kernels import sampled_bounds, sampled_groups, sampled_parts
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.sampled_bounds import _bounds_kernel
+from fastspec.kernels.sampled_bounds import described, filtered, merged
+from fastspec.kernels.sampled_candidates import gather, list_groups, noted, read_off
+from fastspec.kernels.sampled_groups import _groups_kernel
 from fastspec.kernels.sampled_parts import (
-    ARRIVED,
     BEST,
     COUNT_ABOVE,
     COUNTERS,
@@ -47,6 +51,7 @@ from fastspec.kernels.sampled_parts import (
     NORMALISER,
     P_DRAFT,
     Q_DRAFT,
+    RACERS,
     RECORD,
     RUNNING,
     SEARCHED,
@@ -59,7 +64,8 @@ from fastspec.kernels.sampled_parts import (
 )
 from fastspec.kernels.sampled_search import PAIRED, fixed, normaliser_of, search_candidates, search_line
 
-LAUNCH = {"num_warps": 16}
+LAUNCH = {"num_warps": 8}  # with 16 each thread has half the registers, and a few are spilled
+PROGRAMS = 132  # of a launch, about: a multiprocessor holds one
 FEW = 1024  # candidates that are looked at in one smaller piece
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
@@ -92,42 +98,30 @@ def probabilities(law, view, index, min_p, STOPS: tl.constexpr):
 
 
 @triton.jit
-def _note(view, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS):
-    """Counts and weighs what is above the bounds in a chunk; notes the candidates between them."""
-    index = start + tl.arange(0, CHUNK)
-    x = scaled(view, index, STOPS)
-    keys = key_of(x)
-    if upper < KEY_OPEN:
-        e = tl.exp(x - largest)
-        above = keys >= upper
-        tl.atomic_add(counters_ptr + COUNT_ABOVE, tl.sum(above.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
-        mass = fixed(tl.sum(tl.where(above, e, 0.0), axis=0))
-        tl.atomic_add(counters_ptr + MASS_ABOVE, mass, sem="relaxed")
-        mass = fixed(tl.sum(tl.where(above & (e >= min_p), e, 0.0), axis=0))
-        tl.atomic_add(counters_ptr + KEPT_ABOVE, mass, sem="relaxed")
-    near = ((keys >= lower) & (keys < upper)).to(tl.int32)
-    number = tl.sum(near, axis=0)
-    if number > 0:
-        before = tl.atomic_add(counters_ptr + FOUND, number.to(tl.int64), sem="relaxed")
-        slot = before + tl.cumsum(near, axis=0) - near
-        fits = (near > 0) & (slot < MOST)
-        tl.store(found_ptr + slot, keys, mask=fits)
-        tl.store(found_ptr + MOST + slot, index, mask=fits)
-
-
-@triton.jit
-def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUNK, MOST, FEW, PAIRED, STOPS):
-    """Completes the record of a line whose candidates are all noted."""
+def _settled(
+    view,
+    found_ptr,
+    largest,
+    normaliser,
+    count,  # candidates
+    count_above,
+    mass_above,
+    kept_above,
+    lower,
+    upper,
+    guessed,
+    top_k,
+    top_p,
+    min_p,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    FEW: tl.constexpr,
+    PAIRED: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """(key, cut, fp32 normaliser) of a line whose candidates are all noted."""
     vocab = view[13]
-    largest = tl.load(record_ptr + MAX).to(tl.float32, bitcast=True)
-    total = fixed(tl.load(record_ptr + NORMALISER).to(tl.float32, bitcast=True))
-    lower = tl.load(record_ptr + KEY).to(tl.int64)
-    upper = tl.load(record_ptr + UPPER).to(tl.int64)
-    guessed = tl.load(record_ptr + GUESSED)
-    count = tl.load(counters_ptr + FOUND, cache_modifier=".cg")
-    count_above = tl.load(counters_ptr + COUNT_ABOVE, cache_modifier=".cg")
-    mass_above = tl.load(counters_ptr + MASS_ABOVE, cache_modifier=".cg")
-    kept_above = tl.load(counters_ptr + KEPT_ABOVE, cache_modifier=".cg")
+    total = fixed(normaliser)
     top_k = tl.where(top_k < vocab, top_k, 0)
     key, cut, mass, sound = lower.to(tl.int32), vocab, kept_above, count <= MOST
     if count <= PAIRED:
@@ -147,21 +141,26 @@ def _settle(view, record_ptr, counters_ptr, found_ptr, top_k, top_p, min_p, CHUN
         )
     if sound == 0:
         key, cut, mass = search_line(view, largest, total, top_k, top_p, min_p, CHUNK, STOPS)
-    tl.store(record_ptr + NORMALISER, normaliser_of(mass).to(tl.int32, bitcast=True))
-    tl.store(record_ptr + KEY, key)
-    tl.store(record_ptr + CUT, cut)
-    tl.store(record_ptr + KIND, KNOWN)
-    tl.store(counters_ptr + FOUND, 0)
-    tl.store(counters_ptr + COUNT_ABOVE, 0)
-    tl.store(counters_ptr + MASS_ABOVE, 0)
-    tl.store(counters_ptr + KEPT_ABOVE, 0)
+    return key, cut, normaliser_of(mass)
 
 
 @triton.jit
-def _weigh_draft(view, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
+def _store_law(record_ptr, law, upper, guessed, racers):
+    tl.store(record_ptr + KIND, law[0])
+    tl.store(record_ptr + MAX, law[1].to(tl.int32, bitcast=True))
+    tl.store(record_ptr + NORMALISER, law[2].to(tl.int32, bitcast=True))
+    tl.store(record_ptr + KEY, law[3])
+    tl.store(record_ptr + CUT, law[4])
+    tl.store(record_ptr + BEST, law[5])
+    tl.store(record_ptr + UPPER, upper.to(tl.int32))
+    tl.store(record_ptr + GUESSED, guessed)
+    tl.store(record_ptr + RACERS, racers)
+
+
+@triton.jit
+def _weigh_draft(view, law, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
     """Stores what the target's and the draft's law make of the draft at this place."""
     draft = tl.load(view[4] + place)
-    law = law_of(record_ptr)
     lanes = tl.zeros([16], tl.int32) + draft.to(tl.int32)
     p = tl.max(probabilities(law, view, lanes, min_p, STOPS), axis=0)
     # nothing follows from a broken law, and no comparison with NaN holds
@@ -196,6 +195,7 @@ def _laws_kernel(
     records_ptr,
     groups_ptr,
     found_ptr,
+    listed_ptr,
     q_ptr,  # None: drafts were certain
     vocab,
     logits_stride,
@@ -211,7 +211,10 @@ def _laws_kernel(
     q_row,
     q_place,
     CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,  # groups that are described as one
     MOST: tl.constexpr,
+    LISTED: tl.constexpr,
     FEW: tl.constexpr,
     PAIRED: tl.constexpr,
     STOPS: tl.constexpr,
@@ -225,9 +228,11 @@ def _laws_kernel(
     wanted = tl.load(finish_ptr + row) == RUNNING
     if counts_ptr is not None:
         wanted = wanted & (place <= tl.load(counts_ptr + row))
-    record_ptr = records_ptr + line * _RECORD
-    last = wanted & (tl.program_id(0) == 0)
-    if wanted:
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    # what may need more than one program is described by each for itself, all alike
+    shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
+    if wanted & (shared | (tl.program_id(0) == 0)):
         view = view_of(
             logits_ptr,
             bias_ptr,
@@ -252,38 +257,53 @@ def _laws_kernel(
             place,
             vocab,
         )
-        min_p = tl.load(min_p_ptr + row)
-        if tl.load(record_ptr + KIND) == SEARCHED:
-            line_counters = counters_ptr + line * _COUNTERS
+        tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
+        tops, masses = merged(tops_ptr, tops_ptr + groups, groups, temperature > 0, GROUPS // EACH, EACH)
+        kind, largest, normaliser, best, lower, upper, guessed = described(
+            *(view, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
+            *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
+        )
+        mine = tl.program_id(0) == 0
+        key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
+        if kind == SEARCHED:
             line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
-            lower = tl.load(record_ptr + KEY)
-            upper = tl.load(record_ptr + UPPER)
-            largest = tl.load(record_ptr + MAX).to(tl.float32, bitcast=True)
-            tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-            for chunk in range(tl.program_id(0), tl.cdiv(vocab, CHUNK), tl.num_programs(0)):
-                group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-                tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-                if key_of(tl.max(tops, axis=0)) >= lower:
-                    _note(
-                        *(view, chunk * CHUNK, line_counters, line_found, largest, min_p, lower, upper),
-                        *(CHUNK, MOST, STOPS),
-                    )
-            tl.debug_barrier()  # as in sampled_bounds.py
-            arrived = tl.atomic_add(line_counters + ARRIVED, 1, sem="acq_rel")
-            last = arrived == tl.num_programs(0) - 1
-            if last:
-                top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-                _settle(
-                    *(view, record_ptr, line_counters, line_found, top_k, top_p, min_p),
-                    *(CHUNK, MOST, FEW, PAIRED, STOPS),
+            line_counters = counters_ptr + line * _COUNTERS
+            line_listed = listed_ptr + line.to(tl.int64) * LISTED
+            number = list_groups(tops_ptr, groups, lower, line_listed, GROUPS // EACH, EACH, False)
+            count, count_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+            mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+            # without a bound above, or with nothing to look for
+            if (number <= LISTED) & ((upper == KEY_OPEN) | (upper == lower)):
+                if mine:
+                    list_groups(tops_ptr, groups, lower, line_listed, GROUPS // EACH, EACH, True)
+                    count = gather(view, line_listed, line_found, number, lower, MOST, STOPS)
+                    racers = tl.where(count <= MOST, count, -1).to(tl.int32)
+            else:
+                mine = noted(
+                    *(view, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
+                    *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
                 )
-                tl.store(line_counters + ARRIVED, 0)
-                tl.debug_barrier()  # the record is read by every thread below
-        if last & (place < drafts):
-            row_q = q_ptr
-            if q_ptr is not None:
-                row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-            _weigh_draft(view, record_ptr, row_q, min_p, place, STOPS)
+                if mine:
+                    count, count_above = read_off(line_counters, FOUND), read_off(line_counters, COUNT_ABOVE)
+                    mass_above, kept_above = read_off(line_counters, MASS_ABOVE), read_off(line_counters, KEPT_ABOVE)
+            if mine:
+                tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
+                for word in tl.static_range(KEPT_ABOVE + 1):
+                    tl.store(line_counters + word, 0)
+                key, cut, normaliser = _settled(
+                    *(view, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
+                    *(lower, upper, guessed, top_k, top_p, min_p, CHUNK, MOST, FEW, PAIRED, STOPS),
+                )
+                kind = tl.zeros([], tl.int32) + KNOWN
+        if mine:
+            law = kind, largest, normaliser, key, cut, best
+            record_ptr = records_ptr + line * _RECORD
+            _store_law(record_ptr, law, upper, guessed, racers)
+            if (place < drafts) & (temperature > 0):  # a greedy row is judged by match
+                row_q = q_ptr
+                if q_ptr is not None:
+                    row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
+                _weigh_draft(view, law, record_ptr, row_q, min_p, place, STOPS)
 
 
 def find_laws(
@@ -312,31 +332,33 @@ def find_laws(
     if not ragged:
         source[-2] = None
     sizes = sampled_parts.sizes_of(logits, rows, first)
-    stops = rows.stop_ids.shape[1]
-    chunk, most = sampled_parts.CHUNK, work.found.shape[2]
+    chunk, chunks = sampled_parts.CHUNK, triton.cdiv(vocab, sampled_parts.CHUNK)
     pdl = has_pdl(logits.device)
-    grid = sampled_parts.grid_of(vocab, chunk, batch * places)
-    shared = {"CHUNK": chunk, "MOST": most, "STOPS": stops, "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    shared = {"CHUNK": chunk, "STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    parts = sampled_parts.parts_of(batch, places, chunks)
     launch(
-        _bounds_kernel,
-        grid,
-        *source,
-        work.counters,
-        work.records,
-        work.groups,
-        *sizes,
-        GROUPS=max(16, triton.next_power_of_2(sizes[-1])),
-        **sampled_bounds.launch_of(sizes[-1]),
+        _groups_kernel,
+        (chunks, batch * parts),
+        *(*source[:12], *source[15:], work.groups),
+        *(*sizes, parts),
+        PIECE=sampled_groups.piece_of(chunk),
+        **sampled_groups.LAUNCH,
         **shared,
     )
-    strides = (0, 0) if laws is None else (laws.stride(0), laws.stride(1))
+    lines = batch * places
+    most = work.found.shape[2]
+    padded = max(16, triton.next_power_of_2(sizes[-1]))
     launch(
         _laws_kernel,
-        grid,
+        (max(1, min(chunks, PROGRAMS // lines)), lines),
         *source,
-        *(work.counters, work.records, work.groups, work.found, laws),
+        *(work.counters, work.records, work.groups, work.found, work.listed, laws),
         *sizes,
-        *(drafts, *strides),
+        *(drafts, *((0, 0) if laws is None else laws.stride()[:2])),
+        GROUPS=padded,
+        EACH=triton.cdiv(padded, sampled_bounds.MOST_GROUPS),
+        MOST=most,
+        LISTED=work.listed.shape[1],
         FEW=min(FEW, most),
         PAIRED=min(PAIRED, most),
         **LAUNCH,

@@ -19,9 +19,10 @@ from fastspec import verify
 
 GROUP = 32  # neighbouring ids whose largest logit and mass are kept
 CHUNK = 4096  # ids per program
-PROGRAMS = 768  # of a launch with many lines: more of them start later than they would take turns
+PROGRAMS = 768  # of a launch: with as many, those of a row need not be spread any further
 MOST_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
 CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly
+LISTED = 1024  # groups with candidates that one program looks through alone
 OPTIONS = {"enable_fp_fusion": False}
 
 RUNNING = tl.constexpr(verify.RUNNING)
@@ -34,7 +35,7 @@ NO_UNIT = tl.constexpr(2.0**-44)
 
 # a line's record: int32 words
 RECORD = 16
-MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED = map(tl.constexpr, range(10))
+MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, RACERS = map(tl.constexpr, range(11))
 SEARCHED, KNOWN, GREEDY, BROKEN = map(tl.constexpr, range(4))  # kinds of a line: how its law is found
 # a line's counters: int64 words, zero between launches
 COUNTERS = 8
@@ -53,6 +54,7 @@ class SampledWork:
         records: int32 [lines, RECORD]: a line's law in short.
         groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
         found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
+        listed: int32 [lines, LISTED]: groups that hold such ids.
     """
 
     counters: Tensor
@@ -60,6 +62,7 @@ class SampledWork:
     records: Tensor
     groups: Tensor
     found: Tensor
+    listed: Tensor
 
 
 def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> SampledWork:
@@ -71,18 +74,22 @@ def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) 
         torch.zeros(lines, RECORD, dtype=torch.int32, device=device),
         torch.zeros(lines, 2, triton.cdiv(vocab, GROUP), dtype=torch.float32, device=device),
         torch.zeros(lines, 2, CANDIDATES, dtype=torch.int32, device=device),
+        torch.zeros(lines, LISTED, dtype=torch.int32, device=device),
     )
 
 
 def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
     """Bytes of `sampled_work`."""
-    line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES
+    line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES + 4 * LISTED
     return int(batch * (max_drafts + 1) * line + 8 * batch)
 
 
-def grid_of(vocab: int, chunk: int, lines: int) -> tuple[int, int]:
-    """Programs a line, which take turns at its chunks, and lines."""
-    return max(1, min(triton.cdiv(vocab, chunk), PROGRAMS // lines)), lines
+def parts_of(batch: int, places: int, programs: int) -> int:
+    """How many ways the places of a row are shared out, each part with `programs` programs of its own.
+
+    No more than fill the device: a program that goes through several places of a row finds what they share in L1.
+    """
+    return min(places, triton.cdiv(PROGRAMS, batch * programs))
 
 
 def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
@@ -250,6 +257,17 @@ def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
     zeros = tl.zeros_like(pair).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, pair.to(tl.uint32), zeros + low, zeros + PURPOSE, zeros + high)
     return tl.reshape(tl.join(_exponential(_unit(w0, w1)), _exponential(_unit(w2, w3))), [SIZE])
+
+
+@triton.jit
+def times_of(seed, position, PURPOSE: tl.constexpr, index):
+    """`times` of the ids at index int32."""
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zeros = tl.zeros_like(index).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, (index // 2).to(tl.uint32), zeros + low, zeros + PURPOSE, zeros + high)
+    odd = index % 2 == 1
+    return _exponential(_unit(tl.where(odd, w2, w0), tl.where(odd, w3, w1)))
 
 
 @triton.jit

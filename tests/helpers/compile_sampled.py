@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastspec.kernels import sampled_bounds, sampled_commit, sampled_draw, sampled_judge, sampled_laws, sampled_parts
+from fastspec.kernels import (
+    sampled_bounds,
+    sampled_commit,
+    sampled_draw,
+    sampled_groups,
+    sampled_judge,
+    sampled_laws,
+    sampled_parts,
+)
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STOPS = 64
 FP32 = ["repetition_ptr", "presence_ptr", "frequency_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"]
 TABLES = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "prompt_ptr": "*i1", "output_ptr": "*i32"}
-WORK = {"records_ptr": "*i32", "groups_ptr": "*fp32", "found_ptr": "*i32", "q_ptr": "*fp32", "laws_ptr": "*fp32"}
+WORK = {
+    "records_ptr": "*i32",
+    "groups_ptr": "*fp32",
+    "found_ptr": "*i32",
+    "listed_ptr": "*i32",
+    "q_ptr": "*fp32",
+    "laws_ptr": "*fp32",
+}
 RING = ("entries_ptr", "counter_ptr")
 
 
@@ -33,12 +48,14 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     most = sampled_parts.CANDIDATES
+    for absent in ({}, {"counts_ptr": None}):
+        constants = {"PIECE": sampled_groups.piece_of(sampled_parts.CHUNK), "STOPS": STOPS, **absent}
+        yield sampled_groups._groups_kernel, constants, sampled_groups.LAUNCH
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
-    for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None})):
-        constants = {"GROUPS": groups, "MOST": most, "STOPS": STOPS, **absent}
-        yield sampled_bounds._bounds_kernel, constants, sampled_bounds.launch_of(groups)
-    for absent in ({}, {"counts_ptr": None, "q_ptr": None}):
-        constants = {"MOST": most, "FEW": sampled_laws.FEW, "PAIRED": sampled_laws.PAIRED, "STOPS": STOPS, **absent}
+    for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
+        each = max(1, groups // sampled_bounds.MOST_GROUPS)
+        sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": sampled_parts.LISTED}
+        constants = {**sizes, "FEW": sampled_laws.FEW, "PAIRED": sampled_laws.PAIRED, "STOPS": STOPS, **absent}
         yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
 
 
@@ -56,6 +73,8 @@ def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
             "STOPS": STOPS,
             "NUM_STOPS": STOPS,
             "CHUNK": sampled_commit.end_chunk(),
+            "MOST": sampled_parts.CANDIDATES,
+            "RACED": sampled_commit.RACED,
             **absent,
         }
         yield sampled_commit._end_kernel, constants, sampled_commit.LAUNCH

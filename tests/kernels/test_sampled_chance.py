@@ -21,9 +21,9 @@ from tests.helpers.sampled import logits_for, mixed_state, plain_state
 
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import sampled_bounds, sampled_laws, sampled_parts  # noqa: E402
 from fastspec.kernels import sampled_commit as sampled_commit_module  # noqa: E402
 from fastspec.kernels import sampled_draw as sampled_draw_module  # noqa: E402
+from fastspec.kernels import sampled_groups, sampled_laws, sampled_parts  # noqa: E402
 from fastspec.kernels.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampled_commit import sampled_commit  # noqa: E402
 from fastspec.kernels.sampled_draw import sampled_draw  # noqa: E402
@@ -123,7 +123,7 @@ def made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs no larger than eight ids need."""
     monkeypatch.setattr(sampled_parts, "CHUNK", 64)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 64)
-    for part in (sampled_bounds, sampled_laws, sampled_draw_module, sampled_commit_module):
+    for part in (sampled_groups, sampled_laws, sampled_draw_module, sampled_commit_module):
         monkeypatch.setattr(part, "LAUNCH", {"num_warps": 2})
 
 

@@ -20,8 +20,9 @@ from tests.helpers.states import copy_of
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 import triton.language as tl  # noqa: E402
 
+from fastspec.kernels import sampled_commit as sampled_commit_module  # noqa: E402
 from fastspec.kernels import sampled_judge as module  # noqa: E402
-from fastspec.kernels import sampled_parts  # noqa: E402
+from fastspec.kernels import sampled_laws, sampled_parts  # noqa: E402
 from fastspec.kernels.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampled_commit import sampled_commit  # noqa: E402
 from fastspec.kernels.sampled_parts import SampledWork, sampled_work  # noqa: E402
@@ -200,14 +201,33 @@ def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.Mon
     target, draft = logits_for(5, 3, k, vocab, device)
     drafted(state, draft, BLOCK)
     left = []
-    for programs in (1, 18, sampled_parts.PROGRAMS):
-        monkeypatch.setattr(sampled_parts, "PROGRAMS", programs)
+    for programs in (1, 18, 768):
+        for part in (sampled_parts, sampled_laws, sampled_commit_module):
+            monkeypatch.setattr(part, "PROGRAMS", programs)
         rows, work = copy_of(state), sampled_work(3, k, vocab, target.device)
         sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, certain=False)
         assert not work.counters.any()
         left.append((work.records, rows.block, rows.accepted))
     for name in range(3):
         assert all(torch.equal(left[0][name], other[name]) for other in left[1:])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("rule", MODES)
+def test_races_of_listed_ids_and_of_chunks(rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program lets few ids race, as all programs would; tokens and counts of them are those of the definition."""
+    k, vocab = 2, 150
+    for raced, listed in ((1024, 1024), (16, 1024), (1024, 0)):
+        monkeypatch.setattr(sampled_commit_module, "RACED", raced)
+        monkeypatch.setattr(sampled_parts, "LISTED", listed)
+        for seed in range(1 if INTERPRETED else 10):
+            state = plain_state(3, k, vocab, device)
+            state.top_k.copy_(torch.tensor([12, 30, 50]))
+            state.top_p.fill_(0.9)
+            state.seeds.add_(1000 * seed)
+            target, draft = logits_for(seed, 3, k, vocab, device)
+            drafted(state, draft, rule)
+            compare(state, 0, target, rule)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -16,7 +16,14 @@ from tests.helpers.sampled import INF, logits_for, mixed_state, plain_state
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 import triton.language as tl  # noqa: E402
 
-from fastspec.kernels import sampled_bounds, sampled_laws, sampled_parts, sampled_search  # noqa: E402
+from fastspec.kernels import (  # noqa: E402
+    sampled_bounds,
+    sampled_candidates,
+    sampled_groups,
+    sampled_laws,
+    sampled_parts,
+    sampled_search,
+)
 from fastspec.kernels.sampled_laws import find_laws  # noqa: E402
 from fastspec.kernels.sampled_parts import GROUP, sampled_work  # noqa: E402
 
@@ -151,14 +158,18 @@ def test_ties_are_kept_as_torch_keeps_them(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("listed", [1024, 0])
 @pytest.mark.parametrize(
     "options",
     [{"top_p": 0.7}, {"top_k": 60}, {"top_k": 60, "top_p": 0.5, "min_p": 0.2}, {"min_p": 0.01}, {"top_k": 100}],
     ids=str,
 )
-def test_more_candidates_than_fit(options: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_candidates_than_fit(
+    options: dict[str, float], listed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the threshold is found by reading the line again and again; ties beyond what fits too."""
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 16)
+    monkeypatch.setattr(sampled_parts, "LISTED", listed)
     vocab = 130
     rows = with_options(vocab, 1, 0, device, **options)
     compare(rows, logits_for(1, 1, 0, vocab, device, 1.0)[0])
@@ -168,18 +179,20 @@ def test_more_candidates_than_fit(options: dict[str, float], device: str, monkey
 
 @pytest.mark.parametrize("device", devices())
 def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few candidates in pairs, more by several pivots a step, many by one: the same records to the bit."""
+    """Few candidates in pairs, more by several pivots a step, many by one; from few groups or by all programs: the same
+    records to the bit.
+    """
     smooth = logits_for(2, 2, 1, 120, device, 1.5)[0]
     for logits in (smooth, smooth.round(), smooth + 100.0):
         for options in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 90, "top_p": 0.8}, {"top_p": 0.3, "min_p": 0.3}):
             rows = with_options(120, 2, 1, device, **options)
             ways = []
-            for paired, few in ((128, 1024), (16, 1024), (16, 16)):
+            for paired, few, listed in ((128, 1024, 1024), (16, 1024, 1024), (16, 16, 1024), (128, 1024, 0)):
                 monkeypatch.setattr(sampled_laws, "PAIRED", paired)
                 monkeypatch.setattr(sampled_laws, "FEW", few)
+                monkeypatch.setattr(sampled_parts, "LISTED", listed)
                 ways.append(compare(rows, logits, edges=1))
-            assert torch.equal(ways[0][..., :6], ways[1][..., :6])
-            assert torch.equal(ways[0][..., :6], ways[2][..., :6])
+            assert all(torch.equal(ways[0][..., :6], way[..., :6]) for way in ways[1:])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -293,9 +306,15 @@ def _one_less(keys, weights, least):
     return largest_with(keys, weights, least - 1)
 
 
+@triton.jit
+def _too_few(tops, largest, least):
+    return reached_by(tops, largest, least // 4)
+
+
 kept, scaled, largest_with = sampled_parts.kept, sampled_parts.scaled, sampled_bounds.largest_with
 budget_of, taken_of_equals = sampled_search.budget_of, sampled_search.taken_of_equals
-BOTH = (sampled_bounds, sampled_laws, sampled_search)
+reached_by = sampled_bounds._reached_by
+ALL = (sampled_groups, sampled_bounds, sampled_candidates, sampled_laws, sampled_search)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels do not see what is planted")
@@ -310,10 +329,11 @@ BOTH = (sampled_bounds, sampled_laws, sampled_search)
         ("scaled", _no_drafts),
         ("scaled", _stops_at_once),
         ("largest_with", _one_less),
+        ("_reached_by", _too_few),
     ],
 )
 def test_planted_bugs_are_seen(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in BOTH:
+    for place in ALL:
         if hasattr(place, name):
             monkeypatch.setattr(place, name, bug)
     with pytest.raises(AssertionError):
@@ -324,5 +344,6 @@ def all_of_it() -> None:
     """What a bug should show in."""
     test_ties_are_kept_as_torch_keeps_them("cpu")
     compare(with_options(40, 2, 0, "cpu", top_k=20, top_p=0.95, min_p=0.1), logits_for(1, 2, 0, 40, "cpu")[0])
-    compare(with_options(400, 1, 0, "cpu", top_k=4), logits_for(1, 1, 0, 400, "cpu")[0])
+    compare(with_options(400, 1, 0, "cpu", top_k=4), logits_for(1, 1, 0, 400, "cpu", 200.0)[0])
+    compare(with_options(4000, 1, 0, "cpu", top_k=40), logits_for(1, 1, 0, 4000, "cpu")[0])
     test_random_mixes("cpu")
