@@ -65,7 +65,7 @@ def _weights(
 
 
 @gluon.jit
-def fetched(rows, gamma, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+def _fetched(rows, gamma, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
     """Words of each group of rows of x for a step, and of gamma: none from the last step on, zeros beyond K."""
     x_at, of, valid, s, last = rows
     at = place_of(step % STEPS, STEPS, SLAB, S)
@@ -112,7 +112,7 @@ def _filled(
                     fence_async_shared()
                     gl.thread_barrier()
                 for j in gl.static_range(XD):
-                    xs = xs[1:] + (fetched(rows, gamma, step + (XD + j), K, STEPS, SLAB, S),)
+                    xs = xs[1:] + (_fetched(rows, gamma, step + (XD + j), K, STEPS, SLAB, S),)
             accs = multiplied(accs, ws[0], slots, step % SLOTS, nil, left, right, WGMMA, DTYPE)
             ws = ws[1:] + (_weights(*weights, step + D, K, STEPS, SLAB, S, R, EVEN),)
     return accs, ws, xs, squares
@@ -136,23 +136,17 @@ def _passed(
 
 
 @gluon.jit
-def laid_down(accs, parts, M, S: gl.constexpr, R: gl.constexpr):
-    """Stores this program's sums of a tile where the cluster will look for them."""
+def _left_to_all(accs, parts, M, S: gl.constexpr, R: gl.constexpr):
+    """Stores this program's sums of a tile for the cluster."""
     apart = ()
     for i in gl.static_range(len(accs)):
         apart = apart + (gl.reshape(accs[i], [S, R, accs[i].shape[len(accs[i].shape) - 1]]),)
     handed_over(apart, parts, M)
-
-
-@gluon.jit
-def left_to_all(accs, parts, M, S: gl.constexpr, R: gl.constexpr):
-    """Stores this program's sums of a tile for the cluster."""
-    laid_down(accs, parts, M, S, R)
     arrive()
 
 
 @gluon.jit
-def finished(
+def _finished(
     index, parts, scale_ptr, bias_ptr, residual_ptr, out_ptr, first_row, M, N, eps,
     K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     WARPS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
@@ -255,7 +249,7 @@ def held_kernel(
         gdc_wait()
     xs = ()
     for i in gl.static_range(XD):
-        xs = xs + (fetched(rows, gamma, i, K, STEPS, SLAB, S),)
+        xs = xs + (_fetched(rows, gamma, i, K, STEPS, SLAB, S),)
     zeros = zero_sums(S, R, GROUP, GROUPS, mma, WGMMA)
     squares = ()
     if gamma_ptr is not None:
@@ -268,7 +262,7 @@ def held_kernel(
     )
     if gamma_ptr is not None:
         leave_squares(squares, parts + 2 * SIZE, S, GROUP, GROUPS, WARPS)
-    left_to_all(accs, parts, M - first_row, S, R)
+    _left_to_all(accs, parts, M - first_row, S, R)
     for index in range(1, tiles):
         if HELD:
             accs, ws = _passed(
@@ -281,13 +275,13 @@ def held_kernel(
                 *(left, right, SLOTS, STEPS, K, SLAB, S, R, EVEN, WGMMA, DTYPE),
             )
         await_all()
-        finished(
+        _finished(
             *(index - 1, parts, scale_ptr, bias_ptr, residual_ptr, out_ptr, first_row, M, N, eps),
             *(K, S, R, GROUP, GROUPS, WARPS, gamma_ptr is not None, GATED),
         )
-        left_to_all(accs, parts + index % 2 * SIZE, M - first_row, S, R)
+        _left_to_all(accs, parts + index % 2 * SIZE, M - first_row, S, R)
     await_all()
-    finished(
+    _finished(
         *(tiles - 1, parts, scale_ptr, bias_ptr, residual_ptr, out_ptr, first_row, M, N, eps),
         *(K, S, R, GROUP, GROUPS, WARPS, gamma_ptr is not None, GATED),
     )

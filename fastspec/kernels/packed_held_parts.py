@@ -90,25 +90,20 @@ def keep(slots, slot, fetched, WGMMA: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def begun(accs, weight, slots, slot, nil, left: gl.constexpr, DTYPE: gl.constexpr):
-    """The sums of `multiplied` by warp groups, and the registers that must not change until they are waited for."""
-    mine: gl.constexpr = _slot_layout(weight.shape[0], True)
-    values = gl.convert_layout(_regrouped(weight ^ nil, DTYPE), left)
-    rows = slots[0].index(slot)._reinterpret(DTYPE, [accs[0].shape[1], 64], mine)
-    return warpgroup_mma(values, rows.permute((1, 0)), accs[0], is_async=True), values
-
-
-@gluon.jit
 def multiplied(
     accs, weight, slots, slot, nil,
     left: gl.constexpr, right: gl.constexpr, WGMMA: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """accs + weight rows^T of one step."""
     # the compiler copies what 16 bytes bring into the registers of an operand for each product: not what it computes
+    weight = weight ^ nil
     if WGMMA:
-        return (warpgroup_mma_wait(0, deps=begun(accs, weight, slots, slot, nil, left, DTYPE))[0],)
+        mine: gl.constexpr = _slot_layout(weight.shape[0], True)
+        values = gl.convert_layout(_regrouped(weight, DTYPE), left)
+        rows = slots[0].index(slot)._reinterpret(DTYPE, [accs[0].shape[1], 64], mine)
+        acc = warpgroup_mma(values, rows.permute((1, 0)), accs[0], is_async=True)
+        return (warpgroup_mma_wait(0, deps=(acc, values))[0],)
     else:
-        weight = weight ^ nil
         words: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
         values = weight_operand(weight, DTYPE, left)
         new = ()

@@ -17,7 +17,6 @@ from fastspec.kernels.device import launch
 from fastspec.kernels.packed_held import held_kernel
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
-from fastspec.kernels.packed_ring import ring_kernel
 from fastspec.kernels.packed_wide import wide_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -77,7 +76,6 @@ class Held:
         wgmma: warp groups multiply, else warps.
         norm: on the way, and not as a kernel of its own.
         registers: a thread may have, so that more programs fit; None for as many as it likes.
-        ring: weights come through shared memory, `depth` steps of them, by the ring kernel; warp groups multiply.
     """
 
     clusters: int
@@ -90,7 +88,6 @@ class Held:
     wgmma: bool = False
     norm: bool = True
     registers: int | None = None
-    ring: bool = False
 
 
 # by (N, K)
@@ -261,17 +258,13 @@ def _run_held(
     n = call.weight.shape[0] * 16
     count = triton.cdiv(n, tile.weight_rows)
     grid = (min(count, tile.clusters), triton.cdiv(rows, tile.rows))
-    unit = tile.row_depth if tile.ring else tile.depth
-    turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), unit)
+    turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), tile.depth)
     size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
     parts = call.x.new_empty(size, dtype=torch.float32)
     eps = 0.0 if call.norm is None else call.norm[1]
     group = tile.rows if tile.wgmma else min(tile.rows, 32)
-    shape |= {"GROUP": group, "XD": tile.row_depth, "EVEN": n % tile.weight_rows == 0}
-    shape |= {"SLOTS": tile.slots or turns * unit, "HELD": tile.slots == 0, "WARPS": tile.warps}
-    if not tile.ring:
-        shape |= {"GROUPS": tile.rows // group, "WGMMA": tile.wgmma}
+    shape |= {"GROUP": group, "GROUPS": tile.rows // group, "XD": tile.row_depth, "WGMMA": tile.wgmma}
+    shape |= {"SLOTS": tile.slots or turns * tile.depth, "HELD": tile.slots == 0, "WARPS": tile.warps}
+    shape |= {"EVEN": n % tile.weight_rows == 0}
     options |= {"num_warps": tile.warps, "num_ctas": split.ways, "maxnreg": tile.registers}
-    launch(
-        ring_kernel if tile.ring else held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options
-    )
+    launch(held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options)

@@ -54,12 +54,6 @@ HELD = [
     (2048, 8192, "residual", Held(16, 32, 128, 8, 4, 2, 4)),
     (16384, 2048, "norm+gated", Held(64, 16, 64, 4, 4, 2, wgmma=True)),
     (3584, 18944, "residual", Held(32, 16, 128, 4, 4, 2, 4)),
-    # the ring kernel's
-    (28672, 4096, "norm+gated", Held(32, 64, 128, 8, 6, 4, wgmma=True, norm=False, ring=True)),
-    (28672, 4096, "norm+gated", Held(32, 32, 128, 8, 10, 4, wgmma=True, norm=False, ring=True)),
-    (6144, 4096, "norm", Held(32, 64, 64, 4, 10, 4, wgmma=True, ring=True)),
-    (4096, 14336, "residual", Held(16, 64, 256, 8, 6, 2, 4, wgmma=True, ring=True)),
-    (3584, 18944, "residual", Held(28, 64, 128, 8, 4, 2, 4, wgmma=True, ring=True)),
 ]
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
