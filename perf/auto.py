@@ -67,8 +67,8 @@ class Timed:
     text: list[list[int]]
 
 
-def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way: Way) -> Timed:
-    """One call of `generate`, prompt processing included."""
+def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way: Way, seed: int = SEED) -> Timed:
+    """One call of `generate`, prompt processing included; by one seed a place's draft has one fate, whatever the k."""
     _wait(generator.device)
     start = time.perf_counter()
     output = generator.generate(
@@ -76,6 +76,7 @@ def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way:
         max_new_tokens=new,
         num_speculative_tokens=way,
         do_sample=False,
+        seed=seed,
         eos_token_id=None,
         return_dict_in_generate=True,
     )
@@ -108,7 +109,7 @@ def cell(generator: FastSpecGenerator, prompts: list[list[int]], grid: Grid) -> 
         ways: Sequence[Way] = (*grid.ks, AUTO) if turn % 2 == 0 else (AUTO, *reversed(grid.ks))
         for way in ways:
             name = f"k={way}" if isinstance(way, int) else way
-            calls.setdefault(name, []).append(timed(generator, prompts, grid.new, way))
+            calls.setdefault(name, []).append(timed(generator, prompts, grid.new, way, SEED + turn))
     return compared(calls, grid.ks)
 
 
