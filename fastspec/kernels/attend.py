@@ -16,9 +16,9 @@ A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds q
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
-`uses_fragments` names runs as attend_fragments.py, which does the same out of registers; `_decode_kernel` here is for
-all else. What attend_long.py names runs as attend_stream.py. A prompt chunk (more rows) appends in one launch (rope.py)
-and attends in a second (paged_attention.py).
+`uses_fragments` names runs as attend_fragments.py, which does the same out of registers, or in long caches as
+attend_stream.py, by way of attend_long.py; `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in
+one launch (rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
@@ -214,7 +214,7 @@ class AttendWork:
     """Memory that the decoding passes of one model work in, one pass at a time.
 
     Attributes:
-        split_keys: keys of one partial sum; part of what the bits of a row depend on.
+        split_keys: keys of one partial sum, where attend_long.py has no say; part of what the bits of a row depend on.
         counters: int32, zero between launches.
         partials: fp32.
     """
@@ -226,8 +226,6 @@ class AttendWork:
 
 def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
-    if attend_long.STREAM is not None and max_positions > attend_long.STREAM[0]:
-        return attend_long.STREAM[1]
     if max_positions <= 4096:
         return 128
     return 256 if max_positions <= 16384 else 512
@@ -236,10 +234,14 @@ def split_keys_for(max_positions: int) -> int:
 def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
     """Elements of (counters, partials)."""
     num_heads, kv_heads, dim = heads
-    splits = triton.cdiv(triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions))
+    room, split_keys = triton.cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK, split_keys_for(max_positions)
+    splits = triton.cdiv(room, split_keys)
     groups = triton.cdiv(splits, FAN.value)
     tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
-    return tiles * (1 + groups), max_rows * num_heads * (splits + groups) * (dim + 1) if splits > 1 else 0
+    sums = splits + groups if splits > 1 else 0
+    if attend_long.streams(split_keys):
+        sums = max(sums, attend_long.splits_for(room))
+    return tiles * (1 + groups), max_rows * num_heads * sums * (dim + 1)
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
@@ -338,21 +340,27 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     group = num_heads // kv_heads
     sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
     sizes = (num_queries, batch * kv_heads, *sizes, dim**-0.5 * LOG2E, eps)
-    if uses_fragments(qkv.device, qkv.dtype, dim):
-        kernel: Any = attend_long.stream_kernel if attend_long.streams(work.split_keys) else fragment_kernel
-        launch_of = fragment_launch if kernel is fragment_kernel else attend_long.stream_launch
-        constants, options = launch_of(num_queries * group, dim, work.split_keys)
-        rows = constants["R"] if "R" in constants else constants["G"] * 8
+    out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
+    room, row_size = num_blocks * KEY_BLOCK, batch * num_queries * num_heads * (dim + 1)
+    fragments, pdl = uses_fragments(qkv.device, qkv.dtype, dim), has_pdl(qkv.device)
+    if fragments and attend_long.streams(work.split_keys):
+        splits = attend_long.splits_for(room)
+        _check_room(work, 0, row_size * splits if splits > 1 else 0)
+        attend_long.stream(tensors, out, work.partials, sizes, splits, window, pdl)
+        return out
+    kernel: Any = fragment_kernel if fragments else _decode_kernel
+    if fragments:
+        constants, options = fragment_launch(num_queries * group, dim, work.split_keys)
+        rows = constants["R"]
     else:
-        kernel = _decode_kernel
         constants, options = tile_launch(qkv.dtype, dim)
         constants["NORM"], rows = q_norm is not None, constants["ROWS"]
         sizes = (work.split_keys, *sizes)
-    splits = triton.cdiv(num_blocks * KEY_BLOCK, work.split_keys)
+    splits = triton.cdiv(room, work.split_keys)
+    groups = triton.cdiv(splits, FAN.value)
     tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
-    _check_room(work, tiles, splits, batch * num_queries * num_heads * (dim + 1))
-    out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
-    pdl = has_pdl(qkv.device)
+    if splits > 1:
+        _check_room(work, tiles * (1 + groups), row_size * (splits + groups))
     launch(
         kernel,
         (tiles, splits),
@@ -371,16 +379,11 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         **options,
         **({"launch_pdl": True} if pdl else {}),
     )
-    if constants.get("APART") and splits > 1:
-        heads = (kv_heads, group, dim)
-        attend_long.gather(positions, out, work.partials, splits, work.split_keys, rows, heads, window, pdl)
     return out
 
 
-def _check_room(work: AttendWork, tiles: int, splits: int, row_size: int) -> None:
-    groups = triton.cdiv(splits, FAN.value)
-    counters, partials = tiles * (1 + groups), row_size * (splits + groups)
-    if splits > 1 and (work.counters.numel() < counters or work.partials.numel() < partials):
+def _check_room(work: AttendWork, counters: int, partials: int) -> None:
+    if work.counters.numel() < counters or work.partials.numel() < partials:
         raise ValueError(
             f"work has {work.counters.numel()} counters and {work.partials.numel()} partials; this pass needs "
             f"{counters} and {partials}: make it with attend_work for passes as large"

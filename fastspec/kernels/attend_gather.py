@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import FAN, _along
-from fastspec.kernels.attend_stream_parts import reach
+from fastspec.kernels.attend_stream_parts import reach, split_of, start_of
 
 FANS = gl.constexpr(4)  # FAN partial sums each, at a time: one to a warp
 
@@ -23,7 +23,7 @@ def gather_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,
-    SPLIT: gl.constexpr,
+    RUNGS: gl.constexpr,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -31,24 +31,32 @@ def gather_kernel(
     TILE: gl.constexpr,  # query rows of a program that left partial sums
     PDL: gl.constexpr,
 ):
-    """Program i of B * Hkv * Q * GROUP adds up the splits that the tile of row i looked into, in ascending order."""
+    """Program i of B * Hkv * Q * GROUP adds up the splits that the tile of row i looked into, in ascending order.
+
+    partial_ptr: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
+    the sums of their weights.
+    """
     WIDE: gl.constexpr = gl.BlockedLayout([1, FAN, D // 32], [1, 1, 32], [FANS, 1, 1], [2, 1, 0])
     rows = num_queries * GROUP  # of one kv head
     row, pair = gl.program_id(0) % rows, gl.program_id(0) // rows
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
-    groups = (splits + FAN - 1) // FAN
-    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
-    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    f, part, d = _along(FANS, 0, WIDE), _along(FAN, 1, WIDE), _along(D, 2, WIDE)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     _f, oldest, newest = reach(
-        position_ptr, batch * num_queries, row // TILE, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, FANS
+        position_ptr, batch * num_queries, row // TILE, num_queries, start_of(splits, RUNGS), TILE, WINDOW, GROUP, FANS
     )
-    first, last = oldest // SPLIT, newest // SPLIT
-    if first >= last:  # the output is there already, or nothing has been seen
+    first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
+    # of one split the output is there already. The first program waits all the same: what is launched next waits for
+    # this kernel alone, which must not end before the other one
+    if (first == last) & (gl.program_id(0) > 0):
         return
+    if PDL:
+        gdc_wait()
+    if first == last:
+        return
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    f, part, d = _along(FANS, 0, WIDE), _along(FAN, 1, WIDE), _along(D, 2, WIDE)
     top = -float("inf")
     total = 0.0
     out = gl.zeros([D], gl.float32, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))

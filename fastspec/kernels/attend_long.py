@@ -1,4 +1,4 @@
-"""Which caches attend_stream.py decodes over, and its two launches."""
+"""Decoding passes over long caches, by attend_stream.py: which caches, where their keys are split, the two launches."""
 
 from __future__ import annotations
 
@@ -11,69 +11,81 @@ from fastspec.kernels.attend_gather import FANS, gather_kernel
 from fastspec.kernels.attend_stream import stream_kernel
 from fastspec.kernels.device import launch
 
-__all__ = ["gather", "stream_kernel", "stream_launch", "streams"]
+__all__ = ["gather_kernel", "rungs", "splits_for", "stream", "stream_kernel", "stream_launch", "streams"]
 
-# (positions, keys of a split): caches of rows of more positions run as attend_stream.py, with such splits
-STREAM: tuple[int, int] | None = None
-STREAM_WARPS = 4  # along the keys; like the split, part of what the bits of a row depend on
-STREAM_FAR = 2  # blocks of STREAM_WARPS * 16 keys that are on their way into L2
-STREAM_APART = True  # whether a second launch adds up the partial sums; part of the bits as well
+STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
+# (first position, keys of a split from there on): whole splits of whole blocks, 64 keys, up to the next position.
+# The bits of a row depend on all of it but not on how long a cache or a pass is
+LADDER: tuple[tuple[int, int], ...] = ((0, 128), (4096, 512), (16384, 1024), (65536, 4096))
+STREAM_WARPS = 4  # along the keys; part of the bits as well
+STREAM_PEEK = 64  # keys that a program asks for behind its first block, while the kernel before it ends
 # by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
 STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
 GATHER_REGISTERS = 168  # several such programs fit beside one of those that they wait for
 
 
 def streams(split_keys: int) -> bool:
-    """Whether what `uses_fragments` names runs as attend_stream.py instead: told by the split, as `split_keys_for`."""
-    return STREAM is not None and split_keys >= STREAM[1]
+    """Whether what `uses_fragments` names runs as attend_stream.py instead: never by how much of a cache is in use."""
+    return split_keys >= STREAMED
 
 
-def stream_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str, int], dict[str, Any]]:
+def rungs() -> tuple[tuple[int, int, int], ...]:
+    """LADDER as (first position, keys of a split, number of the first split)."""
+    found: list[tuple[int, int, int]] = []
+    for position, keys in LADDER:
+        before = found[-1] if found else (0, 1, 0)
+        found.append((position, keys, before[2] + (position - before[0]) // before[1]))
+    return tuple(found)
+
+
+def splits_for(room: int) -> int:
+    """Splits that the positions below `room` lie in."""
+    position, keys, number = [rung for rung in rungs() if rung[0] < room][-1]
+    return number + -(-(room - position) // keys)
+
+
+def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     eights = triton.cdiv(num_rows, 8)
     groups = triton.cdiv(eights, triton.cdiv(eights, max(STREAM_REGISTERS)))  # tiles of about the same size
-    constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": STREAM_WARPS, "FAR": STREAM_FAR}
-    options = {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS[groups]}
-    return {**constants, "APART": STREAM_APART}, options
+    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS, "PEEK": STREAM_PEEK}
+    return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS[groups]}
 
 
-def gather(
-    positions: Tensor,
+def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(constants, options) of attend_gather.py behind tiles of `tile` rows."""
+    return {"RUNGS": rungs(), "D": dim, "TILE": tile}, {"num_warps": FANS.value, "maxnreg": GATHER_REGISTERS}
+
+
+def stream(
+    tensors: tuple[Any, ...],
     out: Tensor,
     partials: Tensor,
+    sizes: tuple[float, ...],
     splits: int,
-    split_keys: int,
-    tile: int,
-    heads: tuple[int, int, int],
     window: int | None,
     pdl: bool,
 ) -> None:
-    """Launches gather_kernel behind stream_kernel.
+    """Launches stream_kernel, then gather_kernel where there is more than one split.
 
     Args:
-        positions: [B, Q]. out: [B, Q, H * D], where rows of one split are already.
-        partials: as stream_kernel left them, of `splits` splits and of tiles of `tile` rows.
-        heads: (key heads, query heads to each, head_dim).
+        tensors: `attend`'s, in its order.
+        out: [B, Q, H * D], written.
+        partials: fp32, with room for B * Q * H * splits * (D + 1) where splits > 1; written.
+        sizes: what follows in the arguments of stream_kernel.
+        splits: of the longest row that the pass has room for.
     """
-    (batch, num_queries), (kv_heads, group, dim) = positions.shape, heads
-    launch(
-        gather_kernel,
-        (batch * kv_heads * group * num_queries,),
-        positions,
-        out,
-        partials,
-        num_queries,
-        batch * kv_heads,
-        splits,
-        SPLIT=split_keys,
-        WINDOW=window or 0,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=dim,
-        TILE=tile,
-        PDL=pdl,
-        num_warps=FANS.value,
-        maxnreg=GATHER_REGISTERS,
-        enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+    keys, positions = tensors[5], tensors[8]
+    (batch, num_queries), (_pages, page_size, kv_heads, dim) = positions.shape, keys.shape
+    group = out.shape[2] // (kv_heads * dim)
+    constants, options = stream_launch(num_queries * group, dim)
+    tile = constants["G"] * 8
+    common: dict[str, Any] = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": group, "PDL": pdl}
+    common |= {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
+    tiles, rows = batch * kv_heads * triton.cdiv(num_queries * group, tile), batch * kv_heads * group * num_queries
+    given = {"PAGE_SIZE": page_size, **constants, **common, **options}
+    launch(stream_kernel, (tiles, splits), *tensors, out, partials, *sizes, **given)
+    if splits > 1:
+        constants, options = gather_launch(tile, dim)
+        counts = (num_queries, batch * kv_heads, splits)
+        launch(gather_kernel, (rows,), positions, out, partials, *counts, **constants, **common, **options)

@@ -1,16 +1,18 @@
 """The decoding kernel of attend.py for long caches: K and V read once for all query rows, and without a pause.
 
 What attend_fragments.py computes, in a loop: as soon as a product has taken a block of keys or values out of its
-registers, the next block's loads begin; blocks further on are brought into L2 meanwhile. G groups of 8 query rows share
-what is loaded, so that 24 rows (6 queries of 4 heads to a key head) cost the bytes of 8.
+registers, the next block's loads begin. G groups of 8 query rows share what is loaded, so that 24 rows (6 queries of 4
+heads to a key head) cost the bytes of 8.
 
     scores^T [KEYS, 8] = K [KEYS, D] q^T [D, 8];   out^T [D, 8] += V^T [D, KEYS] weights^T [KEYS, 8], of each group
 
 Queries wait in shared memory, for out^T of three groups takes 96 registers. The arithmetic of a row is that of its
 group alone: how many groups there are changes no bit of it.
 
-A split is long here and all of them end at about the same time: `gather_kernel`, launched next, adds up what they
-leave with a program for every row (the last program to arrive would do that alone, behind everything else).
+Splits grow with their position: short rows need many programs to be read at once, long ones few partial sums. The
+largest, which lie last, start first, and small ones fill what they leave. All end at about the same time:
+`gather_kernel`, launched next, adds up what they leave with a program for every row (the last program to arrive would
+do that alone, behind everything else).
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -23,26 +25,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attend_fragment_parts import (
-    FAN,
-    KEYS,
-    advanced,
-    combine,
-    finish,
-    keep,
-    operands,
-    scored,
-    together,
-)
-from fastspec.kernels.attend_fragment_rows import NEW_ROWS, angles, append, head_layout, slots_of, turned
+from fastspec.kernels.attend_fragment_parts import KEYS, advanced, finish, keep, operands, scored, together
+from fastspec.kernels.attend_fragment_rows import NEW_ROWS, angles, append, head_layout, peek, slots_of, turned
 from fastspec.kernels.attend_stream_parts import (
     NEVER,
-    fetch,
     key_pages,
     key_values,
     load_keys,
     load_values,
     reach,
+    split_of,
+    start_of,
     value_pages,
     value_values,
     words_of,
@@ -75,8 +68,7 @@ def stream_kernel(
     position_ptr,
     write_ptr,
     out_ptr,
-    partial_ptr,
-    count_ptr,
+    partial_ptr,  # as in gather_kernel
     num_queries,
     num_pairs,  # B * Hkv
     table_stride,
@@ -85,7 +77,7 @@ def stream_kernel(
     num_angles,
     scale,
     eps,
-    SPLIT: gl.constexpr,
+    RUNGS: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -93,11 +85,10 @@ def stream_kernel(
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
     S: gl.constexpr,  # warps, along the keys
-    FAR: gl.constexpr,  # blocks of keys on their way into L2
-    APART: gl.constexpr,  # whether gather_kernel adds up what the splits leave
+    PEEK: gl.constexpr,  # keys behind the first block that are brought into L2 before the wait
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of attend.py, whose arguments these are."""
+    """As `_decode_kernel` of attend.py, whose arguments these are: program (t, i) has the i-th split from the last."""
     HALF: gl.constexpr = D // 2
     BLOCK: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
@@ -105,23 +96,25 @@ def stream_kernel(
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     mma: gl.constexpr = operands(S, 1)
-    split, splits = gl.program_id(1), gl.num_programs(1)
+    splits = gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
-    start = split * SPLIT
     table_ptr += batch * table_stride
     at_batch = batch * num_queries
     if PDL:
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
-    fresh, oldest, newest = reach(position_ptr, at_batch, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, S)
-    first, last = oldest // SPLIT, newest // SPLIT
-    if (split < first) | (split > last):
+    limit = start_of(splits, RUNGS)
+    fresh, oldest, newest = reach(position_ptr, at_batch, tile, num_queries, limit, TILE, WINDOW, GROUP, S)
+    first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
+    split = last - gl.program_id(1)
+    if split < first:
         return
-    begin, stop = gl.maximum(start, oldest // BLOCK * BLOCK), gl.minimum(start + SPLIT, newest + 1)
+    start, stop = start_of(split, RUNGS), gl.minimum(start_of(split + 1, RUNGS), newest + 1)
+    begin = gl.maximum(start, oldest // BLOCK * BLOCK)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
     key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
     k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S)
@@ -129,11 +122,12 @@ def stream_kernel(
     old = gl.minimum(fresh, stop)
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    for i in gl.static_range(1, FAR):
-        fetch(
-            key_ptr, value_ptr, table_ptr, begin + i * BLOCK, begin, old, kv_head, table_width, num_pages,
-            BLOCK, KV_HEADS, D, PAGE_SIZE, S,
+    if PDL and PEEK > 0:
+        peek(
+            key_ptr, value_ptr, table_ptr, begin + BLOCK, old, kv_head, oldest, table_width, num_pages,
+            PEEK, KV_HEADS, D, PAGE_SIZE, S,
         )  # fmt: skip
+    k_next = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
     head_of: gl.constexpr = head_layout(HALF, S)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
     row = tile * TILE + held
@@ -142,6 +136,21 @@ def stream_kernel(
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    slots = slots_of(
+        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
+        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+    )  # fmt: skip
+    positions, top, totals, out = (), (), (), ()
+    for g in gl.static_range(G):
+        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+        fed = position_ptr + at_batch + of_group // GROUP
+        # a padding row sees nothing
+        position = gl.load(fed, mask=of_group < rows, other=-1, cache_modifier=".cg")
+        position = gl.minimum(position, NEVER).to(gl.int32)
+        positions += (gl.expand_dims(gl.expand_dims(position, 0), 1),)
+        top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
+        totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
+        out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
     if PDL:
         gdc_wait()
 
@@ -149,40 +158,24 @@ def stream_kernel(
     source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
+    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
     qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
-    if stop > fresh:
-        for first_row in range(0, num_queries, NEW_ROWS):
-            slots = slots_of(
-                table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop,
-                num_queries, num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
-            )  # fmt: skip
-            append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        slots = slots_of(
+            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
+            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+        )  # fmt: skip
+        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     gl.thread_barrier()  # what other threads stored is read below
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S)
     values = load_values(value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+    k_page = k_next
     v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
-
-    positions, top, totals, out = (), (), (), ()
-    for g in gl.static_range(G):
-        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
-        # a padding row sees nothing
-        position = gl.load(position_ptr + at_batch + of_group // GROUP, mask=of_group < rows, other=-1)
-        position = gl.minimum(position, NEVER).to(gl.int32)
-        positions += (gl.expand_dims(gl.expand_dims(position, 0), 1),)
-        top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
-        totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
-        out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
     for here in range(begin, stop, BLOCK):
         following = here + BLOCK
-        if FAR > 0:
-            fetch(
-                key_ptr, value_ptr, table_ptr, here + FAR * BLOCK, begin, stop, kv_head, table_width, num_pages,
-                BLOCK, KV_HEADS, D, PAGE_SIZE, S,
-            )  # fmt: skip
         k = (key_values(keys[0], S, HALF, DTYPE), key_values(keys[1], S, HALF, DTYPE))
         scores = ()
         for g in gl.static_range(G):
@@ -202,8 +195,7 @@ def stream_kernel(
         )
         v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
 
-    groups = (splits + FAN - 1) // FAN
-    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     for g in gl.static_range(G):
         mean, weight = together(top[g], gl.sum(totals[g], axis=1), out[g], 1)
@@ -212,32 +204,3 @@ def stream_kernel(
             finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
         else:
             keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
-    if APART:
-        return
-    if first == last:
-        return
-    count_ptr += gl.program_id(0) * (1 + groups)
-    group = split // FAN
-    at_group, to_group = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
-    gl.thread_barrier()  # the counter is raised by one thread, for all
-    if gl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != to_group - at_group:
-        return
-    gl.store(count_ptr + 1 + group, 0)
-    gl.thread_barrier()
-    only = first // FAN == last // FAN
-    row_start, row_stop = tile * TILE, gl.minimum(rows, tile * TILE + TILE)
-    combine(
-        mean_ptr, weight_ptr, 0, at_group, to_group, splits + group, only, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
-    )  # fmt: skip
-    if only:
-        return
-    gl.thread_barrier()
-    if gl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
-        return
-    gl.store(count_ptr, 0)
-    gl.thread_barrier()
-    combine(
-        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pieces of the kernels of attend_stream.py: words of K and V that a loop carries, and lines brought into L2."""
+"""Pieces of the kernels of attend_stream.py: where splits lie, and words of K and V that a loop carries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.attend_fragment_parts import KEYS, _along, operands
-from fastspec.kernels.attend_fragment_rows import _prefetch
 
-LINE = gl.constexpr(128)  # bytes of a line of L2
 FED = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
+
+
+@gluon.jit
+def split_of(position, RUNGS: gl.constexpr):
+    """The split that a position lies in; RUNGS as `attend_long.rungs` returns them."""
+    split = position // RUNGS[0][1]
+    for i in gl.static_range(1, len(RUNGS)):
+        beyond = RUNGS[i][2] + (position - RUNGS[i][0]) // RUNGS[i][1]
+        split = gl.where(position >= RUNGS[i][0], beyond, split)
+    return split
+
+
+@gluon.jit
+def start_of(split, RUNGS: gl.constexpr):
+    """The first position of a split."""
+    start = split * RUNGS[0][1]
+    for i in gl.static_range(1, len(RUNGS)):
+        start = gl.where(split >= RUNGS[i][2], RUNGS[i][0] + (split - RUNGS[i][2]) * RUNGS[i][1], start)
+    return start
 
 
 @gluon.jit
@@ -183,32 +200,3 @@ def load_values(
         return gl.load(at, mask=inside, other=0, cache_modifier=".cg")
     else:
         return gl.load(at, mask=inside, other=old)
-
-
-@gluon.jit
-def fetch(
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    first,
-    low,
-    high,
-    kv_head,
-    table_width,
-    num_pages,
-    COUNT: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Asks for COUNT keys and values from `first` on, of low .. high-1, to be brought into L2."""
-    LINES: gl.constexpr = D * (key_ptr.dtype.element_ty.primitive_bitwidth // 8) // LINE
-    i = gl.arange(0, COUNT * LINES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    at = first + i // LINES
-    wanted = (at >= low) & (at < high)
-    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), mask=wanted, other=0, cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * (D // LINES)
-    _prefetch(key_ptr + slot, wanted)
-    _prefetch(value_ptr + slot, wanted)

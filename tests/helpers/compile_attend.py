@@ -9,7 +9,7 @@ import torch
 
 from fastspec.kernels import attend, attend_long, paged_attention, rope
 from fastspec.kernels.attend_fragments import fragment_kernel
-from fastspec.kernels.attend_gather import FANS, gather_kernel
+from fastspec.kernels.attend_gather import gather_kernel
 from fastspec.kernels.attend_stream import stream_kernel
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
@@ -46,18 +46,17 @@ def entries(arch: int) -> Iterator[Entry]:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
-        for rows, split in ((8, 128), (16, 128), (16, 256), (8, 512), (16, 512)):
+        for rows, split in ((8, 128), (16, 128), (8, 256), (16, 256)):
             constants, options = attend.fragment_launch(rows, dim, split)
             for variant in (PLAIN, FULL):
                 yield _entry(fragment_kernel, 2, constants, options, variant, arch)
         for rows in (4, 16, 24) if dim == 128 else (24,):
-            constants, options = attend_long.stream_launch(rows, dim, 1024)
+            constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)
-        gathered = {"SPLIT": 1024, "D": dim, "TILE": 24}
-        yield _entry(
-            gather_kernel, 2, gathered, {"num_warps": FANS.value, "maxnreg": attend_long.GATHER_REGISTERS}, PLAIN, arch
-        )
+        constants, options = attend_long.gather_launch(24, dim)
+        for variant in (PLAIN, FULL):
+            yield _entry(gather_kernel, 2, constants, options, variant, arch)
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:

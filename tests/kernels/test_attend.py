@@ -6,6 +6,7 @@ The kernel out of registers (attend_fragments.py) has no interpreter: on the CPU
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from tests.helpers.gluon_on_cpu import interpreted
 
 CPU_FRAGMENTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragments")
 CPU_STREAM = (*CPU_FRAGMENTS[:2], "attend_stream_parts", "attend_stream", "attend_gather")
-KINDS = ("tiles", "fragments", "stream", "stream-alone")  # alone: no second launch adds up the splits
+KINDS = ("tiles", "fragments", "stream")
+LADDER = ((0, 128), (256, 64), (512, 192), (896, 256))  # every rung of it within reach of short rows
 
 
 @cache
@@ -46,8 +48,8 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(attention if kind == "fragments" else attend_long, name, getattr(module, name))
         monkeypatch.setattr(attend_long, "gather_kernel", getattr(module, "gather_kernel", None))
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
-    monkeypatch.setattr(attend_long, "STREAM", (0, 128) if kind.startswith("stream") else None)
-    monkeypatch.setattr(attend_long, "STREAM_APART", kind != "stream-alone")
+    monkeypatch.setattr(attend_long, "STREAMED", 0 if kind == "stream" else 2**30)
+    monkeypatch.setattr(attend_long, "LADDER", LADDER)
     return kind
 
 
@@ -57,6 +59,8 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
     heads, dim = given["num_heads"], given["keys"].shape[3]
     splits = -(-given["num_blocks"] * KEY_BLOCK // split_keys)
     groups = -(-splits // attention.FAN.value)
+    if attend_long.streams(split_keys):
+        splits, groups = attend_long.splits_for(given["num_blocks"] * KEY_BLOCK), 0
     partials = batch * queries * heads * (splits + groups) * (dim + 1)
     counters = batch * queries * given["keys"].shape[2] * 8 * (1 + groups)
     device = given["qkv"].device
@@ -67,9 +71,11 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
     )
 
 
-def attend(given: dict[str, Any], split_keys: int = 128, window: int | None = None) -> Tensor:
+def attend(
+    given: dict[str, Any], split_keys: int = 128, window: int | None = None, work: attention.AttendWork | None = None
+) -> Tensor:
     """The kernel; its counters are as it found them."""
-    work = work_for(given, split_keys)
+    work = work or work_for(given, split_keys)
     out = run(attention.attend, given, work, window)
     assert work.counters.count_nonzero() == 0
     return out
@@ -184,6 +190,56 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
     for name in ("keys", "values"):
         moved[name] = torch.cat((given[name][:1], given[name][1:][order]))
     assert torch.equal(fed(moved, 8, window=window)[0], whole[0])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_bits_over_a_ladder(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the pass and the room: rows that end in each rung, the longest at both edges of a split."""
+    choose("stream", monkeypatch)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    given = case(device, lengths=[1155, 518, 259], queries=3, heads=1, kv_heads=1, dim=64, dtype=dtype)
+    whole = fed(given, 3)
+    check(given, 128, None)
+    assert_same(fed(given, 1), whole)
+    assert_same(fed({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
+    alone = [attend({**rows_of(copied(given), [row]), "num_blocks": room}) for row, room in enumerate((5, 3, 2))]
+    assert torch.equal(torch.cat(alone), whole[0])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_splits_of_the_ladder_that_a_window_reaches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own ladder, where its rungs meet: only the splits of the two sides leave sums."""
+    ladder = attend_long.LADDER
+    choose("stream", monkeypatch)
+    monkeypatch.setattr(attend_long, "LADDER", ladder)
+    edges = [position for position, _keys in ladder[1:]]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    given = case(device, lengths=[edge + 1 for edge in edges], queries=2, heads=1, kv_heads=1, dim=64, dtype=dtype)
+    check(given, 128, 70)
+    work = work_for(given)
+    alone = fed(rows_of(given, [-1]), 1, window=70)[0]
+    assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
+    splits = attend_long.splits_for(given["num_blocks"] * KEY_BLOCK)
+    weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
+    numbers = {position: number for position, _keys, number in attend_long.rungs()}
+    for row, edge in enumerate(edges):
+        left = (~weights[row].isnan().all(dim=1)).nonzero().flatten().tolist()
+        assert left == [numbers[edge] - 1, numbers[edge]]
+
+
+def test_splits_of_the_ladder_are_counted() -> None:
+    """Splits tile the positions: a room of one position more has a split more just where one begins."""
+    starts, position = [], 0
+    for (_edge, keys), (stop, _keys) in pairwise((*attend_long.LADDER, (131072, 0))):
+        while position < stop:
+            starts.append(position)
+            position += keys
+        assert position == stop
+        assert keys % 64 == 0
+    for number, start in enumerate(starts):
+        assert attend_long.splits_for(start + 1) == number + 1
+        assert start == 0 or attend_long.splits_for(start) == number
+    assert attend_long.splits_for(131072) == len(starts)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -312,6 +368,7 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads
+    long = attend_long.splits_for(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > 16384 else 0
     split_keys = attention.split_keys_for(positions)
     splits = -(-positions // split_keys)
     groups = -(-splits // attention.FAN.value)
@@ -320,7 +377,7 @@ def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int
         for rows in (8, 16, 32):
             tiles = batch * kv_heads * -(-queries * num_heads // kv_heads // rows)
             assert counters >= tiles * (1 + groups)
-        assert splits == 1 or partials >= batch * queries * num_heads * (splits + groups) * (dim + 1)
+        assert splits == 1 or partials >= batch * queries * num_heads * max(splits + groups, long) * (dim + 1)
         assert attention.attend_work_bytes(batch * queries, positions, heads) == 4 * (counters + partials)
 
 
