@@ -22,7 +22,7 @@ KINDS = (
     ("attention", ("fragment", "flash", "attend", "rotate", "fmha")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
-    ("sampler", ("_laws", "_bounds", "_draw", "softmax", "sort", "scan", "cumsum")),
+    ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
     ("product", ("narrow", "wide", "held", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )

@@ -1,8 +1,9 @@
 """Between which logits a line's threshold must lie, by what the first launch says of its groups (sampled_groups.py).
 
 - At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit;
-- ids below t weigh at most 32 exp(t) a group, and no more than their group does: where all of them together weigh
-  less than top-p may remove, none of them is kept.
+- the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
+  31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
+  none of them is kept. Of a law with few likely ids, most of which are alone in their group, little more is kept.
 
 Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the law: bounds
 follow from it at 3.5 standard deviations (a flat law), or as many of the likeliest ids as can be held (a law with a
@@ -27,12 +28,13 @@ from fastspec.kernels.sampled_parts import (
     key_of,
     scaled,
     value_of,
+    view_of,
 )
-from fastspec.kernels.sampled_search import added, largest_with
 
 DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
-REACH = tl.constexpr(32.0)  # below the largest, where the k-th of the groups' maxima is looked for
+REACH = tl.constexpr(32.0)  # below the largest, where the k-th of the groups' maxima is looked for first
+ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
 PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
 MOST_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
 _GROUP = tl.constexpr(GROUP)
@@ -53,16 +55,44 @@ def _narrowed(low, high, light):
 
 
 @triton.jit
-def _largest_below(x, weights, groups, largest, most, WIDTH):
+def added(values):
+    """The sum of [1, N]."""
+    return tl.sum(tl.sum(values, axis=1), axis=0)
+
+
+@triton.jit
+def largest_with(keys, weights, least):
+    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
+    low = tl.zeros([], tl.int64) + KEY_LOWEST
+    reached = added(weights)  # by keys >= low
+    high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
+    high = tl.maximum(high, low)
+    while (low < high) & (reached > least):
+        step = (high - low) // (PIVOTS + 1) + 1
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * step
+        sums = tl.sum(tl.where(keys >= tl.minimum(pivots, KEY_OPEN).to(tl.int32)[:, None], weights, 0), axis=1)
+        enough = (sums >= least) & (pivots <= high)
+        reached = tl.min(tl.where(enough, sums, reached), axis=0)
+        low += tl.sum(enough.to(tl.int32), axis=0) * step
+        high = tl.minimum(high, low + step - 1)
+    if low < high:
+        # as many as are wanted are left: the least of them
+        left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
+        low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
+    return low
+
+
+@triton.jit
+def _largest_below(x, weights, rest, groups, largest, most, WIDTH):
     """A value t: what lies below it weighs at most `most`, by weights of groups whose maxima are x [1, N].
 
-    Ids of a group whose maximum is at least t weigh at most its weight, and at most 32 exp(t - largest).
+    `rest` is what a group weighs without its largest, which is not below t where that reaches t.
     """
     low = largest + tl.minimum(tl.log(most / (groups * WIDTH)), 0.0)
     high = largest
     for _ in range(3):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
-        parts = tl.minimum(weights, tl.exp(pivots - largest)[:, None] * WIDTH)
+        parts = tl.minimum(rest, tl.exp(pivots - largest)[:, None] * (WIDTH - 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, parts), axis=1)
         low, high = _narrowed(low, high, below <= most)
     return low
@@ -80,12 +110,18 @@ def _quantile(x, weights, most, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST where that takes long.
+    """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if so many do not exist.
 
     Pivots are evenly spaced values, not keys: logits are spread like that, so two or three steps are enough.
     """
     low, high = largest - REACH, largest
     reached = added((tops >= low).to(tl.int32))
+    steps = tl.zeros([], tl.int32)
+    while (reached < least) & (steps < 5):
+        high = low
+        low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
+        reached = added((tops >= low).to(tl.int32))
+        steps += 1
     found = reached >= least
     steps = tl.zeros([], tl.int32)
     while found & (reached > least + least // 2 + 16) & (steps < 8):
@@ -99,45 +135,67 @@ def _reached_by(tops, largest, least):
 
 
 @triton.jit
-def _guessed(view, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MOST, STOPS):
+def _guessed(source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MOST, STOPS):
     """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
     group = tl.arange(0, GROUPS)[None, :]
-    x = scaled(view, tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
+    x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
     room = tl.maximum(tl.zeros([], tl.int32) + MOST * 4 // 5 // WIDTH, 1)  # samples of what can be held
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
-        if top_k > 0:
-            rank = top_k.to(tl.float32) / WIDTH
-            reach = DEVIATIONS * tl.sqrt(rank) + 2.0
-            low = largest_with(keys, ones, tl.ceil(rank + reach).to(tl.int32))
-            above = tl.floor(rank - reach).to(tl.int32)
-            high = tl.where(above > 0, largest_with(keys, ones, tl.maximum(above, 1)) + 1, upper)
-        else:
-            weights = tl.exp(x - largest) * WIDTH
-            light = (1.0 - top_p) * normaliser
-            least = value_of(lower.to(tl.int32))
-            edge, _ = _quantile(x, weights, light, least, largest)
-            below = tl.where(x < edge, weights, 0.0)
-            error = DEVIATIONS * tl.sqrt(added(below * below)) / tl.maximum(added(below), 1e-30)
-            under, _ = _quantile(x, weights, light * (1.0 - error), least, edge)
-            _, over = _quantile(x, weights, light * (1.0 + error), edge, largest)
-            low = key_of(under).to(tl.int64)
-            high = tl.where(error > 0, key_of(over).to(tl.int64) + 1, upper)
-            if added(((keys >= low) & (keys < high)).to(tl.int32)) > room:
-                # few ids hold most of the mass: the likeliest ones, as many as can be held
-                low, high = largest_with(keys, ones, room), upper
+        rank = top_k.to(tl.float32) / WIDTH
+        reach = DEVIATIONS * tl.sqrt(rank) + 2.0
+        below = tl.ceil(rank + reach).to(tl.int32)  # so many samples reach the lower bound
+        above = tl.floor(rank - reach).to(tl.int32)  # and so many the upper one; 0: none is known
+        if top_k == 0:
+            low, high = _sampled_edge(
+                x, largest, (1.0 - top_p) * normaliser, value_of(lower.to(tl.int32)), upper, WIDTH
+            )
+            # few ids may hold most of the mass: then the likeliest ones, as many as can be held
+            many = added(((keys >= low) & (keys < high)).to(tl.int32)) > room
+            below = tl.where(many, room, 0)
+            high = tl.where(many, upper, high)
+            above = 0
+        for side in range(2):
+            least = tl.where(side == 0, below, above)
+            if least > 0:
+                key = largest_with(keys, ones, least)
+                low = tl.where(side == 0, key, low)
+                high = tl.where(side == 0, high, key + 1)
         low = tl.maximum(low, KEY_LOWEST + 1)
     guessed = (low > lower) & (low < high)
     return tl.where(guessed, low, lower), tl.where(guessed, high, upper), guessed.to(tl.int32)
 
 
 @triton.jit
-def _bounded(view, tops, masses, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
+def _sampled_edge(x, largest, light, least, upper, WIDTH):
+    """Keys below and above the edge of top-p, by a sample of ids x [1, N] that stand for WIDTH each."""
+    weights = tl.exp(x - largest) * WIDTH
+    low, high = least, largest
+    error, under, wide = light * 0.0, least, light
+    # the edge itself; then below it, if the sample has too little there; then above it, if too much
+    for side in range(3):
+        edge, over = _quantile(x, weights, wide, low, high)
+        if side == 0:
+            below = tl.where(x < edge, weights, 0.0)
+            error = DEVIATIONS * tl.sqrt(added(below * below)) / tl.maximum(added(below), 1e-30)
+            high = edge
+            wide = light * (1.0 - error)
+        elif side == 1:
+            under = edge
+            low, high = high, largest
+            wide = light * (1.0 + error)
+        else:
+            high = over
+    key = tl.where(error > 0, key_of(high + 0.0).to(tl.int64) + 1, upper)
+    return key_of(under + 0.0).to(tl.int64), key
+
+
+@triton.jit
+def _bounded(source, tops, masses, rest, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
     """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
-    keys = key_of(tops)
-    limits_k = (top_k > 0) & (top_k < view[13])
+    limits_k = (top_k > 0) & (top_k < source[21])
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
     floor = tl.where((min_p > 0) & ((limits_k & limits_p) == 0), floor, KEY_LOWEST + 1)
@@ -145,22 +203,19 @@ def _bounded(view, tops, masses, largest, normaliser, top_k, top_p, min_p, group
     upper = tl.zeros([], tl.int64) + KEY_OPEN
     guessed = tl.zeros([], tl.int32)
     if limits_k:
-        reached = _reached_by(tops, largest, top_k.to(tl.int32))
-        if reached <= KEY_LOWEST:
-            reached = largest_with(keys, (tops > -float("inf")).to(tl.int32), top_k)
-        lower = tl.maximum(lower, reached)
+        lower = tl.maximum(lower, _reached_by(tops, largest, top_k.to(tl.int32)))
     elif limits_p:
         # a little less, for sums of groups are rounded
-        most = (1.0 - top_p) * normaliser * 0.999
-        under = _largest_below(tops, masses, groups, largest, most, WIDTH)
-        lower = tl.maximum(lower, key_of(under).to(tl.int64))
+        most = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
+        under = _largest_below(tops, masses, rest, groups, largest, most, WIDTH)
+        lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
     lower = tl.maximum(lower, floor)
     if (limits_k | limits_p) == 0:
         upper = lower  # nothing to look for: all from here on are taken together
-    elif (added((keys >= lower).to(tl.int32)) * WIDTH > MOST) & ((limits_k & limits_p) == 0):
+    elif (added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MOST) & ((limits_k & limits_p) == 0):
         asked = tl.where(limits_k, top_k, 0)
         lower, upper, guessed = _guessed(
-            view, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MOST, STOPS
+            source, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MOST, STOPS
         )
     return lower, upper, guessed
 
@@ -184,7 +239,7 @@ def merged(tops_ptr, masses_ptr, groups, weighs, GROUPS: tl.constexpr, EACH: tl.
 
 @triton.jit
 def described(
-    view,
+    source,
     tops,
     masses,
     temperature,
@@ -198,7 +253,7 @@ def described(
     STOPS: tl.constexpr,
 ):
     """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
-    vocab = view[13]
+    vocab = source[21]
     largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
     upper, guessed, best = lower, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -211,13 +266,16 @@ def described(
         group = tl.arange(0, GROUPS)[None, :]
         holder = tl.min(tl.min(tl.where(tops == largest, group, GROUPS), axis=1), axis=0)
         index = holder * WIDTH + tl.arange(0, WIDTH)
-        best = tl.min(tl.where(scaled(view, index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
+        best = tl.min(tl.where(scaled(view_of(*source), index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
     else:
-        masses = masses * tl.exp(tops - largest)
+        # a group's largest weighs exactly one of the group's mass
+        relative = tl.exp(tops - largest)
+        rest = tl.maximum(masses - 1.0, 0.0) * relative
+        masses = masses * relative
         normaliser = added(masses)
         if filtered(top_k, top_p, min_p, vocab):
             kind = tl.zeros([], tl.int32) + SEARCHED
             lower, upper, guessed = _bounded(
-                view, tops, masses, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
+                source, tops, masses, rest, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
             )
     return kind, largest, normaliser, best, lower, upper, guessed

@@ -15,18 +15,19 @@ from fastspec.kernels.sampled_parts import (
     MASS_ABOVE,
     key_of,
     scaled,
+    view_of,
 )
-from fastspec.kernels.sampled_search import added, fixed
+from fastspec.kernels.sampled_search import fixed
 
-PIECE = tl.constexpr(128)  # listed groups that are read at a time
+PIECE = tl.constexpr(64)  # listed groups that are read at a time
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _note(view, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS):
+def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS):
     """Counts and weighs what is above the bounds in a chunk; notes the candidates between them."""
     index = start + tl.arange(0, CHUNK)
-    x = scaled(view, index, STOPS)
+    x = scaled(view_of(*source), index, STOPS)
     keys = key_of(x)
     if upper < KEY_OPEN:
         e = tl.exp(x - largest)
@@ -47,13 +48,13 @@ def _note(view, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CH
 
 
 @triton.jit
-def noted(view, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MOST, STOPS):
+def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MOST, STOPS):
     """Notes this program's chunks of a line; whether all of them have been noted now, by all programs."""
-    for chunk in range(tl.program_id(0), tl.cdiv(view[13], CHUNK), tl.num_programs(0)):
+    for chunk in range(tl.program_id(0), tl.cdiv(source[21], CHUNK), tl.num_programs(0)):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= lower:
-            _note(view, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS)
+            _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS)
     # the counting thread's release covers its own stores; the barrier hands it those of the others
     tl.debug_barrier()
     return tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
@@ -66,34 +67,33 @@ def read_off(counters_ptr, word):
 
 
 @triton.jit
-def list_groups(tops_ptr, groups, lower, listed_ptr, SIZE: tl.constexpr, EACH: tl.constexpr, STORES: tl.constexpr):
-    """How many of up to SIZE * EACH groups reach `lower`; stores which, in their order, if that is asked for."""
+def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """How many of up to SIZE * EACH groups reach `lower`; stores the first `most`, in their order, if it `lists`."""
     number = groups * 0
-    for piece in tl.static_range(EACH):
-        group = piece * SIZE + tl.arange(0, SIZE)[None, :]
+    for piece in range(EACH):
+        group = piece * SIZE + tl.arange(0, SIZE)
         near = (key_of(tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))) >= lower).to(tl.int32)
-        if STORES:
-            tl.store(listed_ptr + number + tl.cumsum(near, axis=1) - near, group, mask=near > 0)
-        number += added(near)
-    if STORES:
-        tl.debug_barrier()  # others read it
+        if lists:
+            slot = number + tl.cumsum(near, axis=0) - near
+            tl.store(listed_ptr + slot, group, mask=(near > 0) & (slot < most))
+        number += tl.sum(near, axis=0)
     return number
 
 
 @triton.jit
-def gather(view, listed_ptr, found_ptr, number, lower, MOST: tl.constexpr, STOPS: tl.constexpr):
-    """Notes the ids from `lower` on of all listed groups, in their order; int64, how many there are."""
+def gather(source, listed_ptr, found_ptr, number, lower, MOST: tl.constexpr, STOPS: tl.constexpr):
+    """Notes the ids from `lower` on of all listed groups, in their order; how many there are."""
     count = number * 0
     for start in range(0, number, PIECE):
         slot = start + tl.arange(0, PIECE)
         group = tl.load(listed_ptr + slot, mask=slot < number, other=-1, cache_modifier=".cg")
         index = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         index = tl.reshape(tl.where(group[:, None] >= 0, index, -1), [PIECE * _GROUP])
-        keys = key_of(scaled(view, index, STOPS))
+        keys = key_of(scaled(view_of(*source), index, STOPS))
         near = (keys >= lower).to(tl.int32)
         place = count + tl.cumsum(near, axis=0) - near
         fits = (near > 0) & (place < MOST)
         tl.store(found_ptr + place, keys, mask=fits)
         tl.store(found_ptr + MOST + place, index, mask=fits)
         count += tl.sum(near, axis=0)
-    return count.to(tl.int64)
+    return count

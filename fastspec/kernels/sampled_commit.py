@@ -6,7 +6,8 @@ the third, every program forms the row's carried ratios and its coins for itself
 end the row: under rejection one; under block one if the last draft's coin falls, else all before it; under coupled
 all. At those a program takes some ids: their race under p and under max(c p - q, 0), and the sum of the latter.
 Winners are merged by an atomic maximum and sums in fixed point, so neither chunks nor arrival order can matter. The
-last program to arrive at a row accepts and commits it (commit.py). Random numbers are those of `sampling.PhiloxDraws`.
+last program to arrive at a row accepts and commits it (commit.py); where the law of every such place has few ids, one
+program a place takes part, and where nothing is raced for, one. Random numbers are those of `sampling.PhiloxDraws`.
 
 A greedy row's law is one on its pick, so it is judged by match, whatever the rule.
 
@@ -17,9 +18,8 @@ A greedy row's law is one on its pick, so it is judged by match, whatever the ru
 | scratch     | as commit.py     |                                                                  |
 | work        | sampled_work     | counters are zero between launches: the last to use them clears  |
 
-What it cost on an H200 at V = 128256, B = 1, k = 7 (perf/kernels/sampled.py): 15 us where all rows are greedy, 23 to
-33 without filters, 60 to 68 with top-k and top-p. The last was measured while thresholds were bisected by one pivot a
-step, each of which takes 0.4 us; sampled_search.py takes fewer.
+At V = 128256, B = 1, k = 7 an H200 took 11 us where all rows are greedy, 20 to 31 without filters, 43 to 49 with top-k
+and top-p (perf/kernels/sampled.py), before sampled_search.py ranked candidates and races were compared once a program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastspec.kernels import commit as committing
 from fastspec.kernels import sampled_parts
 from fastspec.kernels.commit import STATE_INTS, commit_row
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.sampled_judge import BY_COUPLING, RULES, at_place, judged, race, race_of_few, span
+from fastspec.kernels.sampled_judge import BY_COUPLING, RULES, at_place, judged, race, race_of_few, span, spread
 from fastspec.kernels.sampled_laws import find_laws, law_of
 from fastspec.kernels.sampled_parts import (
     BEYOND,
@@ -50,10 +50,9 @@ from fastspec.kernels.sampled_parts import (
     RUNNING,
     SampledWork,
     check_source,
-    key_of,
     view_of,
 )
-from fastspec.modes import COUPLED
+from fastspec.modes import COUPLED, REJECTION
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 528  # of a launch, about: two turns of two a multiprocessor
@@ -140,43 +139,47 @@ def _end_kernel(
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
     row_counters = counters_ptr + row * num_places * _COUNTERS
+    handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
+    workers = tl.full([], 1, tl.int32)  # a row without a race is judged by its first program alone
     if running & (tl.load(temperature_ptr + row) > 0):
         low, high, carried = span(row_records, place, counts, seed, length, RULE, PLACES)
-        min_p = tl.load(min_p_ptr + row)
+        dense = spread(row_records, place, low, high, RACED)
+        handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
         for at in range(low + part, high + 1, parts):
-            law = law_of(row_records + at * _RECORD)
-            number = tl.load(row_records + at * _RECORD + RACERS)
-            line = row * num_places + at
             # a place begins with the program after the last of the place before
             turn = ((at - low) // parts * chunks) % tl.num_programs(0)
             begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
-            few = (number >= 0) & (number <= RACED)
-            if (law[0] < GREEDY) & ((begin == 0) | (few == 0)):
+            if dense | (begin == 0):
+                handled = tl.where(dense, 1, handled + 1)
+                law = law_of(row_records + at * _RECORD)
+                min_p = tl.load(min_p_ptr + row)
+                number = tl.load(row_records + at * _RECORD + RACERS)
                 beyond = (at < counts) & (RULE != BY_COUPLING)
                 line_q = q_ptr
                 if q_ptr is not None:
                     line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
                 draft = tl.load(drafts_ptr + row * drafts_stride + at, mask=at < counts, other=-1)
+                draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
                 c = at_place(carried, place, at)
                 line_counters = row_counters + at * _COUNTERS
-                if few:
+                line = row * num_places + at
+                few = (number >= 0) & (number <= RACED)
+                if (law[0] < GREEDY) & few & (begin == 0):
                     race_of_few(
-                        law,
-                        found_ptr + line * (2 * MOST),
-                        number,
-                        line_counters,
                         line_q,
-                        draft,
-                        c,
-                        beyond,
-                        seed,
-                        length + at,
-                        min_p,
-                        MOST,
-                        RACED,
+                        *(
+                            law,
+                            found_ptr + line * (2 * MOST),
+                            number,
+                            line_counters,
+                            draft,
+                            c,
+                            beyond,
+                        ),
+                        *(seed, length + at, min_p, RULE, MOST, RACED),
                     )
-                else:
+                if (law[0] < GREEDY) & (few == 0):
                     view = view_of(
                         logits_ptr,
                         bias_ptr,
@@ -201,28 +204,28 @@ def _end_kernel(
                         at,
                         vocab,
                     )
-                    tops_ptr = groups_ptr + line * groups * 2
-                    for chunk in range(begin, chunks, tl.num_programs(0)):
-                        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-                        tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-                        if key_of(tl.max(tops, axis=0)) >= law[3]:
-                            race(
-                                law,
-                                view,
-                                line_counters,
-                                line_q,
-                                draft,
-                                c,
-                                beyond,
-                                seed,
-                                length + at,
-                                chunk * CHUNK,
-                                min_p,
-                                CHUNK,
-                                NUM_STOPS,
-                            )
-    arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if arrived == parts * tl.num_programs(0) - 1:
+                    race(
+                        line_q,
+                        *(
+                            law,
+                            view,
+                            groups_ptr + line * groups * 2,
+                            groups,
+                            line_counters,
+                            draft,
+                            c,
+                            beyond,
+                        ),
+                        *(seed, length + at, begin, min_p, RULE, CHUNK, NUM_STOPS),
+                    )
+        workers = tl.where(dense, parts * tl.num_programs(0), high + 1 - low)
+    last = handled == workers
+    if (handled > 0) & (last == 0):
+        last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
+    if last:
+        tl.debug_barrier()  # if it works alone, its own threads have raced
+        # once more, for a race needs every register
+        running = tl.load(finish_ptr + row) == RUNNING
         num_drafts = num_places - 1
         row_drafts = drafts_ptr + row * drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
@@ -301,7 +304,8 @@ def sampled_commit(
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
-    parts = sampled_parts.parts_of(batch, places, chunks)
+    # under rejection one place of a row is raced for
+    parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
     # all of a row's chunks at a place, unless there are rows enough to fill the device
     programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
     launch(

@@ -17,19 +17,22 @@ from fastspec.kernels.sampled_parts import (
     BROKEN,
     COUNTERS,
     GREEDY,
+    GROUP,
     KEY_LOWEST,
     KIND,
+    KNOWN,
     P_DRAFT,
     Q_DRAFT,
     RACE,
     RACE_BEYOND,
+    RACERS,
     RECORD,
     coin,
     kept,
+    key_of,
     times,
     times_of,
     value_of,
-    winner,
     winning_id,
 )
 from fastspec.modes import BLOCK, COUPLED, REJECTION
@@ -41,6 +44,8 @@ ACCEPT, TARGET = tl.constexpr(sampling.ACCEPT), tl.constexpr(sampling.TARGET)
 SHARE = tl.constexpr(2.0**60)
 NO_SHARE = tl.constexpr(2.0**-60)
 TINY = tl.constexpr(1.1754943508222875e-38)
+NO_RANK = tl.constexpr(-2147483648)
+_GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
@@ -96,36 +101,82 @@ def span(record_ptr, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl
 
 
 @triton.jit
-def _merge(p, time, index, counters_ptr, q_ptr, draft, c, beyond):
-    """Merges a race of some ids with times into that for a place, and adds what p has beyond q."""
-    weights = p
-    slot_ptr = counters_ptr + RACE
+def spread(record_ptr, place, first, last, RACED):
+    """Whether the race for any of the places first..last is shared out: it has more ids than are listed."""
+    within = (place >= first) & (place <= last)
+    racers = tl.load(record_ptr + place * _RECORD + RACERS, mask=within, other=0)
+    kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=within, other=BROKEN)
+    return tl.max((((racers < 0) | (racers > RACED)) & (kinds < GREEDY)).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _entry(p, time, index, q_ptr, draft, c, beyond):
+    """(int32 rank in the race for a place, what p has beyond q) of each id.
+
+    A race under what p has beyond q outranks one under p, which counts only where nothing is beyond: ranks of the first
+    are not negative. An id that does not race has the lowest rank.
+    """
+    excess = tl.zeros_like(p)
     if beyond:
         q = (index == draft).to(tl.float32)
         if q_ptr is not None:
             q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
-        excess = tl.maximum(c * p - q, 0.0)
-        share = tl.sum(excess, axis=0)
-        if share > 0:
-            # the race under p counts only where no chunk has any excess
-            tl.atomic_add(counters_ptr + BEYOND, (share * SHARE).to(tl.int64), sem="relaxed")
-            weights = excess
-            slot_ptr = counters_ptr + RACE_BEYOND
-    best = winner(weights, time, index)
-    if best > 0:
-        tl.atomic_max(slot_ptr, best, sem="relaxed")
+        excess = tl.where(c * p > q, c * p - q, 0.0)
+    weights = tl.where(excess > 0, excess, p)
+    bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
+    return tl.where(excess > 0, bits, bits | NO_RANK), excess
 
 
 @triton.jit
-def race(law, view, counters_ptr, q_ptr, draft, c, beyond, seed, position, start, min_p, CHUNK, STOPS):
-    """Lets the ids of a chunk race for a place, and sums what p has beyond q."""
-    index = start + tl.arange(0, CHUNK)
-    p = probabilities(law, view, index, min_p, STOPS)
-    _merge(p, times(seed, position, TARGET, start, CHUNK), index, counters_ptr, q_ptr, draft, c, beyond)
+def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
+    """Merges a race of some ids, and what p has beyond q, into those for a place."""
+    best = tl.max(rank, axis=0)
+    first = tl.min(tl.where(rank == best, index, 0x7FFFFFFF), axis=0)
+    if best != NO_RANK:
+        packed = (((best & 0x7FFFFFFF).to(tl.int64) << 31) | (0x7FFFFFFF - first)) + 1
+        tl.atomic_max(counters_ptr + tl.where(best < 0, RACE, RACE_BEYOND), packed, sem="relaxed")
+    if RULE == BY_BLOCK:
+        total = tl.sum(share, axis=0)
+        if total > 0:
+            tl.atomic_add(counters_ptr + BEYOND, total, sem="relaxed")
 
 
 @triton.jit
-def race_of_few(law, found_ptr, number, counters_ptr, q_ptr, draft, c, beyond, seed, position, min_p, MOST, SIZE):
+def race(
+    q_ptr, law, view, tops_ptr, groups, counters_ptr, draft, c, beyond, seed, position, begin, min_p, RULE, CHUNK, STOPS
+):
+    """Lets the ids of every so many chunks race for a place, and sums what p has beyond q.
+
+    Of four ids each the best is kept, and all are compared in the end: no chunk waits for another one's sums. What four
+    ids sum to is added as an integer, so it does not matter how chunks are shared out.
+    """
+    LANES: tl.constexpr = CHUNK // 4
+    # it is known not to be greedy: fewer registers
+    law = tl.full([], KNOWN, tl.int32), law[1], law[2], law[3], law[4], tl.full([], -1, tl.int32)
+    best = tl.zeros([LANES], tl.int32) + NO_RANK
+    who = tl.zeros([LANES], tl.int32)
+    shares = tl.zeros([LANES], tl.int64)
+    for chunk in range(begin, tl.cdiv(view[13], CHUNK), tl.num_programs(0)):
+        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+        tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+        if key_of(tl.max(tops, axis=0)) >= law[3]:
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            p = probabilities(law, view, index, min_p, STOPS)
+            time = times(seed, position, TARGET, chunk * CHUNK, CHUNK)
+            rank, excess = _entry(p, time, index, q_ptr, draft, c, beyond)
+            if RULE == BY_BLOCK:
+                shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
+            ranks = tl.reshape(rank, [LANES, 4])
+            most = tl.max(ranks, axis=1)
+            first = tl.min(tl.where(ranks == most[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
+            # among equals the lowest id, which comes first
+            who = tl.where(most > best, first, who)
+            best = tl.maximum(most, best)
+    _merge(best, who, shares, counters_ptr, RULE)
+
+
+@triton.jit
+def race_of_few(q_ptr, law, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MOST, SIZE):
     """`race` of all ids that a law keeps, among those listed: `probabilities` of the same logits."""
     slot = tl.arange(0, SIZE)
     there = slot < number
@@ -134,7 +185,8 @@ def race_of_few(law, found_ptr, number, counters_ptr, q_ptr, draft, c, beyond, s
     e = tl.exp(value_of(key) - law[1])
     keeps = kept(key, index, e, law[3], law[4], min_p)
     p = tl.where(keeps, tl.div_rn(e, law[2] + tl.zeros_like(e)), 0.0)
-    _merge(p, times_of(seed, position, TARGET, index), index, counters_ptr, q_ptr, draft, c, beyond)
+    rank, excess = _entry(p, times_of(seed, position, TARGET, index), index, q_ptr, draft, c, beyond)
+    _merge(rank, index, (excess * SHARE).to(tl.int64), counters_ptr, RULE)
 
 
 @triton.jit

@@ -62,11 +62,11 @@ from fastspec.kernels.sampled_parts import (
     scaled,
     view_of,
 )
-from fastspec.kernels.sampled_search import PAIRED, fixed, normaliser_of, search_candidates, search_line
+from fastspec.kernels.sampled_search import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-LAUNCH = {"num_warps": 8}  # with 16 each thread has half the registers, and a few are spilled
-PROGRAMS = 132  # of a launch, about: a multiprocessor holds one
-FEW = 1024  # candidates that are looked at in one smaller piece
+# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
+LAUNCH = {"num_warps": 16}
+PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -99,7 +99,7 @@ def probabilities(law, view, index, min_p, STOPS: tl.constexpr):
 
 @triton.jit
 def _settled(
-    view,
+    source,
     found_ptr,
     largest,
     normaliser,
@@ -113,34 +113,27 @@ def _settled(
     top_k,
     top_p,
     min_p,
-    CHUNK: tl.constexpr,
     MOST: tl.constexpr,
-    FEW: tl.constexpr,
-    PAIRED: tl.constexpr,
+    RANKED: tl.constexpr,
+    PIECE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
     """(key, cut, fp32 normaliser) of a line whose candidates are all noted."""
-    vocab = view[13]
-    total = fixed(normaliser)
-    top_k = tl.where(top_k < vocab, top_k, 0)
-    key, cut, mass, sound = lower.to(tl.int32), vocab, kept_above, count <= MOST
-    if count <= PAIRED:
-        key, cut, mass, sound = search_candidates(
-            *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
-            *(top_k, top_p, min_p, vocab, MOST, PAIRED, True),
-        )
-    elif count <= FEW:
-        key, cut, mass, sound = search_candidates(
-            *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
-            *(top_k, top_p, min_p, vocab, MOST, FEW, False),
-        )
-    elif count <= MOST:
-        key, cut, mass, sound = search_candidates(
-            *(found_ptr, largest, total, count, count_above, mass_above, kept_above, lower, upper, guessed),
-            *(top_k, top_p, min_p, vocab, MOST, MOST, False),
+    vocab = source[21]
+    top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
+    lower, upper = lower.to(tl.int32), upper.to(tl.int32)
+    key, cut, mass, sound = lower, vocab, kept_above, tl.full([], 0, tl.int1)
+    if count <= RANKED:
+        key, cut, mass, sound = rank_candidates(
+            *(found_ptr, largest, fixed(normaliser), count, count_above, mass_above, kept_above, lower, upper),
+            *(guessed, top_k, top_p, min_p, vocab, MOST, RANKED),
         )
     if sound == 0:
-        key, cut, mass = search_line(view, largest, total, top_k, top_p, min_p, CHUNK, STOPS)
+        # if candidates that have been ranked did not tell, nor would they now
+        key, cut, mass = search(
+            *(source, found_ptr, (count > MOST) | (count <= RANKED), largest, normaliser, count, count_above),
+            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MOST, PIECE, STOPS),
+        )
     return key, cut, normaliser_of(mass)
 
 
@@ -158,8 +151,9 @@ def _store_law(record_ptr, law, upper, guessed, racers):
 
 
 @triton.jit
-def _weigh_draft(view, law, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
+def _weigh_draft(source, law, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
     """Stores what the target's and the draft's law make of the draft at this place."""
+    view = view_of(*source)
     draft = tl.load(view[4] + place)
     lanes = tl.zeros([16], tl.int32) + draft.to(tl.int32)
     p = tl.max(probabilities(law, view, lanes, min_p, STOPS), axis=0)
@@ -215,8 +209,8 @@ def _laws_kernel(
     EACH: tl.constexpr,  # groups that are described as one
     MOST: tl.constexpr,
     LISTED: tl.constexpr,
-    FEW: tl.constexpr,
-    PAIRED: tl.constexpr,
+    RANKED: tl.constexpr,
+    PIECE: tl.constexpr,
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -233,7 +227,8 @@ def _laws_kernel(
     # what may need more than one program is described by each for itself, all alike
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
-        view = view_of(
+        # from it each makes a view for itself: kept in between, a view takes half the registers
+        source = (
             logits_ptr,
             bias_ptr,
             prompt_ptr,
@@ -260,7 +255,7 @@ def _laws_kernel(
         tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
         tops, masses = merged(tops_ptr, tops_ptr + groups, groups, temperature > 0, GROUPS // EACH, EACH)
         kind, largest, normaliser, best, lower, upper, guessed = described(
-            *(view, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
+            *(source, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
         )
         mine = tl.program_id(0) == 0
@@ -269,30 +264,33 @@ def _laws_kernel(
             line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
             line_counters = counters_ptr + line * _COUNTERS
             line_listed = listed_ptr + line.to(tl.int64) * LISTED
-            number = list_groups(tops_ptr, groups, lower, line_listed, GROUPS // EACH, EACH, False)
-            count, count_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-            mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
             # without a bound above, or with nothing to look for
-            if (number <= LISTED) & ((upper == KEY_OPEN) | (upper == lower)):
+            alone = (upper == KEY_OPEN) | (upper == lower)
+            lists = mine & alone
+            number = list_groups(tops_ptr, groups, lower, line_listed, lists, LISTED, GROUPS // EACH, EACH)
+            count, count_above = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+            mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+            if (number <= LISTED) & alone:
                 if mine:
-                    list_groups(tops_ptr, groups, lower, line_listed, GROUPS // EACH, EACH, True)
-                    count = gather(view, line_listed, line_found, number, lower, MOST, STOPS)
-                    racers = tl.where(count <= MOST, count, -1).to(tl.int32)
+                    tl.debug_barrier()  # others read what is listed
+                    count = gather(source, line_listed, line_found, number, lower, MOST, STOPS)
+                    racers = tl.where(count <= MOST, count, -1)
             else:
                 mine = noted(
-                    *(view, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
+                    *(source, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
                     *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
                 )
                 if mine:
-                    count, count_above = read_off(line_counters, FOUND), read_off(line_counters, COUNT_ABOVE)
+                    count = read_off(line_counters, FOUND).to(tl.int32)
+                    count_above = read_off(line_counters, COUNT_ABOVE).to(tl.int32)
                     mass_above, kept_above = read_off(line_counters, MASS_ABOVE), read_off(line_counters, KEPT_ABOVE)
             if mine:
                 tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
                 key, cut, normaliser = _settled(
-                    *(view, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
-                    *(lower, upper, guessed, top_k, top_p, min_p, CHUNK, MOST, FEW, PAIRED, STOPS),
+                    *(source, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
+                    *(lower, upper, guessed, top_k, top_p, min_p, MOST, RANKED, PIECE, STOPS),
                 )
                 kind = tl.zeros([], tl.int32) + KNOWN
         if mine:
@@ -303,7 +301,7 @@ def _laws_kernel(
                 row_q = q_ptr
                 if q_ptr is not None:
                     row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-                _weigh_draft(view, law, record_ptr, row_q, min_p, place, STOPS)
+                _weigh_draft(source, law, record_ptr, row_q, min_p, place, STOPS)
 
 
 def find_laws(
@@ -359,8 +357,8 @@ def find_laws(
         EACH=triton.cdiv(padded, sampled_bounds.MOST_GROUPS),
         MOST=most,
         LISTED=work.listed.shape[1],
-        FEW=min(FEW, most),
-        PAIRED=min(PAIRED, most),
+        RANKED=min(RANKED, most),
+        PIECE=PIECE,
         **LAUNCH,
         **shared,
     )

@@ -1,7 +1,8 @@
 """The threshold of a line's law: among the candidates near it, or by reading all of the line when they do not tell.
 
-A step that waits for a sum of all threads takes 0.4 us, so few are taken: several pivots are tried in each, and no more
-of them once one candidate is left; few candidates are compared in pairs, all at once.
+Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
+one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
+faster than one that has every case written out.
 
 All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A law
 is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal it up to id
@@ -13,16 +14,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastspec.kernels.sampled_parts import KEY_LOWEST, KEY_OPEN, NO_UNIT, UNIT, kept, key_of, scaled, value_of
+from fastspec.kernels.sampled_parts import KEY_LOWEST, KEY_OPEN, NO_UNIT, UNIT, kept, key_of, scaled, value_of, view_of
 
-PAIRED = 128  # candidates that are compared in pairs
-COUNT_FINITE, FIND_KTH, FIND_EDGE, COUNT_EQUALS, CUT_EQUALS, SUM_UP = map(tl.constexpr, range(6))
+RANKED = 256  # candidates that are ranked
+PIECE = 1024  # ids that a search reads at a time
+OTHERS = tl.constexpr(8)  # candidates that all are compared with at a time
+PIVOTS = tl.constexpr(4)
+ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
 
 @triton.jit
 def fixed(mass):
     """int64 fixed point of fp32."""
     return (mass * UNIT).to(tl.int64)
+
+
+@triton.jit
+def mass_of(key, largest):
+    """int64 fixed-point mass of the id with a key."""
+    return fixed(tl.exp(value_of(key) - largest))
 
 
 @triton.jit
@@ -40,105 +50,29 @@ def budget_of(total, top_p):
 
 
 @triton.jit
-def added(values):
-    """The sum of [1, N]."""
-    return tl.sum(tl.sum(values, axis=1), axis=0)
+def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
+    """(how many candidates are at least each of keys [SIZE], the mass of those above it)."""
+    reach = tl.zeros([OTHERS, SIZE], tl.int32)
+    above = tl.zeros([OTHERS, SIZE], tl.int64)
+    column = tl.arange(0, OTHERS)
+    others = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
+    for start in range(0, count, OTHERS):
+        column = start + OTHERS + tl.arange(0, OTHERS)
+        # loaded one turn ahead
+        later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
+        weights = mass_of(others, largest)
+        reach += (others[:, None] >= keys[None, :]).to(tl.int32)
+        above += tl.where(others[:, None] > keys[None, :], weights[:, None], 0)
+        others = later
+    return tl.sum(reach, axis=0), tl.sum(above, axis=0)
 
 
 @triton.jit
-def largest_with(keys, weights, least):
-    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
-    PIVOTS: tl.constexpr = 8 if keys.shape[1] <= 4096 else 1
-    low = tl.zeros([], tl.int64) + KEY_LOWEST
-    reached = added(weights)  # by keys >= low
-    high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
-    high = tl.maximum(high, low)
-    while (low < high) & (reached > least):
-        step = (high - low + PIVOTS) // (PIVOTS + 1)
-        pivots = low + (tl.arange(0, PIVOTS) + 1) * step
-        sums = tl.sum(tl.where(keys >= pivots.to(tl.int32)[:, None], weights, 0), axis=1)
-        enough = (sums >= least) & (pivots <= high)
-        reached = tl.min(tl.where(enough, sums, reached), axis=0)
-        low += tl.sum(enough.to(tl.int32), axis=0) * step
-        high = tl.minimum(high, low + step - 1)
-    if low < high:
-        # as many as are wanted are left: the least of them
-        left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
-        low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
-    return low
-
-
-@triton.jit
-def _edge(keys, mass, budget, low, high, PIVOTS: tl.constexpr):
-    """The smallest key t, int64 in [low, high], such that keys [1, N] > t weigh less than the budget."""
-    if added(tl.where(keys > low, mass, 0)) < budget:
-        high = low
-    reach = added((keys >= low).to(tl.int32))  # keys from low on
-    beyond = reach * 0  # keys above high
-    while (low < high) & (reach - beyond > 1):
-        step = (high - low + 1 + PIVOTS) // (PIVOTS + 1)
-        pivots = low - 1 + (tl.arange(0, PIVOTS) + 1) * step
-        above = keys > pivots.to(tl.int32)[:, None]
-        sums = tl.sum(tl.where(above, mass, 0), axis=1)
-        counts = tl.sum(above.to(tl.int32), axis=1)
-        short = (sums < budget) | (pivots >= high)
-        reach = tl.min(tl.where(short, reach, counts), axis=0)
-        beyond = tl.max(tl.where(short & (pivots < high), counts, beyond), axis=0)
-        low += (PIVOTS - tl.sum(short.to(tl.int32), axis=0)) * step
-        high = tl.minimum(high, low + step - 1)
-    if low < high:
-        # the weight changes at keys only, and one is left
-        left = tl.where((keys >= low) & (keys <= high), keys, 0x7FFFFFFF)
-        low = tl.minimum(tl.min(tl.min(left, axis=1), axis=0).to(tl.int64), high)
-    return low
-
-
-@triton.jit
-def _kth_by_halves(keys, least, low, high):
-    """`largest_with` in [low, high] of so many keys that only one pivot fits in registers."""
-    while low < high:
-        middle = (low + high + 1) >> 1
-        enough = added((keys >= middle.to(tl.int32)).to(tl.int32)) >= least
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
-
-
-@triton.jit
-def _edge_by_halves(keys, mass, budget, low, high):
-    """`_edge`, likewise."""
-    while low < high:
-        middle = (low + high) >> 1
-        short = added(tl.where(keys > middle.to(tl.int32), mass, 0)) < budget
-        high = tl.where(short, middle, high)
-        low = tl.where(short, low, middle + 1)
-    return low
-
-
-@triton.jit
-def _paired_kth(keys, others, least):
-    """The largest of keys [1, N] that at least `least` of the others [N, 1], the same ones, reach."""
-    ranks = tl.sum((others >= keys).to(tl.int32), axis=0)[None, :]
-    left = tl.where(ranks >= least, keys, -2147483648)
-    return tl.max(tl.max(left, axis=1), axis=0).to(tl.int64)
-
-
-@triton.jit
-def _paired_edge(keys, mass, others, largest, budget, low, high):
-    """`_edge`, all candidates against the others [N, 1], the same ones."""
-    weights = fixed(tl.exp(tl.where(others > KEY_LOWEST, value_of(others), -float("inf")) - largest))
-    above = tl.sum(tl.where(others > keys, weights, 0), axis=0)[None, :]
-    left = tl.where((keys > low) & (above < budget), keys, 0x7FFFFFFF)
-    first = tl.minimum(tl.min(tl.min(left, axis=1), axis=0).to(tl.int64), high)
-    return tl.where(added(tl.where(keys > low, mass, 0)) < budget, low, first)
-
-
-@triton.jit
-def search_candidates(
+def rank_candidates(
     found_ptr,
     largest,
     total,  # fixed-point mass of the whole line
-    count,  # candidates
+    count,  # candidates, up to SIZE
     count_above,
     mass_above,
     kept_above,
@@ -151,58 +85,40 @@ def search_candidates(
     vocab,
     MOST: tl.constexpr,
     SIZE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
 ):
-    """(key, cut, fixed-point normaliser, whether these hold) from up to SIZE candidates."""
-    slot = tl.arange(0, SIZE)[None, :]
+    """(key, cut, fixed-point normaliser, whether these hold) from few candidates."""
+    slot = tl.arange(0, SIZE)
     there = slot < count
-    keys = tl.load(found_ptr + slot, mask=there, other=-2147483648, cache_modifier=".cg")
-    mass = fixed(tl.exp(tl.where(there, value_of(keys), -float("inf")) - largest))
-    if IN_PAIRS:
-        column = tl.arange(0, SIZE)[:, None]
-        others = tl.load(found_ptr + column, mask=column < count, other=-2147483648, cache_modifier=".cg")
-    low = lower
-    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest
-    sound = (upper == KEY_OPEN) | ((count_above < top_k) & (top_k > 0)) | (top_k == 0)
-    if top_k > 0:
-        if count_above + count >= top_k:
-            least = (top_k - count_above).to(tl.int32)
-            if IN_PAIRS:
-                low = tl.maximum(low, _paired_kth(keys, others, least))
-            elif SIZE <= 2048:
-                low = tl.maximum(low, largest_with(keys, there.to(tl.int32), least))
-            else:
-                low = _kth_by_halves(keys, least, low, tl.minimum(upper - 1, top))
-        else:
-            sound = sound & (guessed == 0)
-        total = mass_above + added(tl.where(keys >= low, mass, 0))
-    cut = vocab
-    if top_p < 1.0:
-        budget = budget_of(total, top_p)
-        sound = sound & ((upper == KEY_OPEN) | (mass_above < budget))
-        reached = mass_above + added(tl.where(keys >= low, mass, 0)) >= budget
-        sound = sound & (reached | (guessed == 0))
-        high = tl.maximum(tl.minimum(upper, top), low)
-        if IN_PAIRS:
-            low = _paired_edge(keys, mass, others, largest, budget - mass_above, low, high)
-        elif SIZE <= 2048:
-            low = _edge(keys, mass, budget - mass_above, low, high, 8)
-        else:
-            low = _edge_by_halves(keys, mass, budget - mass_above, low, high)
-        above = mass_above + added(tl.where(keys > low, mass, 0))
-        equal = keys == low
-        each = fixed(tl.exp(value_of(low.to(tl.int32)) - largest))
-        taken = taken_of_equals(each, above, budget)
-        if taken < added(equal.to(tl.int32)):
-            ids = tl.load(found_ptr + MOST + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
-            cut = _id_of_rank(ids, equal, taken, vocab)
-    # loaded anew, so that fewer registers are taken meanwhile
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
     index = tl.load(found_ptr + MOST + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
     e = tl.exp(value_of(keys) - largest)
     mass = fixed(e)
+    low, cut = lower, vocab
+    sound = tl.full([], 1, tl.int1)
+    if (top_k > 0) | (top_p < 1.0):
+        reach, above = _ranks(found_ptr, keys, largest, count, SIZE)
+        if top_k > 0:
+            sound = (upper == KEY_OPEN) | (count_above < top_k)
+            if count_above + count >= top_k:
+                enough = there & (reach + count_above >= top_k)
+                low = tl.maximum(low, tl.max(tl.where(enough, keys, KEY_LOWEST), axis=0))
+            else:
+                sound = sound & (guessed == 0)
+        if top_p < 1.0:
+            inside = mass_above + tl.sum(tl.where(keys >= low, mass, 0), axis=0)
+            budget = budget_of(tl.where(top_k > 0, inside, total), top_p)
+            reached = inside >= budget
+            sound = sound & ((upper == KEY_OPEN) | (mass_above < budget)) & (reached | (guessed == 0))
+            short = there & (keys >= low) & (mass_above + above < budget)
+            edge = tl.min(tl.where(short, keys, 0x7FFFFFFF), axis=0)
+            low = tl.where(reached & (edge < 0x7FFFFFFF), edge, low)
+            equal = there & (keys == low)
+            over = mass_above + tl.max(tl.where(equal, above, 0), axis=0)
+            taken = taken_of_equals(mass_of(low, largest), over, budget)
+            if reached & (taken < tl.sum(equal.to(tl.int32), axis=0)):
+                cut = _id_of_rank(index, equal, taken, vocab)
     keeps = kept(keys, index, e, low, cut, min_p)
-    return low.to(tl.int32), cut, kept_above + added(tl.where(keeps, mass, 0)), sound
+    return low, cut, kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0), sound
 
 
 @triton.jit
@@ -211,81 +127,118 @@ def _id_of_rank(ids, equal, rank, vocab):
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
-        enough = added((equal & (ids <= middle)).to(tl.int32)) >= rank
+        enough = tl.sum((equal & (ids <= middle)).to(tl.int32), axis=0) >= rank
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, middle + 1)
     return low
 
 
 @triton.jit
-def _read(view, key, cut, largest, min_p, CHUNK: tl.constexpr, STOPS: tl.constexpr):
-    """(count, mass) of all finite logits above `key`, or equal up to id `cut`, that min_p leaves."""
-    count = tl.zeros([], tl.int64)
-    mass = tl.zeros([], tl.int64)
-    for start in range(0, view[13], CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        x = scaled(view, index, STOPS)
-        e = tl.exp(x - largest)
-        keeps = kept(key_of(x), index, e, key, cut, min_p)
-        count += tl.sum(keeps.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(keeps, fixed(e), 0), axis=0)
-    return count, mass
+def _weigh(source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MOST, SIZE: tl.constexpr, STOPS):
+    """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
+    sums = tl.zeros([PIVOTS, SIZE], tl.int64)
+    for start in range(0, count, SIZE):
+        index = start + tl.arange(0, SIZE)
+        noted = (index < count) & (whole == 0)
+        keys = tl.load(found_ptr + index, mask=noted, other=KEY_LOWEST, cache_modifier=".cg")
+        ids = tl.load(found_ptr + MOST + index, mask=noted, other=0, cache_modifier=".cg")
+        if whole:
+            keys, ids = key_of(scaled(view_of(*source), index, STOPS)), index
+        e = tl.exp(value_of(keys) - largest)
+        weights = tl.where(by_mass, fixed(e), 1)
+        keeps = kept(keys[None, :], ids[None, :], e[None, :], pivots[:, None], cuts[:, None], least)
+        sums += tl.where(keeps, weights[None, :], 0)
+    return tl.sum(sums, axis=1)
 
 
 @triton.jit
-def search_line(view, largest, total, top_k, top_p, min_p, CHUNK: tl.constexpr, STOPS: tl.constexpr):
-    """(key, cut, fixed-point normaliser) by bisection, a read of the line for each step: slow, and always right.
+def search(
+    source,
+    found_ptr,
+    whole,  # reads the line instead of candidates
+    largest,
+    normaliser,
+    count,
+    count_above,
+    mass_above,
+    kept_above,
+    lower,
+    upper,
+    guessed,
+    top_k,
+    top_p,
+    min_p,
+    MOST: tl.constexpr,
+    SIZE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """(key, cut, fixed-point normaliser), always right: where candidates do not tell, the line is read.
 
-    One loop with one read in it, for a read is most of the kernel's code. What is asked for in turn: how many logits
-    are finite; the k-th; the threshold of top-p; how many equal it; up to which id these are kept; the normaliser.
+    What is asked for in turn: how many there are; the k-th; what weighs as much as it or more; the threshold of top-p;
+    what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key
+    that enough are at least as large as, be it by their number or their mass.
     """
-    vocab = view[13]
-    low = tl.zeros([], tl.int64) + KEY_LOWEST + 1
-    top = key_of(largest).to(tl.int64)  # no threshold lies above the largest
-    high = top
+    vocab = source[21]
+    turn = tl.arange(0, PIVOTS)
+    top = key_of(largest)  # no threshold lies above the largest
+    edge = tl.where(top_p < 1.0, ASK_TOTAL, SUM_UP)
+    asked = tl.where(top_k > 0, ASK_COUNT, edge)
+    low, high = lower, lower
     first, last, cut = vocab * 0, vocab - 1, vocab
-    above_count, above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    taken = tl.zeros([], tl.int64)
-    mass = tl.zeros([], tl.int64)
-    edge = tl.where(top_p < 1.0, FIND_EDGE, SUM_UP)
-    asked = tl.where(top_k > 0, COUNT_FINITE, edge)
+    # what is to be reached: the k-th's rank, a mass, a rank among equals; in the end the normaliser
+    goal = tl.zeros([], tl.int64) + top_k - count_above
+    fails = whole
     while asked <= SUM_UP:
-        searching = low < high
-        # to find the k-th the middle is rounded up, so that both kinds of bisection end
-        middle = (low + high + (asked == FIND_KTH)) >> 1
-        bisects = ((asked == FIND_KTH) | (asked == FIND_EDGE)) & searching
-        among = (first + last) // 2
-        upto = tl.where(asked == FIND_EDGE, -1, tl.where(asked == CUT_EQUALS, among, vocab))
-        upto = tl.where(asked == SUM_UP, cut, upto)
-        relative = tl.where(asked == SUM_UP, min_p, 0.0)
-        count, mass = _read(view, tl.where(bisects, middle, low), upto, largest, relative, CHUNK, STOPS)
-        after = asked + (bisects == 0).to(tl.int32)
-        if asked == COUNT_FINITE:
-            total = mass
-            after = tl.where(count < top_k, edge, FIND_KTH)
-        elif asked == FIND_KTH:
-            enough = count >= top_k
-            total = mass
-            low = tl.where(bisects & enough, middle, low)
-            high = tl.where(bisects, tl.where(enough, high, middle - 1), top)
-            after = tl.where(bisects, FIND_KTH, edge)
-        elif asked == FIND_EDGE:
-            short = mass < budget_of(total, top_p)
-            above_count, above = count, mass
-            high = tl.where(bisects & short, middle, high)
-            low = tl.where(bisects & (short == 0), middle + 1, low)
-        elif asked == COUNT_EQUALS:
-            each = fixed(tl.exp(value_of(low.to(tl.int32)) - largest))
-            taken = taken_of_equals(each, above, budget_of(total, top_p))
-            after = tl.where(taken < count - above_count, CUT_EQUALS, SUM_UP)
-        elif asked == CUT_EQUALS:
-            enough = count - above_count >= taken
-            last = tl.where(enough, among, last)
-            first = tl.where(enough, first, among + 1)
-            cut = tl.where(first < last, cut, first)
-            after = tl.where(first < last, CUT_EQUALS, SUM_UP)
-        asked = after
-    return low.to(tl.int32), cut, mass
+        if fails:
+            # once more, by the line
+            whole, asked = tl.full([], 1, tl.int1), tl.where(top_k > 0, ASK_COUNT, edge)
+            low, upper, guessed = low * 0 + (KEY_LOWEST + 1), upper * 0 + KEY_OPEN, guessed * 0
+            count, count_above, mass_above, kept_above = vocab, count_above * 0, mass_above * 0, kept_above * 0
+            goal = tl.zeros([], tl.int64) + top_k
+        finds = (asked == FIND_KTH) | (asked == FIND_EDGE)
+        by_mass = (asked == ASK_TOTAL) | (asked == FIND_EDGE) | (asked == ASK_ABOVE) | (asked == SUM_UP)
+        apart = (high.to(tl.int64) - low) // (PIVOTS + 1) + 1  # below 2^30
+        step = tl.where(finds, apart.to(tl.int32), (asked == ASK_EQUALS).to(tl.int32))
+        pivots = low.to(tl.int64) + tl.where(finds, step, (asked == ASK_ABOVE).to(tl.int32)) + turn.to(tl.int64) * step
+        pivots = tl.minimum(pivots, KEY_OPEN).to(tl.int32)
+        stride = (last - first) // (PIVOTS + 1) + 1
+        cuts = tl.where(asked == FIND_CUT, first - 1 + (turn + 1) * stride, tl.where(asked == SUM_UP, cut, vocab))
+        sums = _weigh(
+            *(source, found_ptr, whole, count, pivots, cuts, largest, tl.where(asked == SUM_UP, min_p, 0.0), by_mass),
+            *(MOST, SIZE, STOPS),
+        )
+        one = tl.sum(tl.where(turn == 0, sums, 0), axis=0)
+        fails = tl.full([], 0, tl.int1)
+        if asked == ASK_COUNT:
+            fails = ((upper < KEY_OPEN) & (goal <= 0)) | ((one < goal) & (guessed != 0))
+            asked = tl.where(one >= goal, FIND_KTH, edge)
+            high = tl.maximum(tl.minimum(upper - 1, top), low)
+        elif asked == ASK_TOTAL:
+            total = tl.where(top_k > 0, mass_above + one, fixed(normaliser))
+            goal = budget_of(total, top_p) - mass_above
+            fails = ((upper < KEY_OPEN) & (goal <= 0)) | ((one < goal) & (guessed != 0))
+            asked = tl.where(one < goal, SUM_UP, FIND_EDGE)
+            high = tl.maximum(tl.minimum(upper - 1, top), low)
+        elif finds:
+            low += tl.sum(((sums >= goal) & (pivots <= high)).to(tl.int32), axis=0) * step
+            high = tl.minimum(high.to(tl.int64), low.to(tl.int64) + step - 1).to(tl.int32)
+            asked = tl.where(low < high, asked, tl.where(asked == FIND_KTH, edge, ASK_ABOVE))
+        elif asked == ASK_ABOVE:
+            goal = taken_of_equals(mass_of(low, largest), one, goal)
+            asked += 1
+        elif asked == ASK_EQUALS:
+            beyond = tl.sum(tl.where(turn == 1, sums, 0), axis=0)
+            asked = tl.where(goal < one - beyond, FIND_CUT, SUM_UP)
+            goal += beyond
+        elif asked == FIND_CUT:
+            first += tl.sum((sums < goal).to(tl.int32), axis=0) * stride
+            last = tl.minimum(last, first + stride - 1)
+            cut = first
+            asked = tl.where(first < last, FIND_CUT, SUM_UP)
+        else:
+            goal = kept_above + one
+            asked += 1
+    return low, cut, goal
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from fastspec.kernels import (
     sampled_judge,
     sampled_laws,
     sampled_parts,
+    sampled_search,
 )
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
@@ -55,7 +56,8 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
         each = max(1, groups // sampled_bounds.MOST_GROUPS)
         sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": sampled_parts.LISTED}
-        constants = {**sizes, "FEW": sampled_laws.FEW, "PAIRED": sampled_laws.PAIRED, "STOPS": STOPS, **absent}
+        sizes |= {"RANKED": sampled_search.RANKED, "PIECE": sampled_search.PIECE}
+        constants = {**sizes, "STOPS": STOPS, **absent}
         yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
 
 

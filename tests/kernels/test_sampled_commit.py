@@ -287,8 +287,18 @@ def _all_counted(flags, place, counts, most: tl.constexpr):
 
 
 @triton.jit
-def _no_noise(weights, time, index):
-    return module_winner(weights, time * 0.0 + 1.0, index)
+def _no_noise(p, time, index, q_ptr, draft, c, beyond):
+    return module_entry(p, time * 0.0 + 1.0, index, q_ptr, draft, c, beyond)
+
+
+@triton.jit
+def _under_p(p, time, index, q_ptr, draft, c, beyond):
+    return module_entry(p, time, index, q_ptr, draft, c, False)
+
+
+@triton.jit
+def _never_spread(record_ptr, place, first, last, raced):
+    return module_spread(record_ptr, place, first, last, raced) & (first > last)
 
 
 @triton.jit
@@ -301,7 +311,8 @@ def _wrong_coin(seed, position, purpose: tl.constexpr):
     return module_coin(seed, position + 1, purpose)
 
 
-module_winner, module_times, module_coin = module.winner, module.times, module.coin
+module_entry, module_times, module_coin = module._entry, module.times, module.coin
+module_spread = module.spread
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels do not see what is planted")
@@ -309,13 +320,17 @@ module_winner, module_times, module_coin = module.winner, module.times, module.c
     ("name", "bug"),
     [
         ("_leading", _all_counted),
-        ("winner", _no_noise),
+        ("_entry", _no_noise),
+        ("_entry", _under_p),
+        ("spread", _never_spread),
         ("times", _wrong_place),
         ("coin", _wrong_coin),
     ],
 )
 def test_planted_bugs_are_seen(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, name, bug)
+    for place in (module, sampled_commit_module):
+        if hasattr(place, name):
+            monkeypatch.setattr(place, name, bug)
     with pytest.raises(AssertionError):
         many_mixes()
 

@@ -31,8 +31,6 @@ INTERPRETED = not torch.cuda.is_available()
 GREEDY, BROKEN = 2, 3
 # exp of a difference of up to 40 in fp32, on CUDA by its fast instruction; sums over up to 151936 ids
 LAW = {"rtol": 8e-6, "atol": 1e-12}
-    16 * 2**-24
-)  # weight at the edge of top-p: sums near 1 of up to 2^16 terms, in trees of 16 levels that round each
 
 
 @pytest.fixture(autouse=True)
@@ -178,17 +176,17 @@ def test_more_candidates_than_fit(
 
 @pytest.mark.parametrize("device", devices())
 def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few candidates in pairs, more by several pivots a step, many by one; from few groups or by all programs: the same
-    records to the bit.
+    """Few candidates by ranks, more of them by pivots, in one piece or several; from few groups or by all programs: the
+    same records to the bit.
     """
     smooth = logits_for(2, 2, 1, 120, device, 1.5)[0]
     for logits in (smooth, smooth.round(), smooth + 100.0):
         for options in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 90, "top_p": 0.8}, {"top_p": 0.3, "min_p": 0.3}):
             rows = with_options(120, 2, 1, device, **options)
             ways = []
-            for paired, few, listed in ((128, 1024, 1024), (16, 1024, 1024), (16, 16, 1024), (128, 1024, 0)):
-                monkeypatch.setattr(sampled_laws, "PAIRED", paired)
-                monkeypatch.setattr(sampled_laws, "FEW", few)
+            for ranked, piece, listed in ((256, 1024, 1024), (16, 1024, 1024), (16, 16, 1024), (256, 1024, 0)):
+                monkeypatch.setattr(sampled_laws, "RANKED", ranked)
+                monkeypatch.setattr(sampled_laws, "PIECE", piece)
                 monkeypatch.setattr(sampled_parts, "LISTED", listed)
                 ways.append(compare(rows, logits, edges=1))
             assert all(torch.equal(ways[0][..., :6], way[..., :6]) for way in ways[1:])
@@ -212,10 +210,22 @@ def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatc
     monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 2048)
     if INTERPRETED:
-        monkeypatch.setattr(sampled_laws, "search_line", None)
+        monkeypatch.setattr(sampled_search, "scaled", None)  # what reads a line
     vocab = 40_000
     ranks = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 1.0
     compare(with_options(vocab, 1, 0, device, top_p=top_p), (-1.5 * ranks.log())[None, None], edges=1)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_few_ids_are_looked_at_where_few_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's largest does not count as what may lie below a bound: else some thousand of 128256 ids are listed."""
+    monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
+    vocab = 40_000
+    ranks = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 1.0
+    rows = with_options(vocab, 1, 0, device, top_p=0.9)
+    records = compare(rows, (-1.5 * ranks.log())[None, None], edges=1)
+    kept_ids = int((expected(rows, (-1.5 * ranks.log())[None, None]) > 0).sum())
+    assert kept_ids <= records[0, 0, 10] <= 2 * kept_ids + 8
 
 
 @pytest.mark.parametrize("device", devices())
@@ -301,8 +311,33 @@ def _stops_at_once(view, index, stops: tl.constexpr):
 
 
 @triton.jit
-def _one_less(keys, weights, least):
-    return largest_with(keys, weights, least - 1)
+def _one_rank_more(found_ptr, keys, largest, count, size: tl.constexpr):
+    reach, above = ranks(found_ptr, keys, largest, count, size)
+    return reach + 1, above
+
+
+@triton.jit
+def _one_more_counted(
+    source,
+    found_ptr,
+    whole,
+    count,
+    pivots,
+    cuts,
+    largest,
+    least,
+    by_mass,
+    most,
+    size: tl.constexpr,
+    stops: tl.constexpr,
+):
+    sums = weigh(source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, most, size, stops)
+    return sums + (by_mass == 0).to(tl.int64)
+
+
+@triton.jit
+def _too_much_below(x, weights, rest, groups, largest, most, width):
+    return largest_below(x, weights, rest, groups, largest, most * 4, width)
 
 
 @triton.jit
@@ -310,7 +345,8 @@ def _too_few(tops, largest, least):
     return reached_by(tops, largest, least // 4)
 
 
-kept, scaled, largest_with = sampled_parts.kept, sampled_parts.scaled, sampled_bounds.largest_with
+kept, scaled, largest_below = sampled_parts.kept, sampled_parts.scaled, sampled_bounds._largest_below
+ranks, weigh = sampled_search._ranks, sampled_search._weigh
 budget_of, taken_of_equals = sampled_search.budget_of, sampled_search.taken_of_equals
 reached_by = sampled_bounds._reached_by
 ALL = (sampled_groups, sampled_bounds, sampled_candidates, sampled_laws, sampled_search)
@@ -327,7 +363,9 @@ ALL = (sampled_groups, sampled_bounds, sampled_candidates, sampled_laws, sampled
         ("scaled", _unpenalised),
         ("scaled", _no_drafts),
         ("scaled", _stops_at_once),
-        ("largest_with", _one_less),
+        ("_ranks", _one_rank_more),
+        ("_weigh", _one_more_counted),
+        ("_largest_below", _too_much_below),
         ("_reached_by", _too_few),
     ],
 )
@@ -344,5 +382,6 @@ def all_of_it() -> None:
     test_ties_are_kept_as_torch_keeps_them("cpu")
     compare(with_options(40, 2, 0, "cpu", top_k=20, top_p=0.95, min_p=0.1), logits_for(1, 2, 0, 40, "cpu")[0])
     compare(with_options(400, 1, 0, "cpu", top_k=4), logits_for(1, 1, 0, 400, "cpu", 200.0)[0])
-    compare(with_options(4000, 1, 0, "cpu", top_k=40), logits_for(1, 1, 0, 4000, "cpu")[0])
+    for options in ({"top_k": 40}, {"top_k": 600}, {"top_p": 0.6}):
+        compare(with_options(4000, 1, 0, "cpu", **options), logits_for(1, 1, 0, 4000, "cpu", 4.0)[0])
     test_random_mixes("cpu")
