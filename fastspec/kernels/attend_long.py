@@ -16,9 +16,15 @@ __all__ = ["gather_kernel", "rungs", "splits_for", "stream", "stream_kernel", "s
 STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
 # (first position, keys of a split from there on): whole splits of whole blocks, 64 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
-LADDER: tuple[tuple[int, int], ...] = ((0, 128), (4096, 512), (16384, 1024), (65536, 4096))
+LADDER: tuple[tuple[int, int], ...] = (
+    (0, 128),
+    (4096, 256),
+    (8192, 512),
+    (16384, 1024),
+    (32768, 2048),
+    (65536, 4096),
+)
 STREAM_WARPS = 4  # along the keys; part of the bits as well
-STREAM_PEEK = 64  # keys that a program asks for behind its first block, while the kernel before it ends
 # by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
 STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
 GATHER_REGISTERS = 168  # several such programs fit beside one of those that they wait for
@@ -48,7 +54,7 @@ def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, An
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     eights = triton.cdiv(num_rows, 8)
     groups = triton.cdiv(eights, triton.cdiv(eights, max(STREAM_REGISTERS)))  # tiles of about the same size
-    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS, "PEEK": STREAM_PEEK}
+    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS}
     return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS[groups]}
 
 

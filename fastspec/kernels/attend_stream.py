@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import KEYS, advanced, finish, keep, operands, scored, together
-from fastspec.kernels.attend_fragment_rows import NEW_ROWS, angles, append, head_layout, peek, slots_of, turned
+from fastspec.kernels.attend_fragment_rows import NEW_ROWS, angles, append, head_layout, slots_of, turned
 from fastspec.kernels.attend_stream_parts import (
     NEVER,
     key_pages,
@@ -85,7 +85,6 @@ def stream_kernel(
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
     S: gl.constexpr,  # warps, along the keys
-    PEEK: gl.constexpr,  # keys behind the first block that are brought into L2 before the wait
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are: program (t, i) has the i-th split from the last."""
@@ -122,11 +121,6 @@ def stream_kernel(
     old = gl.minimum(fresh, stop)
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    if PDL and PEEK > 0:
-        peek(
-            key_ptr, value_ptr, table_ptr, begin + BLOCK, old, kv_head, oldest, table_width, num_pages,
-            PEEK, KV_HEADS, D, PAGE_SIZE, S,
-        )  # fmt: skip
     k_next = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
     head_of: gl.constexpr = head_layout(HALF, S)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))

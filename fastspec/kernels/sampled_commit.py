@@ -55,7 +55,7 @@ from fastspec.kernels.sampled_parts import (
 from fastspec.modes import COUPLED, REJECTION
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
-PROGRAMS = 528  # of a launch, about: two turns of two a multiprocessor
+PROGRAMS = 264  # of a launch, about: two a multiprocessor
 RACED = 1024  # listed ids that one program lets race
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fastspec.kernels.sampled_parts import KEY_LOWEST, KEY_OPEN, NO_UNIT, UNIT, kept, key_of, scaled, value_of, view_of
 
-RANKED = 256  # candidates that are ranked
+RANKED = 128  # candidates that are ranked
 PIECE = 1024  # ids that a search reads at a time
 OTHERS = tl.constexpr(8)  # candidates that all are compared with at a time
 PIVOTS = tl.constexpr(4)
