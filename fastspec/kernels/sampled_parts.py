@@ -89,7 +89,7 @@ def parts_of(batch: int, places: int, programs: int) -> int:
 
     No more than fill the device: a program that goes through several places of a row finds what they share in L1.
     """
-    return min(places, triton.cdiv(PROGRAMS, batch * programs))
+    return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
 
 def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
