@@ -124,6 +124,8 @@ def test_numbers_that_depend_on_the_step_are_seen(
     plain: tuple[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted bug: numbers by place in the block, not by position in the text."""
+    if plain[0] == "cuda":
+        pytest.skip("kernels judge there, and not what is broken here; their own planted bugs are in tests/kernels")
     original = verify.coupled
 
     def by_place(p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, *rest: object) -> object:
