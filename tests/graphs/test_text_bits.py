@@ -40,7 +40,7 @@ def small_gap_pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
         num_hidden_layers=3,
         num_attention_heads=32,
         num_key_value_heads=8,
-        max_position_embeddings=4096,
+        max_position_embeddings=32768,
         eos_token_id=None,
         bos_token_id=None,
     )
@@ -56,10 +56,10 @@ def small_gap_pair() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     return target, draft
 
 
-def made(kind: str) -> FastSpecGenerator:
+def made(kind: str, max_length: int = 1024) -> FastSpecGenerator:
     target, draft = demo_pair() if kind == "shipped" else small_gap_pair()
     return FastSpecGenerator(
-        target, draft, dtype=torch.bfloat16, num_speculative_tokens=max(KS), max_batch_size=8, max_length=1024,
+        target, draft, dtype=torch.bfloat16, num_speculative_tokens=max(KS), max_batch_size=8, max_length=max_length,
         progress=False,
     )  # fmt: skip
 
@@ -105,6 +105,14 @@ def test_text_is_that_of_plain_decoding(gen: FastSpecGenerator) -> None:
 @pytest.mark.timeout(1200)
 def test_text_is_that_of_plain_decoding_at_length(gen: FastSpecGenerator) -> None:
     compare(gen, prompts(64, longest=20), 1000, KS)
+
+
+def test_text_in_a_cache_whose_splits_grow() -> None:
+    """Rows that come to where the size of splits changes, and short ones beside them."""
+    rng = random.Random(1)
+    rows = [[rng.randrange(4096) for _ in range(length)] for length in (4080, 12, 8170, 130)]
+    with made("small gap", max_length=20_000) as gen:
+        compare(gen, rows, 40, (3, 8))
 
 
 def test_logits_behind_the_text(gen: FastSpecGenerator) -> None:
