@@ -321,7 +321,7 @@ def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str,
     """(constants, options) of attend_fragments.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     rows = 8 if num_rows <= 8 else 16
     ahead = 1 if rows * dim >= 2048 else 2  # as far as registers go
-    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "RW": 1, "AHEAD": ahead}
+    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "AHEAD": ahead}
     return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": MAX_REGISTERS}
 
 

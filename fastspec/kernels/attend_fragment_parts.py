@@ -28,22 +28,19 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def operands(S, RW):
-    """Layout of scores [S, KEYS, R] and of out [S, D, R]: S warps along the keys, RW along the rows."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, RW], instr_shape=[1, 16, 8])
+def operands(S):
+    """Layout of scores [S, KEYS, R] and of out [S, D, R]: S warps along the keys."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
-def value_layout(S, RW, D):
+def value_layout(S, D):
     """V [S, D, KEYS]: 8 neighbours of a key in a lane, of 8 lanes 64 of them, 4 keys to a load."""
     chunks = [[0, 64, 0]] if D == 128 else []
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], *chunks],
         lane_bases=[[0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 16, 0], [0, 32, 0]],
-        warp_bases=[
-            *([0, 0, 0] for _ in range(RW.bit_length() - 1)),
-            *([1 << i, 0, 0] for i in range(S.bit_length() - 1)),
-        ],
+        warp_bases=[[1 << i, 0, 0] for i in range(S.bit_length() - 1)],
         block_bases=[],
         shape=[S, D, 16],
     )
@@ -89,16 +86,15 @@ def places_of(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
-    RW: gl.constexpr,
 ):
     """Where K [S, KEYS, D / 2] (first halves) and V [S, D, KEYS] of the keys first.. are, and which keys they are."""
-    kl: gl.constexpr = gl.DotOperandLayout(0, operands(S, RW), 8)
+    kl: gl.constexpr = gl.DotOperandLayout(0, operands(S), 8)
     s = _along(S, 0, kl)
     n = _along(KEYS, 1, kl)
     d = _along(D // 2, 2, kl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     k_at, k_key = key_ptr + slot + (offset + d), first + s * KEYS + n
-    vl: gl.constexpr = value_layout(S, RW, D)
+    vl: gl.constexpr = value_layout(S, D)
     s = _along(S, 0, vl)
     n = _along(KEYS, 2, vl)
     d = _along(D, 1, vl)
@@ -142,9 +138,9 @@ def _rows_of_values(v, layout: gl.constexpr):
 
 
 @gluon.jit
-def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr, RW: gl.constexpr):
+def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
     """Scores [S, KEYS, R] of the keys first.., times log2(e); -inf where a row does not see a key."""
-    mma: gl.constexpr = operands(S, RW)
+    mma: gl.constexpr = operands(S)
     scores = mma_v2(keys[0], q1, gl.zeros([S, KEYS, q1.shape[2]], gl.float32, mma))
     scores = mma_v2(keys[1], q2, scores) * scale
     s = _along(S, 0, mma)
@@ -156,9 +152,9 @@ def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.con
 
 
 @gluon.jit
-def advanced(top, totals, out, scores, v, S: gl.constexpr, RW: gl.constexpr):
+def advanced(top, totals, out, scores, v, S: gl.constexpr):
     """The online softmax (top, totals, out) with another block of keys."""
-    mma: gl.constexpr = operands(S, RW)
+    mma: gl.constexpr = operands(S)
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
     shift = gl.where(new_top == -float("inf"), 0.0, new_top)
@@ -177,7 +173,7 @@ def _averaged(out, top, total):
 
 
 @gluon.jit
-def together(top, total, out, RW: gl.constexpr):
+def together(top, total, out):
     """(averages [R, D], their weights as log2 [R]) of what the S warps have, added up from the first to the last.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
@@ -190,7 +186,7 @@ def together(top, total, out, RW: gl.constexpr):
     weights = gl.exp2(top - gl.expand_dims(shift, 0))
     out = out * gl.expand_dims(weights, 1)
     lanes: gl.constexpr = [1, 1, 32] if D == 128 else [1, 2, 16]
-    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, S * RW, 1], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, S, 1], [2, 1, 0])
     # rows (c, e, g) of the products are the values (c, g, e) of a head
     heads = gl.permute(gl.reshape(out, [S, D // 64, 8, 8, R]), (0, 4, 1, 3, 2))
     out = gl.sum(gl.convert_layout(gl.reshape(heads, [S, R, D]), layout), axis=0)

@@ -87,17 +87,15 @@ def fragment_kernel(
     PAGE_SIZE: gl.constexpr,
     R: gl.constexpr,  # query rows of a program: 8, 16 or 32
     S: gl.constexpr,
-    RW: gl.constexpr,
     AHEAD: gl.constexpr,  # blocks of keys in flight
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
-    WARPS: gl.constexpr = S * RW
     HALF: gl.constexpr = D // 2
     BLOCK: gl.constexpr = S * KEYS
     STEPS: gl.constexpr = SPLIT // BLOCK
     FIRST: gl.constexpr = min(AHEAD, STEPS)
-    mma: gl.constexpr = operands(S, RW)
+    mma: gl.constexpr = operands(S)
     split, splits = gl.program_id(1), gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + R - 1) // R
@@ -111,11 +109,11 @@ def fragment_kernel(
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py.
     # each warp for itself: what the pass feeds, and which splits this tile looks into
-    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [S], [0]))
     given = gl.load(at_batch + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
     given = gl.minimum(given, NEVER).to(gl.int32)
     mine = (fed >= tile * R // GROUP) & (fed <= (tile * R + R - 1) // GROUP) & (fed < num_queries)
-    head_of: gl.constexpr = head_layout(HALF, WARPS)
+    head_of: gl.constexpr = head_layout(HALF, S)
     row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, head_of))
     valid = row < rows
     at = batch * num_queries + row // GROUP
@@ -140,7 +138,7 @@ def fragment_kernel(
     for i in gl.static_range(FIRST):
         where = places_of(
             key_ptr, value_ptr, table_ptr, start + i * BLOCK, kv_head, table_width, num_pages,
-            KV_HEADS, D, PAGE_SIZE, S, RW,
+            KV_HEADS, D, PAGE_SIZE, S,
         )  # fmt: skip
         places += (where,)
         keys += (keys_at(where, 0, gl.minimum(fresh, stop), None, HALF),)
@@ -148,7 +146,7 @@ def fragment_kernel(
     if PDL and FIRST < STEPS:
         peek(
             key_ptr, value_ptr, table_ptr, start + FIRST * BLOCK, stop, kv_head, oldest, table_width, num_pages,
-            _power_of_two(SPLIT - FIRST * BLOCK), KV_HEADS, D, PAGE_SIZE, WARPS,
+            _power_of_two(SPLIT - FIRST * BLOCK), KV_HEADS, D, PAGE_SIZE, S,
         )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     new: gl.constexpr = head_of
@@ -190,16 +188,16 @@ def fragment_kernel(
         if i + AHEAD < STEPS:
             where = places_of(
                 key_ptr, value_ptr, table_ptr, start + (i + AHEAD) * BLOCK, kv_head, table_width, num_pages,
-                KV_HEADS, D, PAGE_SIZE, S, RW,
+                KV_HEADS, D, PAGE_SIZE, S,
             )  # fmt: skip
             keys += (keys_at(where, 0, stop, None, HALF),)
-        scores = scored(keys[0], q1, q2, start + i * BLOCK, position, scale, WINDOW, S, RW)
+        scores = scored(keys[0], q1, q2, start + i * BLOCK, position, scale, WINDOW, S)
         keys = keys[1:]
         if i + AHEAD < STEPS:  # not sooner: the keys of this block have left their registers
             values += (values_at(where, 0, stop, None),)
-        top, totals, out = advanced(top, totals, out, scores, values[0], S, RW)
+        top, totals, out = advanced(top, totals, out, scores, values[0], S)
         values = values[1:]
-    mean, weight = together(top, gl.sum(totals, axis=1), out, RW)
+    mean, weight = together(top, gl.sum(totals, axis=1), out)
 
     row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, mean.type.layout))
     if first == last:
@@ -221,7 +219,7 @@ def fragment_kernel(
     row_start, row_stop = tile * R, gl.minimum(rows, tile * R + R)
     combine(
         mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
     )  # fmt: skip
     if only:
         return
@@ -232,5 +230,5 @@ def fragment_kernel(
     gl.thread_barrier()
     combine(
         mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
     )  # fmt: skip

@@ -47,7 +47,7 @@ EIGHT = gl.constexpr(8)  # rows of a group: the columns of a product
 @gluon.jit
 def _queries(qs, G: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """Group G of the queries in shared memory [rows, HALF], as right operand [S, HALF, 8]."""
-    right: gl.constexpr = gl.DotOperandLayout(1, operands(S, 1), 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, operands(S), 8)
     part = qs.slice(G * EIGHT, EIGHT).permute((1, 0)).load(gl.SliceLayout(0, right))
     same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, HALF, EIGHT], part.dtype, right))
     return same
@@ -94,7 +94,7 @@ def stream_kernel(
     HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
-    mma: gl.constexpr = operands(S, 1)
+    mma: gl.constexpr = operands(S)
     splits = gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -174,14 +174,14 @@ def stream_kernel(
         scores = ()
         for g in gl.static_range(G):
             b1, b2 = _queries(qs1, g, S, HALF), _queries(qs2, g, S, HALF)
-            scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S, 1),)
+            scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S),)
         # not sooner: the keys of this block have left their registers
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S)
         k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S)
         v = value_values(values, S, D, DTYPE)
         new_top, new_totals, new_out = (), (), ()
         for g in gl.static_range(G):
-            t, w, o = advanced(top[g], totals[g], out[g], scores[g], v, S, 1)
+            t, w, o = advanced(top[g], totals[g], out[g], scores[g], v, S)
             new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
         top, totals, out = new_top, new_totals, new_out
         values = load_values(
@@ -192,7 +192,7 @@ def stream_kernel(
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     for g in gl.static_range(G):
-        mean, weight = together(top[g], gl.sum(totals[g], axis=1), out[g], 1)
+        mean, weight = together(top[g], gl.sum(totals[g], axis=1), out[g])
         row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
         if first == last:
             finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)

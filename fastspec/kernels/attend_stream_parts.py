@@ -58,7 +58,7 @@ def reach(
 @gluon.constexpr_function
 def key_words(S):
     """Layout of the words of K [S, KEYS, words of half a head]: pairs of the values that `operands` multiplies."""
-    return gl.DotOperandLayout(0, operands(S, 1), 4)
+    return gl.DotOperandLayout(0, operands(S), 4)
 
 
 @gluon.constexpr_function
@@ -94,7 +94,7 @@ def halves(words, DTYPE: gl.constexpr):
 def key_values(words, S: gl.constexpr, HALF: gl.constexpr, DTYPE: gl.constexpr):
     """Half of K [S, KEYS, HALF] as left operand: no instruction moves it."""
     flat = gl.reshape(halves(words, DTYPE), [S, KEYS, HALF])
-    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(S, 1), 8))
+    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(S), 8))
 
 
 @gluon.jit
