@@ -38,6 +38,8 @@ UNREAD = 0.01  # weight of the other coordinates in the final norm
 CONSTANT = 4.0  # of some coordinates of the stream that are the same for all tokens, in units of SCALE
 SHARPNESS = 1.4  # of queries and keys: attention goes to a few keys, so that contexts differ
 QUIET = 0.02  # noise among planted weights, in units of ordinary noise
+TURNS, WHOLE_TURNS = 16, 3  # passes that settle the noise, at most, and those of them that correct all that they find
+NEAR = 1.7  # factor that the noise may be off by in the end
 REACHED = 0.03  # agreement found may differ so much from what was asked for
 CALIBRATION = {"cpu": (12, 64, 24), "cuda": (24, 192, 64)}  # sequences, their length, and the part not counted
 
@@ -204,15 +206,19 @@ class Planted:
         ids = text[:, skip:].flatten()
         codes, looked_for = (self._embed[ids, part].float() for part in (self._halves.own, self._halves.read))
         length = SCALE * READ * math.sqrt(self._halves.size / SUCCESSORS)  # of a row of the head
-        for last in (False, False, False, True):
+        for turn in range(TURNS):
             states = torch.cat([self._body(row[None]).last_hidden_state[0, skip:] for row in text]).float()
             read = states[:, self._halves.read]
             moved, kept = _along(read, codes), _along(read, looked_for)
             gain = self.peak * math.sqrt(SUCCESSORS) / READ / (moved * codes.square().sum(-1, keepdim=True)).mean()
             self._body.norm.weight.mul_(gain)
             self.noise = float(gain * (read - moved * codes).std() * length)
-            if not last:
-                self._rescale(self._noise / self.noise, float(1 + kept.mean() / moved.mean()))
+            off = self._noise / self.noise
+            if turn == TURNS - 1 or (turn >= WHOLE_TURNS and 1 / NEAR < off < NEAR):
+                break
+            # where few layers share the noise, a whole step overshoots: the norms see less of all else
+            step = 1.0 if turn < WHOLE_TURNS else 0.5
+            self._rescale(off**step, max(0.1, float(1 + kept.mean() / moved.mean())) ** step)
         return (states * gain).to(self._head.dtype)
 
     def _rescale(self, noise: float, shift: float) -> None:
@@ -295,7 +301,11 @@ def plant(
         ]
         spread, agreement = _find_spread(pair, language, acceptance, torch.device(device).type, seed)
     if abs(agreement - acceptance) > REACHED:
-        raise ValueError(f"acceptance={acceptance} is out of reach of these shapes, which came to {agreement:.2f}")
+        found = " and ".join(f"{planted.noise:.2f}" for planted in pair)
+        raise ValueError(
+            f"acceptance={acceptance} is out of reach of these shapes, which came to {agreement:.2f}; noise {found}, "
+            f"wanted {noise:.2f}"
+        )
     models = [planted.model for planted in pair]
     report = {
         "planted": workload.name,
