@@ -5,6 +5,7 @@ The kernel out of registers (attend_fragments.py) has no interpreter: on the CPU
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -13,16 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import tiny
 from tests.helpers.attention import case, copied, rows_of, run, stored, torch_error, twin
 from tests.helpers.devices import devices
+from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels import TORCH_OPS, attend_long, triton_ops
 from fastspec.kernels import attend as attention
-from fastspec.kernels import attend_long
 from fastspec.kernels.embed import embed
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
+from tests.unit.test_loop import run as decode
+from tests.unit.test_loop import texts
 
 CPU_FRAGMENTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragments")
 CPU_STREAM = (*CPU_FRAGMENTS[:2], "attend_stream_parts", "attend_stream", "attend_gather")
@@ -240,6 +245,22 @@ def test_splits_of_the_ladder_are_counted() -> None:
         assert attend_long.splits_for(start + 1) == number + 1
         assert start == 0 or attend_long.splits_for(start) == number
     assert attend_long.splits_for(131072) == len(starts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in fp32, which no kernel of 16-bit words takes there")
+def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop with these kernels, work of the size that it gives them, and a row that comes to its second split."""
+    choose("stream", monkeypatch)
+    monkeypatch.setattr(attend_long, "STREAMED", 512)
+    mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
+    monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
+    found = []
+    for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):
+        monkeypatch.setattr(tiny, "ops_for", lambda device, ops=ops: ops)  # type: ignore[misc]
+        engine = tiny.tiny_engine(k=2, batch=1, max_length=17_000, page_size=64)
+        found.append(texts(decode(engine, [[place % 101 for place in range(126)]], 6, k=k)))
+    assert found[1] == found[0]
+    assert found[2] == found[1]
 
 
 @pytest.mark.parametrize("device", devices())
