@@ -249,7 +249,7 @@ def test_splits_of_the_ladder_are_counted() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in fp32, which no kernel of 16-bit words takes there")
 def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop with these kernels, work of the size that it gives them, and a row that comes to its second split."""
+    """The loop with these kernels, work of the size that it gives them, and a row in its second split."""
     choose("stream", monkeypatch)
     monkeypatch.setattr(attend_long, "STREAMED", 512)
     mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
@@ -258,7 +258,7 @@ def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):
         monkeypatch.setattr(tiny, "ops_for", lambda device, ops=ops: ops)  # type: ignore[misc]
         engine = tiny.tiny_engine(k=2, batch=1, max_length=17_000, page_size=64)
-        found.append(texts(decode(engine, [[place % 101 for place in range(126)]], 6, k=k)))
+        found.append(texts(decode(engine, [[place % 101 for place in range(190)]], 6, k=k)))
     assert found[1] == found[0]
     assert found[2] == found[1]
 
