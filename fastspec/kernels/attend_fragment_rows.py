@@ -6,12 +6,44 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
+FED = gl.constexpr(32)  # positions of a row's pass, padded
+NEVER = gl.constexpr(2**30)  # beyond every position
 
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
     """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def fed_positions(position_ptr, num_queries, WARPS: gl.constexpr):
+    """int32 [FED]: the positions that a pass feeds, NEVER beyond them; each warp has them all."""
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    given = gl.load(position_ptr + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
+    return gl.minimum(given, NEVER).to(gl.int32)
+
+
+@gluon.jit
+def reach(
+    given,  # as `fed_positions` returns them
+    tile,
+    num_queries,
+    limit,
+    TILE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """(first fed, oldest seen, newest seen) position of the rows of a tile, of those below `limit`."""
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP) & (fed < num_queries)
+    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), limit - 1)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
+        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
+    return gl.min(given, axis=0), oldest, newest
 
 
 @gluon.jit

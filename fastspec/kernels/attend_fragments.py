@@ -35,17 +35,17 @@ from fastspec.kernels.attend_fragment_parts import (
     values_at,
 )
 from fastspec.kernels.attend_fragment_rows import (
+    NEVER,
     NEW_ROWS,
     angles,
     append,
+    fed_positions,
     head_layout,
     peek,
+    reach,
     slots_of,
     turned,
 )
-
-FED = gl.constexpr(32)  # positions of a row's pass, padded
-NEVER = gl.constexpr(2**30)  # beyond every position
 
 
 @gluon.constexpr_function
@@ -108,11 +108,7 @@ def fragment_kernel(
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py.
-    # each warp for itself: what the pass feeds, and which splits this tile looks into
-    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [S], [0]))
-    given = gl.load(at_batch + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
-    given = gl.minimum(given, NEVER).to(gl.int32)
-    mine = (fed >= tile * R // GROUP) & (fed <= (tile * R + R - 1) // GROUP) & (fed < num_queries)
+    given = fed_positions(at_batch, num_queries, S)
     head_of: gl.constexpr = head_layout(HALF, S)
     row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, head_of))
     valid = row < rows
@@ -122,12 +118,7 @@ def fragment_kernel(
     # a padding row sees nothing
     position = gl.load(at_batch + tile_row // GROUP, mask=tile_row < rows, other=-1, cache_modifier=".cg")
     position = gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1)
-    fresh = gl.min(given, axis=0)
-    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), splits * SPLIT - 1)
-    oldest = 0
-    if WINDOW > 0:
-        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
-        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
+    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, R, WINDOW, GROUP, S)
     first, last = oldest // SPLIT, newest // SPLIT
     if (split < first) | (split > last):
         return

@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import FAN, _along
-from fastspec.kernels.attend_stream_parts import reach, split_of, start_of
+from fastspec.kernels.attend_fragment_rows import fed_positions, reach
+from fastspec.kernels.attend_stream_parts import split_of, start_of
 
 FANS = gl.constexpr(4)  # FAN partial sums each, at a time: one to a warp
 
@@ -42,9 +43,9 @@ def gather_kernel(
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
     if PDL:
         gdc_launch_dependents()
-    _f, oldest, newest = reach(
-        position_ptr, batch * num_queries, row // TILE, num_queries, start_of(splits, RUNGS), TILE, WINDOW, GROUP, FANS
-    )
+    given = fed_positions(position_ptr + batch * num_queries, num_queries, FANS)
+    limit = start_of(splits, RUNGS)
+    _f, oldest, newest = reach(given, row // TILE, num_queries, limit, TILE, WINDOW, GROUP, FANS)
     first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
     # of one split the output is there already. The first program waits all the same: what is launched next waits for
     # this kernel alone, which must not end before the other one

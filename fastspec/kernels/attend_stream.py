@@ -26,14 +26,22 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import KEYS, advanced, finish, keep, operands, scored, together
-from fastspec.kernels.attend_fragment_rows import NEW_ROWS, angles, append, head_layout, slots_of, turned
-from fastspec.kernels.attend_stream_parts import (
+from fastspec.kernels.attend_fragment_rows import (
     NEVER,
+    NEW_ROWS,
+    angles,
+    append,
+    fed_positions,
+    head_layout,
+    reach,
+    slots_of,
+    turned,
+)
+from fastspec.kernels.attend_stream_parts import (
     key_pages,
     key_values,
     load_keys,
     load_values,
-    reach,
     split_of,
     start_of,
     value_pages,
@@ -107,7 +115,8 @@ def stream_kernel(
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
     limit = start_of(splits, RUNGS)
-    fresh, oldest, newest = reach(position_ptr, at_batch, tile, num_queries, limit, TILE, WINDOW, GROUP, S)
+    given = fed_positions(position_ptr + at_batch, num_queries, S)
+    fresh, oldest, newest = reach(given, tile, num_queries, limit, TILE, WINDOW, GROUP, S)
     first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
     split = last - gl.program_id(1)
     if split < first:

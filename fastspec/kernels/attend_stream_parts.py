@@ -7,9 +7,6 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.attend_fragment_parts import KEYS, _along, operands
 
-FED = gl.constexpr(32)  # positions of a row's pass, padded
-NEVER = gl.constexpr(2**30)  # beyond every position
-
 
 @gluon.jit
 def split_of(position, RUNGS: gl.constexpr):
@@ -28,31 +25,6 @@ def start_of(split, RUNGS: gl.constexpr):
     for i in gl.static_range(1, len(RUNGS)):
         start = gl.where(split >= RUNGS[i][2], RUNGS[i][0] + (split - RUNGS[i][2]) * RUNGS[i][1], start)
     return start
-
-
-@gluon.jit
-def reach(
-    position_ptr,
-    at_batch,
-    tile,
-    num_queries,
-    limit,
-    TILE: gl.constexpr,
-    WINDOW: gl.constexpr,
-    GROUP: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """(first fed, oldest seen, newest seen) position of the rows of a tile; each warp finds them for itself."""
-    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    given = gl.load(position_ptr + at_batch + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
-    given = gl.minimum(given, NEVER).to(gl.int32)
-    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP) & (fed < num_queries)
-    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), limit - 1)
-    oldest = 0
-    if WINDOW > 0:
-        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
-        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
-    return gl.min(given, axis=0), oldest, newest
 
 
 @gluon.constexpr_function
