@@ -24,10 +24,8 @@ from fastspec.step import Parts, prefill, score, step
 
 _MEANS = 3  # of each time
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
-_ROOM, _MORE = (
-    4096,
-    4,
-)  # tokens that the shortest rows' captured steps have room for; each further kind has more times it
+_ROOM = 4096  # tokens that the shortest rows' captured steps have room for
+_MORE = 4  # times as many has each further kind of them
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 

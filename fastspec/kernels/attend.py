@@ -26,9 +26,10 @@ order, and a block or split that is masked for a row is an exact no-op for it. N
 back (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits whichever kernel
 writes it, and the torch twin's.
 
-Programmatic launch (PDL): the next kernel may start at once. Before this one's wait nothing is computed from what
-another kernel writes. Positions and table are peeked at, past L1, to bring keys into L2 while the previous kernel
-ends; a stale peek prefetches the wrong lines and changes nothing.
+Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
+product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
+product ends; a stale peek prefetches the wrong lines and changes nothing. The other two take them for good, and K and V
+of earlier passes with them: `attend` says what that asks of its caller.
 """
 
 from __future__ import annotations
