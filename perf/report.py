@@ -88,6 +88,14 @@ def traces(rows: Sequence[Row]) -> list[Row]:
     return list(latest.values())
 
 
+def grid(rows: Sequence[Row]) -> list[Row]:
+    """The last row of every way in every cell of the grid; what there was no time for only where no row came later."""
+    auto = [row for row in rows if row.get("bench") == "auto"]
+    latest = {(row["acceptance"], row["batch"], row.get("engine")): row for row in auto}
+    done = {(acceptance, batch) for acceptance, batch, engine in latest if engine}
+    return [row for (acceptance, batch, engine), row in latest.items() if engine or (acceptance, batch) not in done]
+
+
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A table; columns that no row has are left out."""
     shown = [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
@@ -123,7 +131,7 @@ def sections(rows: Sequence[Row]) -> list[str]:
         ("Starting up, and memory", started, START),
         ("Single kernels", last_kernels, KERNELS),
         ("The gate", gates, GATE),
-        ("k chosen while decoding, against fixed ones", [row for row in rows if row.get("bench") == "auto"], AUTO),
+        ("k chosen while decoding, against fixed ones", grid(rows), AUTO),
     ):
         if part:
             found.append(f"### {heading}\n\n{markdown(part, columns)}")

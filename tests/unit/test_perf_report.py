@@ -129,3 +129,12 @@ def test_the_documents_own_marks_and_pictures_are_there() -> None:
     for path in (report.DOCUMENT.parent / "figures").glob("*.png"):
         assert f"figures/{path.name}" in text
         assert path.stat().st_size < MOST_BYTES
+
+
+def test_a_cell_that_there_was_no_time_for_is_shown_until_it_is_measured() -> None:
+    def row(engine: str | None, batch: int, over: float | None = None) -> Row:
+        return {"bench": "auto", "acceptance": 0.5, "batch": batch, "engine": engine, "over_best": over}
+
+    late = [row(None, 1), row(None, 8), row("auto", 1, 0.9), row("k=0", 1, 1.0), row("auto", 1, 0.97)]
+    found = [(kept["engine"], kept["batch"], kept["over_best"]) for kept in report.grid([*late, step_row(2)])]
+    assert found == [(None, 8, None), ("auto", 1, 0.97), ("k=0", 1, 1.0)]
