@@ -25,6 +25,8 @@ from fastspec.step import Parts, prefill, score, step
 _MEANS = 3  # of each time
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
 _ROOM = 4096  # tokens that the shortest rows' captured steps have room for
+_MANY_ROOM = 1024  # the same in batches of _MANY_ROWS and more, where attention has an idle program for each row
+_MANY_ROWS = 8
 _MORE = 4  # times as many has each further kind of them
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
@@ -78,7 +80,7 @@ class Engine:
 
         The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle.
         """
-        room, most = _ROOM, self.state.tokens.shape[1]
+        room, most = _MANY_ROOM if self.state.batch >= _MANY_ROWS else _ROOM, self.state.tokens.shape[1]
         while room < longest:
             room *= _MORE
         return room if 2 * room < most else most

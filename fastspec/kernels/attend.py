@@ -44,6 +44,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels import attend_long
+from fastspec.kernels.attend_fragment_parts import KEYS
 from fastspec.kernels.attend_fragments import fragment_kernel
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
@@ -68,6 +69,8 @@ LAUNCH = {
 }
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
 FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
+# from so many tiles on a program gets half of a multiprocessor's registers, so that two share it: measured on an H200
+FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 64, 128
 
 
 @triton.jit(
@@ -318,12 +321,19 @@ def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     return fits and has_pdl(device)
 
 
-def fragment_launch(num_rows: int, dim: int, split_keys: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """(constants, options) of attend_fragments.py for num_rows = Q * H / Hkv; all give a row the same bits."""
+def fragment_launch(num_rows: int, dim: int, split_keys: int, pairs: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """(constants, options) of attend_fragments.py; all give a row the same bits.
+
+    Args:
+        num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
+    """
     rows = 8 if num_rows <= 8 else 16
     ahead = 1 if rows * dim >= 2048 else 2  # as far as registers go
     constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "AHEAD": ahead}
-    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": MAX_REGISTERS}
+    # of larger splits a program has several blocks in flight, and half the registers do not hold them
+    many = pairs * triton.cdiv(num_rows, rows) >= FRAGMENT_MANY and split_keys <= FRAGMENT_WARPS * KEYS.value
+    registers = FRAGMENT_MANY_REGISTERS if many else MAX_REGISTERS
+    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": registers}
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -351,7 +361,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         return out
     kernel: Any = fragment_kernel if fragments else _decode_kernel
     if fragments:
-        constants, options = fragment_launch(num_queries * group, dim, work.split_keys)
+        constants, options = fragment_launch(num_queries * group, dim, work.split_keys, batch * kv_heads)
         rows = constants["R"]
     else:
         constants, options = tile_launch(qkv.dtype, dim)

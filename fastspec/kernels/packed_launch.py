@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.device import launch
+from fastspec.kernels.packed_alone import alone_kernel
 from fastspec.kernels.packed_held import held_kernel
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
@@ -74,8 +75,9 @@ class Held:
     Attributes:
         slots: steps of x in shared memory; 0 for all of them, which are then held.
         wgmma: warp groups multiply, else warps.
-        norm: on the way, and not as a kernel of its own.
+        norm: on the way, and not as a kernel of its own; only where a cluster has a program for every way.
         registers: a thread may have, so that more programs fit; None for as many as it likes.
+        programs: of a cluster; None for one to every way.
     """
 
     clusters: int
@@ -88,7 +90,23 @@ class Held:
     wgmma: bool = False
     norm: bool = True
     registers: int | None = None
+    programs: int | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A launch of the kernel whose programs share nothing: as Held, with steps of x in shared memory by `slots`."""
+
+    rows: int
+    weight_rows: int
+    warps: int
+    depth: int
+    row_depth: int
+    slots: int = 4
+    registers: int | None = None
+
+
+Tile = Narrow | Wide | Held | Alone
 
 # by (N, K)
 SPLITS = {
@@ -115,23 +133,26 @@ NARROW_OWN = {
 }
 
 
+# two programs to a multiprocessor
+ALONE = {rows: Alone(rows, 128, 8, 2, 2, registers=128) for rows in (32, 64)}
 # weights for which more than 8 rows have a tile of their own, by (N, K) and the rows of x in a block: 16, 32 or 64
-MANY: dict[tuple[int, int, int], Held | Narrow] = {
+MANY: dict[tuple[int, int, int], Held | Narrow | Alone] = {
     (6144, 4096, 16): Narrow(32, 16, 4, 1, False),
     (6144, 4096, 32): Held(24, 32, 256, 8, 2, 2, 4, True),
-    (6144, 4096, 64): Held(24, 64, 256, 8, 2, 2, 4, True),
+    (6144, 4096, 64): Held(48, 64, 128, 8, 2, 2, 4, True, norm=False, registers=128),
     (4096, 4096, 16): Narrow(32, 16, 2, 1, False),
     (4096, 4096, 32): Held(64, 32, 64, 4, 4, 2, 4, True, registers=168),
     (4096, 4096, 64): Held(32, 64, 128, 8, 2, 2, 4, True, registers=128),
     (28672, 4096, 16): Narrow(32, 16, 4, 1, True),
-    (28672, 4096, 32): Narrow(32, 32, 3, 1, True),
-    (28672, 4096, 64): Held(56, 64, 128, 8, 2, 2, 4, True, norm=False, registers=128),
+    (28672, 4096, 32): ALONE[32],
+    (28672, 4096, 64): ALONE[64],
     (4096, 14336, 16): Narrow(32, 16, 1, 1, False),
     (4096, 14336, 32): Narrow(32, 32, 1, 1, False),
-    (4096, 14336, 64): Held(32, 64, 128, 4, 2, 2, 4, True),
+    # of clusters of 8 only 30 fit on an H200: two of 32 would run behind the others
+    (4096, 14336, 64): Held(32, 64, 128, 8, 2, 2, 4, True, registers=128, programs=4),
     (128256, 4096, 16): Narrow(32, 16, 4, 1, True),
-    (128256, 4096, 32): Held(28, 32, 256, 8, 2, 2, 4, True),
-    (128256, 4096, 64): Held(28, 64, 256, 8, 2, 2, 4, True),
+    (128256, 4096, 32): ALONE[32],
+    (128256, 4096, 64): ALONE[64],
     (3072, 2048, 16): Narrow(32, 16, 4, 1, False),
     (3072, 2048, 32): Narrow(16, 32, 4, 1, False),
     (3072, 2048, 64): Held(24, 64, 128, 8, 4, 2, 4, True),
@@ -139,7 +160,7 @@ MANY: dict[tuple[int, int, int], Held | Narrow] = {
     (2048, 2048, 32): Held(16, 32, 128, 8, 4, 4, 0, True),
     (2048, 2048, 64): Held(16, 64, 128, 8, 4, 4, 4, True),
     (16384, 2048, 32): Narrow(32, 32, 3, 1, True),
-    (16384, 2048, 64): Held(32, 64, 256, 8, 2, 2, 4, True),
+    (16384, 2048, 64): Alone(64, 64, 4, 4, 2),
     (2048, 8192, 16): Narrow(32, 16, 3, 1, False),
     (2048, 8192, 32): Narrow(32, 32, 3, 1, False),
     (2048, 8192, 64): Held(16, 64, 128, 4, 2, 2, 4, True),
@@ -156,7 +177,7 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False) -> Narrow | Wide | Held:
+def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
@@ -166,6 +187,8 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     many = MANY.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
     if rows > FUSED_ROWS and capability == (9, 0) and many is not None and not (whole and isinstance(many, Held)):
         return many
+    if rows > NARROW_ROWS and capability == (9, 0) and n >= MANY_WEIGHT_ROWS:
+        return ALONE[32 if rows <= 32 else 64]
     if rows > NARROW_ROWS and capability == (9, 0) and not whole and n >= LEAST_HELD:
         return Held(min(triton.cdiv(n, 128), 128 // split.ways), 32 if rows <= 32 else 64, 128, 8, 4, 2, 4, True)
     if rows > NARROW_ROWS:
@@ -204,12 +227,12 @@ class Call:
     gated: bool = False
 
 
-def _norms(tile: Narrow | Wide | Held) -> bool:
+def _norms(tile: Tile) -> bool:
     """Whether the kernel norms x on the way."""
     return tile.norm if isinstance(tile, Held) else isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
 
 
-def run(call: Call, pdl: bool, tile: Narrow | Wide | Held | None = None) -> None:
+def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
@@ -239,6 +262,13 @@ def run(call: Call, pdl: bool, tile: Narrow | Wide | Held | None = None) -> None
     if isinstance(tile, Held):
         _run_held(tile, split, call, (*words, gamma, *ends[:-1]), shape, options)
         return
+    if isinstance(tile, Alone):
+        grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
+        turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
+        shape |= {"GROUP": tile.rows, "XD": tile.row_depth, "SLOTS": tile.slots, "WARPS": tile.warps}
+        options |= {"num_warps": tile.warps, "maxnreg": tile.registers}
+        launch(alone_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
+        return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
     turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
     parts = None
@@ -261,10 +291,13 @@ def _run_held(
     turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), tile.depth)
     size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
     parts = call.x.new_empty(size, dtype=torch.float32)
+    if call.norm is not None and tile.norm and tile.programs:
+        raise ValueError(f"{tile}: a norm on the way needs a program for every way")
     eps = 0.0 if call.norm is None else call.norm[1]
     group = tile.rows if tile.wgmma else min(tile.rows, 32)
     shape |= {"GROUP": group, "GROUPS": tile.rows // group, "XD": tile.row_depth, "WGMMA": tile.wgmma}
     shape |= {"SLOTS": tile.slots or turns * tile.depth, "HELD": tile.slots == 0, "WARPS": tile.warps}
-    shape |= {"EVEN": n % tile.weight_rows == 0}
-    options |= {"num_warps": tile.warps, "num_ctas": split.ways, "maxnreg": tile.registers}
+    programs = tile.programs or split.ways
+    shape |= {"EVEN": n % tile.weight_rows == 0, "C": programs}
+    options |= {"num_warps": tile.warps, "num_ctas": programs, "maxnreg": tile.registers}
     launch(held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options)

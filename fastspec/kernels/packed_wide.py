@@ -260,13 +260,15 @@ def wide_kernel(
             )
             _stashed(stashes, accs)
         totals = _unstashed(stashes, zeros)
+    # zeros sent for steps that there are not would else land in what shared memory serves for next
+    async_copy.wait_group(0)
 
     if C > 1:
         SIZE: gl.constexpr = S * GROUP * R
         block = (gl.program_id(1) * gl.num_programs(0) + tile) * GROUPS
         base = parts_ptr + block.to(gl.int64) * SIZE
         like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=share_layout(S, R, GROUP, WARPS))
-        handed_over(totals, base, M - first_row)
+        handed_over(totals, base, 0, M - first_row, S)
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
         if C == 1:

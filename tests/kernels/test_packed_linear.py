@@ -117,9 +117,31 @@ def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: 
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
             whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
-            for rows, clusters, slots in ((9, 1, 0), (30, 2, 4), (70, 1, 0)):
+            for rows, clusters, slots, programs in ((9, 1, 0, None), (30, 2, 4, None), (70, 1, 0, None), (12, 1, 4, 2)):
                 block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=clusters == 1)
+                norm = clusters == 1 and programs is None
+                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=norm, programs=programs)
+                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
+                some, given = some_rows(x, arguments, slice(70 - rows, None))
+                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
+                assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
+def test_bits_of_a_row_where_programs_share_nothing(epilogue: str, monkeypatch: Any) -> None:
+    """As in the narrow kernel: for every split, one step of x at a time or two, whole tiles and not."""
+    with modules("cpu") as packed:
+        launch = packed.launch
+        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
+        for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
+            monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
+            monkeypatch.setattr(launch, "MANY", {})
+            x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
+            parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
+            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
+            for rows, weight_rows, row_depth in ((9, 64, 1), (30, 256, 2), (70, 128, 1)):
+                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+                tile = launch.Alone(block, weight_rows, 4 if weight_rows == 64 else 8, 2, row_depth)
                 monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
                 ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
@@ -290,10 +312,16 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert capability == (9, 0)
                     assert not whole
                     assert tile.depth % tile.row_depth == 0
-                    assert tile.weight_rows >= 16 * split.ways
+                    assert tile.weight_rows >= 16 * (tile.programs or split.ways)
+                    assert split.ways % (tile.programs or 1) == 0
                 elif isinstance(tile, launch.Narrow):
                     assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
+                elif isinstance(tile, launch.Alone):
+                    assert rows > 16
+                    assert capability == (9, 0)
+                    assert tile.depth % tile.row_depth == 0
+                    assert tile.slots >= 2 * tile.row_depth
                 else:
                     assert rows > 16
                     assert isinstance(tile, launch.Wide)
@@ -316,7 +344,9 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
-    kernels = {"narrow_kernel", "wide_kernel", "norm_kernel"} | ({"held_kernel"} if arch == 90 else set())
+    kernels = {"narrow_kernel", "wide_kernel", "norm_kernel"} | (
+        {"held_kernel", "alone_kernel"} if arch == 90 else set()
+    )
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         # clusters of which two fit on a multiprocessor were measured faster, with up to 22 values of a thread in memory

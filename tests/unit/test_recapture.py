@@ -148,6 +148,8 @@ def test_long_rows_have_steps_of_their_own() -> None:
     assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16640 positions"}
     short = replace(tiny_engine(batch=1, max_length=5000), runner=runner)
     assert short.room(0) == short.room(5000) == 5001
+    many = tiny_engine(batch=8, max_length=5000)
+    assert [many.room(longest) for longest in (0, 1024, 1025, 5000)] == [1024, 1024, 5001, 5001]
 
 
 def test_options_compile_nothing_anew() -> None:
