@@ -209,6 +209,7 @@ def held_kernel(
     WARPS: gl.constexpr,
     WGMMA: gl.constexpr,
     EVEN: gl.constexpr,  # N is a multiple of R
+    ONE: gl.constexpr,  # no cluster has more than one tile, and no program more than one pass
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -230,7 +231,7 @@ def held_kernel(
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
     w_of = (r // 16, s * (SLAB * 16) + k // 16 * 256 + r % 16 * 16 + k % 16)
     w_s = s
-    tiles = (count - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    tiles = 1 if ONE else (count - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, stage))), 1), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, stage))), 0), 2)
@@ -273,27 +274,28 @@ def held_kernel(
     if gamma_ptr is not None:
         leave_squares(squares, parts + 2 * SIZE, S, GROUP, GROUPS, WARPS)
     _left_to_all(accs, parts, 0, M - first_row, S, C, R)
-    for number in range(1, tiles * PASSES):
-        index = number // PASSES
-        if number % PASSES == 0:
-            arrive()
-        if HELD:
-            accs, ws = _passed(
-                *(zeros, ws, number, turns, weights, slots, nil),
-                *(left, right, STEPS, K, SLAB, S, C, R, EVEN, WGMMA, DTYPE),
-            )
-        else:
-            accs, ws, xs, _ = _filled(
-                *(zeros, ws, xs, (), number, turns, weights, rows, gamma, slots, nil),
-                *(left, right, SLOTS, STEPS, K, SLAB, S, C, R, EVEN, WGMMA, DTYPE),
-            )
-        if number % PASSES == 0:
-            await_all()
-            _finished(
-                *(index - 1, parts, scale_ptr, bias_ptr, residual_ptr, out_ptr, first_row, M, N, eps),
-                *(K, S, C, R, GROUP, GROUPS, WARPS, gamma_ptr is not None, GATED),
-            )
-        _left_to_all(accs, parts + index % 2 * SIZE, number % PASSES, M - first_row, S, C, R)
+    if not ONE:
+        for number in range(1, tiles * PASSES):
+            index = number // PASSES
+            if number % PASSES == 0:
+                arrive()
+            if HELD:
+                accs, ws = _passed(
+                    *(zeros, ws, number, turns, weights, slots, nil),
+                    *(left, right, STEPS, K, SLAB, S, C, R, EVEN, WGMMA, DTYPE),
+                )
+            else:
+                accs, ws, xs, _ = _filled(
+                    *(zeros, ws, xs, (), number, turns, weights, rows, gamma, slots, nil),
+                    *(left, right, SLOTS, STEPS, K, SLAB, S, C, R, EVEN, WGMMA, DTYPE),
+                )
+            if number % PASSES == 0:
+                await_all()
+                _finished(
+                    *(index - 1, parts, scale_ptr, bias_ptr, residual_ptr, out_ptr, first_row, M, N, eps),
+                    *(K, S, C, R, GROUP, GROUPS, WARPS, gamma_ptr is not None, GATED),
+                )
+            _left_to_all(accs, parts + index % 2 * SIZE, number % PASSES, M - first_row, S, C, R)
     arrive()
     await_all()
     _finished(

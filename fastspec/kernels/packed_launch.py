@@ -299,5 +299,6 @@ def _run_held(
     shape |= {"SLOTS": tile.slots or turns * tile.depth, "HELD": tile.slots == 0, "WARPS": tile.warps}
     programs = tile.programs or split.ways
     shape |= {"EVEN": n % tile.weight_rows == 0, "C": programs}
+    shape["ONE"] = count <= tile.clusters and programs == split.ways
     options |= {"num_warps": tile.warps, "num_ctas": programs, "maxnreg": tile.registers}
     launch(held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options)
