@@ -1,6 +1,7 @@
 """Between which logits a line's threshold must lie, by what the first launch says of its groups (sampled_groups.py).
 
-- At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit;
+- At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit. Nor do
+  more sets of four groups: for a small k these give as good a bound, and are a quarter of the sums;
 - the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
   31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
   none of them is kept. Of a law with few likely ids, most of which are alone in their group, little more is kept.
@@ -33,7 +34,9 @@ from fastspec.kernels.sampled_parts import (
 
 DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
-REACH = tl.constexpr(32.0)  # below the largest, where the k-th of the groups' maxima is looked for first
+REACH = tl.constexpr(16.0)  # below the largest, where the k-th of the groups' maxima is looked for first
+SET = tl.constexpr(4)  # groups whose largest are taken as one, where k is
+FEW = tl.constexpr(16)  # times less than the groups
 ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
 PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
 MOST_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
@@ -112,26 +115,38 @@ def _quantile(x, weights, most, low, high):
 def _reached_by(tops, largest, least):
     """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if so many do not exist.
 
-    Pivots are evenly spaced values, not keys: logits are spread like that, so two or three steps are enough.
+    Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
     """
     low, high = largest - REACH, largest
-    reached = added((tops >= low).to(tl.int32))
+    reached = tl.zeros([], tl.int32)
     steps = tl.zeros([], tl.int32)
-    while (reached < least) & (steps < 5):
-        high = low
-        low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
-        reached = added((tops >= low).to(tl.int32))
-        steps += 1
-    found = reached >= least
-    steps = tl.zeros([], tl.int32)
-    while found & (reached > least + least // 2 + 16) & (steps < 8):
-        pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
+    while ((reached < least) | (reached > least + least // 2 + 16)) & (steps < 10):
+        step = (high - low) / PIVOTS
+        pivots = low + tl.arange(0, PIVOTS) * step
         counts = tl.sum((tops >= pivots[:, None]).to(tl.int32), axis=1)
         enough = counts >= least
-        reached = tl.min(tl.where(enough, counts, reached), axis=0).to(tl.int32)
-        low, high = _narrowed(low, high, enough)
+        number = tl.sum(enough.to(tl.int32), axis=0)
+        if number > 0:
+            reached = tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0)
+            last = low + (number - 1).to(tl.float32) * step
+            high = tl.minimum(low + number.to(tl.float32) * step, high)
+            low = last
+        else:
+            high = low
+            low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
         steps += 1
-    return tl.where(found, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
+    return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
+
+
+@triton.jit
+def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
+    """The key of a value that is at most the k-th largest logit, by the groups' maxima [1, GROUPS]."""
+    if top_k * FEW <= GROUPS:
+        sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
+        key = _reached_by(sets[None, :], largest, top_k)
+    else:
+        key = _reached_by(tops, largest, top_k)
+    return key
 
 
 @triton.jit
@@ -193,26 +208,21 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 
 @triton.jit
-def _bounded(source, tops, masses, rest, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
+def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
     """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
     limits_k = (top_k > 0) & (top_k < source[21])
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
     floor = tl.where((min_p > 0) & ((limits_k & limits_p) == 0), floor, KEY_LOWEST + 1)
-    lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
+    lower = tl.maximum(lower, floor)
     upper = tl.zeros([], tl.int64) + KEY_OPEN
     guessed = tl.zeros([], tl.int32)
-    if limits_k:
-        lower = tl.maximum(lower, _reached_by(tops, largest, top_k.to(tl.int32)))
-    elif limits_p:
-        # a little less, for sums of groups are rounded
-        most = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
-        under = _largest_below(tops, masses, rest, groups, largest, most, WIDTH)
-        lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
-    lower = tl.maximum(lower, floor)
+    both = limits_k & limits_p
     if (limits_k | limits_p) == 0:
         upper = lower  # nothing to look for: all from here on are taken together
-    elif (added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MOST) & ((limits_k & limits_p) == 0):
+    elif both:
+        pass
+    elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MOST:
         asked = tl.where(limits_k, top_k, 0)
         lower, upper, guessed = _guessed(
             source, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MOST, STOPS
@@ -221,15 +231,17 @@ def _bounded(source, tops, masses, rest, largest, normaliser, top_k, top_p, min_
 
 
 @triton.jit
-def merged(tops_ptr, masses_ptr, groups, weighs, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together."""
+def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together.
+
+    Masses of a greedy line are anything.
+    """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
-    weighed = tl.where(weighs, groups, 0)
-    masses = tl.load(masses_ptr + group, mask=group < weighed, other=0.0)
+    masses = tl.load(masses_ptr + group, mask=group < groups, other=0.0)
     for more in tl.static_range(1, EACH):
         others = tl.load(tops_ptr + group + more, mask=group + more < groups, other=-float("inf"))
-        weights = tl.load(masses_ptr + group + more, mask=group + more < weighed, other=0.0)
+        weights = tl.load(masses_ptr + group + more, mask=group + more < groups, other=0.0)
         top = tl.maximum(tops, others)
         level = tl.where(top > -float("inf"), top, 0.0)
         masses = masses * tl.exp(tops - level) + weights * tl.exp(others - level)
@@ -268,14 +280,23 @@ def described(
         index = holder * WIDTH + tl.arange(0, WIDTH)
         best = tl.min(tl.where(scaled(view_of(*source), index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
     else:
-        # a group's largest weighs exactly one of the group's mass
-        relative = tl.exp(tops - largest)
-        rest = tl.maximum(masses - 1.0, 0.0) * relative
-        masses = masses * relative
-        normaliser = added(masses)
+        if (top_k > 0) & (top_k < vocab):
+            # the normaliser is what is kept, whatever the others weigh
+            lower = tl.maximum(lower, _kth_at_least(tops, largest, top_k.to(tl.int32), GROUPS))
+        else:
+            relative = tl.exp(tops - largest)
+            masses = masses * relative
+            normaliser = added(masses)
+            if top_p < 1.0:
+                # a little less, for sums of groups are rounded
+                most = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
+                # a group's largest weighs exactly one of the group's mass
+                rest = tl.maximum(masses - relative, 0.0)
+                under = _largest_below(tops, masses, rest, groups, largest, most, WIDTH)
+                lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
         if filtered(top_k, top_p, min_p, vocab):
             kind = tl.zeros([], tl.int32) + SEARCHED
             lower, upper, guessed = _bounded(
-                source, tops, masses, rest, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
+                source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
             )
     return kind, largest, normaliser, best, lower, upper, guessed

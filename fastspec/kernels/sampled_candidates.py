@@ -19,7 +19,7 @@ from fastspec.kernels.sampled_parts import (
 )
 from fastspec.kernels.sampled_search import fixed
 
-PIECE = tl.constexpr(64)  # listed groups that are read at a time
+PIECE = tl.constexpr(128)  # listed groups that are read at a time
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -50,7 +50,8 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 @triton.jit
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MOST, STOPS):
     """Notes this program's chunks of a line; whether all of them have been noted now, by all programs."""
-    for chunk in range(tl.program_id(0), tl.cdiv(source[21], CHUNK), tl.num_programs(0)):
+    # what is computed ahead of a loop takes registers
+    for chunk in tl.range(tl.program_id(0), tl.cdiv(source[21], CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= lower:
@@ -67,16 +68,33 @@ def read_off(counters_ptr, word):
 
 
 @triton.jit
+def _places_of(near):
+    """(place of each that is near, in their order; how many are) of near int32 [ROWS, COLUMNS].
+
+    By two short scans: a long one, through all of a program's threads, takes longer than what it is for.
+    """
+    in_row = tl.sum(near, axis=1)
+    before = tl.cumsum(in_row, axis=0) - in_row
+    return before[:, None] + tl.cumsum(near, axis=1) - near, tl.sum(in_row, axis=0)
+
+
+@triton.jit
 def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.constexpr, EACH: tl.constexpr):
     """How many of up to SIZE * EACH groups reach `lower`; stores the first `most`, in their order, if it `lists`."""
+    COLUMNS: tl.constexpr = min(_GROUP, SIZE)
+    ROWS: tl.constexpr = SIZE // COLUMNS
     number = groups * 0
     for piece in range(EACH):
-        group = piece * SIZE + tl.arange(0, SIZE)
-        near = (key_of(tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))) >= lower).to(tl.int32)
+        group = piece * SIZE + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        x = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+        near = (key_of(x) >= lower).to(tl.int32)
         if lists:
-            slot = number + tl.cumsum(near, axis=0) - near
+            place, more = _places_of(near)
+            slot = number + place
             tl.store(listed_ptr + slot, group, mask=(near > 0) & (slot < most))
-        number += tl.sum(near, axis=0)
+        else:
+            more = tl.sum(tl.sum(near, axis=1), axis=0)
+        number += more
     return number
 
 
@@ -84,16 +102,17 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.const
 def gather(source, listed_ptr, found_ptr, number, lower, MOST: tl.constexpr, STOPS: tl.constexpr):
     """Notes the ids from `lower` on of all listed groups, in their order; how many there are."""
     count = number * 0
-    for start in range(0, number, PIECE):
+    for start in tl.range(0, number, PIECE, disable_licm=True):
         slot = start + tl.arange(0, PIECE)
-        group = tl.load(listed_ptr + slot, mask=slot < number, other=-1, cache_modifier=".cg")
+        # an id below zero is none
+        group = tl.load(listed_ptr + slot, mask=slot < number, other=-1)
         index = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        index = tl.reshape(tl.where(group[:, None] >= 0, index, -1), [PIECE * _GROUP])
         keys = key_of(scaled(view_of(*source), index, STOPS))
         near = (keys >= lower).to(tl.int32)
-        place = count + tl.cumsum(near, axis=0) - near
+        place, more = _places_of(near)
+        place += count
         fits = (near > 0) & (place < MOST)
         tl.store(found_ptr + place, keys, mask=fits)
         tl.store(found_ptr + MOST + place, index, mask=fits)
-        count += tl.sum(near, axis=0)
+        count += more
     return count

@@ -35,8 +35,19 @@ from fastspec.kernels import commit as committing
 from fastspec.kernels import sampled_parts
 from fastspec.kernels.commit import STATE_INTS, commit_row
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.sampled_judge import BY_COUPLING, RULES, at_place, judged, race, race_of_few, span, spread
-from fastspec.kernels.sampled_laws import find_laws, law_of
+from fastspec.kernels.sampled_judge import (
+    BY_COUPLING,
+    RULES,
+    judged,
+    listed_from,
+    race,
+    race_of_few,
+    raced_for,
+    reported,
+    span,
+    spread,
+)
+from fastspec.kernels.sampled_laws import find_laws
 from fastspec.kernels.sampled_parts import (
     BEYOND,
     COUNTERS,
@@ -57,6 +68,7 @@ from fastspec.modes import COUPLED, REJECTION
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # of a launch, about: two a multiprocessor
 RACED = 1024  # listed ids that one program lets race
+LISTED = 256  # of them at a time: mostly there are fewer, and what is less code runs sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -124,6 +136,7 @@ def _end_kernel(
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
     RACED: tl.constexpr,
+    LISTED: tl.constexpr,
     PLACES: tl.constexpr,
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -133,53 +146,35 @@ def _end_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
+    place = tl.arange(0, PLACES)
+    row_records = records_ptr + row * num_places * _RECORD
+    # all at once, whatever of it is wanted: none waits for another
     running = tl.load(finish_ptr + row) == RUNNING
     counts = tl.minimum(tl.load(counts_ptr + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(seeds_ptr + row), tl.load(lengths_ptr + row)
-    place = tl.arange(0, PLACES)
-    row_records = records_ptr + row * num_places * _RECORD
-    row_counters = counters_ptr + row * num_places * _COUNTERS
+    temperature = tl.load(temperature_ptr + row)
+    p, q, racers, kinds = reported(row_records, place, num_places)
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
     workers = tl.full([], 1, tl.int32)  # a row without a race is judged by its first program alone
-    if running & (tl.load(temperature_ptr + row) > 0):
-        low, high, carried = span(row_records, place, counts, seed, length, RULE, PLACES)
-        dense = spread(row_records, place, low, high, RACED)
+    low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
+    if running & (temperature > 0):
+        low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
+        dense = spread(racers, kinds, place, low, high, RACED)
         handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
-        for at in range(low + part, high + 1, parts):
-            # a place begins with the program after the last of the place before
-            turn = ((at - low) // parts * chunks) % tl.num_programs(0)
-            begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
-            if dense | (begin == 0):
-                handled = tl.where(dense, 1, handled + 1)
-                law = law_of(row_records + at * _RECORD)
-                min_p = tl.load(min_p_ptr + row)
-                number = tl.load(row_records + at * _RECORD + RACERS)
-                beyond = (at < counts) & (RULE != BY_COUPLING)
-                line_q = q_ptr
-                if q_ptr is not None:
-                    line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
-                draft = tl.load(drafts_ptr + row * drafts_stride + at, mask=at < counts, other=-1)
-                draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
-                c = at_place(carried, place, at)
-                line_counters = row_counters + at * _COUNTERS
-                line = row * num_places + at
-                few = (number >= 0) & (number <= RACED)
-                if (law[0] < GREEDY) & few & (begin == 0):
-                    race_of_few(
-                        line_q,
-                        *(
-                            law,
-                            found_ptr + line * (2 * MOST),
-                            number,
-                            line_counters,
-                            draft,
-                            c,
-                            beyond,
-                        ),
-                        *(seed, length + at, min_p, RULE, MOST, RACED),
-                    )
-                if (law[0] < GREEDY) & (few == 0):
+        if dense:
+            for at in tl.range(low + part, high + 1, parts, disable_licm=True):
+                law, draft, c = raced_for(
+                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                )
+                if law[0] < GREEDY:
+                    # a place begins with the program after the last of the place before
+                    turn = ((at - low) // parts * chunks) % tl.num_programs(0)
+                    begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
+                    line, min_p = row * num_places + at, tl.load(min_p_ptr + row)
+                    line_q = q_ptr
+                    if q_ptr is not None:
+                        line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
                     view = view_of(
                         logits_ptr,
                         bias_ptr,
@@ -206,34 +201,47 @@ def _end_kernel(
                     )
                     race(
                         line_q,
-                        *(
-                            law,
-                            view,
-                            groups_ptr + line * groups * 2,
-                            groups,
-                            line_counters,
-                            draft,
-                            c,
-                            beyond,
-                        ),
-                        *(seed, length + at, begin, min_p, RULE, CHUNK, NUM_STOPS),
+                        *(law, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
+                        *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
+                        *(RULE, CHUNK, NUM_STOPS),
                     )
-        workers = tl.where(dense, parts * tl.num_programs(0), high + 1 - low)
+            workers = parts * tl.num_programs(0)
+        else:
+            # few ids a place: one program each
+            mine = low + part * tl.num_programs(0) + tl.program_id(0)
+            for at in range(mine, high + 1, parts * tl.num_programs(0)):
+                handled += 1
+                line = row * num_places + at
+                line_found = found_ptr + line * (2 * MOST)
+                listed = listed_from(0, MOST, line_found, MOST, LISTED)
+                number, min_p = tl.load(row_records + at * _RECORD + RACERS), tl.load(min_p_ptr + row)
+                law, draft, c = raced_for(
+                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                )
+                if law[0] < GREEDY:
+                    line_q = q_ptr
+                    if q_ptr is not None:
+                        line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
+                    race_of_few(
+                        line_q,
+                        *(law, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
+                        *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MOST, LISTED),
+                    )
+            workers = high + 1 - low
     last = handled == workers
     if (handled > 0) & (last == 0):
         last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
     if last:
         tl.debug_barrier()  # if it works alone, its own threads have raced
-        # once more, for a race needs every register
-        running = tl.load(finish_ptr + row) == RUNNING
-        num_drafts = num_places - 1
+        num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
         row_drafts = drafts_ptr + row * drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
         accepted = tl.full([], -1, tl.int32)
         block = tl.where(place <= num_drafts, tl.minimum(tl.maximum(drafts, 0), vocab - 1), -1)
         if running:
             accepted, block = judged(
-                *(row_records, row_counters, row_drafts, place, counts, num_drafts, vocab, seed, length, RULE, PLACES)
+                *((low, high, carried), row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
+                *(seed, length, RULE, PLACES),
             )
         emitted = commit_row(
             row,
@@ -324,6 +332,7 @@ def sampled_commit(
         CHUNK=chunk,
         MOST=most,
         RACED=min(RACED, most),
+        LISTED=min(LISTED, most),
         PDL=pdl,
         **LAUNCH,
         launch_pdl=pdl,

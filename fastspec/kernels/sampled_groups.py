@@ -1,7 +1,9 @@
 """First launch of a sampled step: one read of the logits, every group's largest logit and mass.
 
 Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
-CHUNK ids of one row, at one place after the other. The next launch (sampled_laws.py) makes laws of what they leave.
+CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
+takes off memory is little work, so it is bound by how much is. The next launch (sampled_laws.py) makes laws of what
+they leave.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, view_of
+from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, tempered, view_of
 
-LAUNCH = {"num_warps": 8, "maxnreg": 80}  # three programs a multiprocessor: enough loads in flight
+CHUNK = 2048  # ids per program
+STAGES = 3  # places in turn
+LAUNCH = {"num_warps": 4, "maxnreg": 96}  # five programs a multiprocessor: 80 KiB on their way
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -22,9 +26,9 @@ def piece_of(chunk: int) -> int:
 
 
 @triton.jit
-def _sum_up(view, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr, STOPS: tl.constexpr):
-    """Stores the largest logit of every group of a chunk, and its mass if that is asked for."""
-    x = tl.reshape(scaled(view, chunk * CHUNK + tl.arange(0, CHUNK), STOPS), [CHUNK // _GROUP, _GROUP])
+def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
+    """Stores the largest of every group of a chunk's scaled logits, and its mass if that is asked for."""
+    x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
     tops = tl.max(x, axis=1)
     group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
     tl.store(tops_ptr + group, tops, mask=group < groups)
@@ -36,8 +40,17 @@ def _sum_up(view, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr, STOPS: t
 
 
 @triton.jit
-def _at(view, offset, penalised, early, place):
-    """The view of another place of the same row."""
+def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
+    """A chunk of a penalised row, for penalties take registers."""
+    for piece in range(0, CHUNK // PIECE):
+        which = tl.program_id(0) * (CHUNK // PIECE) + piece
+        x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
+        _sum_up(x, tops_ptr, which, groups, weighs, PIECE)
+
+
+@triton.jit
+def _at(view, offset, early, place):
+    """The view of another place of the same row, which is penalised."""
     return (
         view[0] + offset,
         view[1],
@@ -48,7 +61,7 @@ def _at(view, offset, penalised, early, place):
         view[6],
         view[7],
         view[8],
-        penalised,
+        True,
         early,
         view[11],
         place,
@@ -86,6 +99,7 @@ def _groups_kernel(
     parts,  # programs that share out the places of a chunk
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -93,45 +107,48 @@ def _groups_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    # all at once, of rows that do not run too: none waits for another
+    running = tl.load(finish_ptr + row) == RUNNING
     end = places
     if counts_ptr is not None:
         end = tl.minimum(places, tl.load(counts_ptr + row).to(tl.int32) + 1 - first)
-    if tl.load(finish_ptr + row) == RUNNING:
-        weighs = tl.load(temperature_ptr + row) > 0
-        length, least = tl.load(lengths_ptr + row), tl.load(min_lengths_ptr + row)
-        view = view_of(
-            logits_ptr,
-            bias_ptr,
-            prompt_ptr,
-            output_ptr,
-            drafts_ptr,
-            stop_ptr,
-            repetition_ptr,
-            presence_ptr,
-            frequency_ptr,
-            min_lengths_ptr,
-            lengths_ptr,
-            temperature_ptr,
-            logits_stride,
-            bias_stride,
-            prompt_stride,
-            output_stride,
-            drafts_stride,
-            stop_stride,
-            row * places,
-            row,
-            first,
-            vocab,
-        )
+    weighs = tl.load(temperature_ptr + row) > 0
+    length, least = tl.load(lengths_ptr + row), tl.load(min_lengths_ptr + row)
+    view = view_of(
+        logits_ptr,
+        bias_ptr,
+        prompt_ptr,
+        output_ptr,
+        drafts_ptr,
+        stop_ptr,
+        repetition_ptr,
+        presence_ptr,
+        frequency_ptr,
+        min_lengths_ptr,
+        lengths_ptr,
+        temperature_ptr,
+        logits_stride,
+        bias_stride,
+        prompt_stride,
+        output_stride,
+        drafts_stride,
+        stop_stride,
+        row * places,
+        row,
+        first,
+        vocab,
+    )
+    stride, width = tl.cast(logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
+    row_ptr = groups_ptr + row * places * width
+    if running & view[9]:
         for at in range(part, end, parts):
-            offset, early = at * tl.cast(logits_stride, tl.int64), length + first + at < least
-            tops_ptr = groups_ptr + (row * places + at).to(tl.int64) * groups * 2
-            if view[9]:
-                # in pieces, for penalties take registers
-                there = _at(view, offset, True, early, first + at)
-                for piece in range(0, CHUNK // PIECE):
-                    which = tl.program_id(0) * (CHUNK // PIECE) + piece
-                    _sum_up(there, tops_ptr, which, groups, weighs, PIECE, STOPS)
-            else:
-                there = _at(view, offset, False, early, first + at)
-                _sum_up(there, tops_ptr, tl.program_id(0), groups, weighs, CHUNK, STOPS)
+            there = _at(view, at * stride, length + first + at < least, first + at)
+            _in_pieces(there, row_ptr + at * width, groups, weighs, CHUNK, PIECE, STOPS)
+    elif running:
+        index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        known = index < vocab
+        bias = tl.load(view[1] + index, mask=known, other=0.0)
+        for at in tl.range(part, end, parts, num_stages=STAGES):
+            x = tl.load(view[0] + at * stride + index, mask=known, other=-float("inf")) + bias
+            x = tempered(view[5], length + first + at < least, view[11], x, index, known, STOPS)
+            _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)

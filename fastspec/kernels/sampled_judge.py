@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastspec import sampling
-from fastspec.kernels.sampled_laws import probabilities
+from fastspec.kernels.sampled_laws import law_of, probabilities, share
 from fastspec.kernels.sampled_parts import (
     BEST,
     BEYOND,
@@ -28,7 +28,6 @@ from fastspec.kernels.sampled_parts import (
     RACERS,
     RECORD,
     coin,
-    kept,
     key_of,
     times,
     times_of,
@@ -43,6 +42,7 @@ ACCEPT, TARGET = tl.constexpr(sampling.ACCEPT), tl.constexpr(sampling.TARGET)
 # fixed point: what p has beyond q weighs at most one
 SHARE = tl.constexpr(2.0**60)
 NO_SHARE = tl.constexpr(2.0**-60)
+AT_ONCE = tl.constexpr(4)
 TINY = tl.constexpr(1.1754943508222875e-38)
 NO_RANK = tl.constexpr(-2147483648)
 _GROUP = tl.constexpr(GROUP)
@@ -57,22 +57,34 @@ def at_place(values, place, index):
 
 
 @triton.jit
-def _ratios(record_ptr, place, counts, seed, length, RULE: tl.constexpr):
+def reported(record_ptr, place, num_places):
+    """(P_DRAFT, Q_DRAFT, RACERS, KIND) [PLACES] of a row's lines: what was not recorded in this step is anything."""
+    record_ptr += place * _RECORD
+    known = place < num_places
+    p = tl.load(record_ptr + P_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
+    q = tl.load(record_ptr + Q_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
+    racers = tl.load(record_ptr + RACERS, mask=known, other=0)
+    return p, q, racers, tl.load(record_ptr + KIND, mask=known, other=BROKEN)
+
+
+@triton.jit
+def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
     """(p/q of the draft at each place, its coin, c_i before each place): fp32 [PLACES]; `verify.accept_probability`
     and `verify._carried`.
     """
     counted = place < counts
-    p = tl.load(record_ptr + place * _RECORD + P_DRAFT, mask=counted, other=0).to(tl.float32, bitcast=True)
-    q = tl.load(record_ptr + place * _RECORD + Q_DRAFT, mask=counted, other=0).to(tl.float32, bitcast=True)
+    p, q = tl.where(counted, p, 0.0), tl.where(counted, q, 0.0)
     ratio = tl.where(q > 0, tl.div_rn(p, tl.maximum(q, TINY)), 1.0)
     coins = coin(seed, length + place, ACCEPT)
     carried = tl.full(place.shape, 1.0, tl.float32)
     if RULE == BY_BLOCK:
         c = tl.full([], 1.0, tl.float32)
-        for j in range(0, counts):
-            c = c * at_place(ratio, place, j)
-            c = tl.where(c > 1.0, 1.0, c)  # and a NaN stays one
-            carried = tl.where(place == j + 1, c, carried)
+        for start in range(0, counts, AT_ONCE):
+            # sums of some places side by side, for none needs another; beyond the last the ratio is one
+            for more in tl.static_range(AT_ONCE):
+                c = c * at_place(ratio, place, start + more)
+                c = tl.where(c > 1.0, 1.0, c)  # and a NaN stays one
+                carried = tl.where(place == start + more + 1, c, carried)
     else:
         ratio = tl.where(p > 0, tl.where(ratio > 1.0, 1.0, ratio), tl.where(p == p, 0.0, p))
     return ratio, coins, carried
@@ -85,9 +97,9 @@ def _leading(flags, place, counts, PLACES: tl.constexpr):
 
 
 @triton.jit
-def span(record_ptr, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
+def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
     """(first, last) of the places at which a row may end, and c_i [PLACES]."""
-    ratio, coins, carried = _ratios(record_ptr, place, counts, seed, length, RULE)
+    ratio, coins, carried = _ratios(p, q, place, counts, seed, length, RULE)
     first = counts * 0
     last = counts
     if RULE == BY_REJECTION:
@@ -101,30 +113,45 @@ def span(record_ptr, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl
 
 
 @triton.jit
-def spread(record_ptr, place, first, last, RACED):
+def spread(racers, kinds, place, first, last, RACED):
     """Whether the race for any of the places first..last is shared out: it has more ids than are listed."""
-    within = (place >= first) & (place <= last)
-    racers = tl.load(record_ptr + place * _RECORD + RACERS, mask=within, other=0)
-    kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=within, other=BROKEN)
-    return tl.max((((racers < 0) | (racers > RACED)) & (kinds < GREEDY)).to(tl.int32), axis=0) > 0
+    many = ((racers < 0) | (racers > RACED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
+    return tl.max(many.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
-def _entry(p, time, index, q_ptr, draft, c, beyond):
-    """(int32 rank in the race for a place, what p has beyond q) of each id.
+def raced_for(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
+    """(law, draft, c) of one place: the draft is -1 where there is none, or none that is an id."""
+    draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
+    draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
+    return law_of(record_ptr + at * _RECORD), draft, at_place(carried, place, at)
+
+
+@triton.jit
+def _drafted(p, index, q_ptr, draft):
+    """What ids weigh under the draft's law, where p is positive."""
+    q = (index == draft).to(tl.float32)
+    if q_ptr is not None:
+        q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
+    return q
+
+
+@triton.jit
+def _excess(p, q, c):
+    """What p has beyond q."""
+    return tl.where(c * p > q, c * p - q, 0.0)
+
+
+@triton.jit
+def _entry(p, excess, time):
+    """int32 rank in the race for a place of each id.
 
     A race under what p has beyond q outranks one under p, which counts only where nothing is beyond: ranks of the first
     are not negative. An id that does not race has the lowest rank.
     """
-    excess = tl.zeros_like(p)
-    if beyond:
-        q = (index == draft).to(tl.float32)
-        if q_ptr is not None:
-            q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
-        excess = tl.where(c * p > q, c * p - q, 0.0)
     weights = tl.where(excess > 0, excess, p)
     bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
-    return tl.where(excess > 0, bits, bits | NO_RANK), excess
+    return tl.where(excess > 0, bits, bits | NO_RANK)
 
 
 @triton.jit
@@ -156,14 +183,18 @@ def race(
     best = tl.zeros([LANES], tl.int32) + NO_RANK
     who = tl.zeros([LANES], tl.int32)
     shares = tl.zeros([LANES], tl.int64)
-    for chunk in range(begin, tl.cdiv(view[13], CHUNK), tl.num_programs(0)):
+    # what is computed ahead of a loop takes registers
+    for chunk in tl.range(begin, tl.cdiv(view[13], CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= law[3]:
             index = chunk * CHUNK + tl.arange(0, CHUNK)
             p = probabilities(law, view, index, min_p, STOPS)
             time = times(seed, position, TARGET, chunk * CHUNK, CHUNK)
-            rank, excess = _entry(p, time, index, q_ptr, draft, c, beyond)
+            excess = tl.zeros_like(p)
+            if beyond:
+                excess = _excess(p, _drafted(p, index, q_ptr, draft), c)
+            rank = _entry(p, excess, time)
             if RULE == BY_BLOCK:
                 shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
             ranks = tl.reshape(rank, [LANES, 4])
@@ -176,24 +207,41 @@ def race(
 
 
 @triton.jit
-def race_of_few(q_ptr, law, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MOST, SIZE):
-    """`race` of all ids that a law keeps, among those listed: `probabilities` of the same logits."""
-    slot = tl.arange(0, SIZE)
-    there = slot < number
-    key = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST)
-    index = tl.load(found_ptr + MOST + slot, mask=there, other=0)
-    e = tl.exp(value_of(key) - law[1])
-    keeps = kept(key, index, e, law[3], law[4], min_p)
-    p = tl.where(keeps, tl.div_rn(e, law[2] + tl.zeros_like(e)), 0.0)
-    rank, excess = _entry(p, times_of(seed, position, TARGET, index), index, q_ptr, draft, c, beyond)
-    _merge(rank, index, (excess * SHARE).to(tl.int64), counters_ptr, RULE)
+def listed_from(start, end, found_ptr, MOST: tl.constexpr, SIZE: tl.constexpr):
+    """(keys, ids) int32 [SIZE] listed from `start` on, before `end`: beyond the last they are anything."""
+    slot = start + tl.arange(0, SIZE)
+    there = slot < end
+    return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MOST + slot, mask=there, other=0)
 
 
 @triton.jit
-def judged(
-    record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES: tl.constexpr
+def race_of_few(
+    q_ptr, law, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MOST, SIZE
 ):
-    """(accepted, block [PLACES]) of a running row whose places have all been raced for."""
+    """`race` of all ids that a law keeps, among those listed, of which `few` are the first."""
+    key, index = few
+    best = tl.zeros([SIZE], tl.int32) + NO_RANK
+    who = tl.zeros([SIZE], tl.int32)
+    shares = tl.zeros([SIZE], tl.int64)
+    for start in range(0, number, SIZE):
+        there = start + tl.arange(0, SIZE) < number
+        p = share(law, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
+        q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
+        # while these are on their way
+        time = times_of(seed, position, TARGET, index)
+        excess = tl.where(beyond, _excess(p, q, c), 0.0)
+        rank = _entry(p, excess, time)
+        shares += (excess * SHARE).to(tl.int64)
+        better = (rank > best) | ((rank == best) & (index < who))
+        who = tl.where(better, index, who)
+        best = tl.maximum(rank, best)
+        key, index = listed_from(start + SIZE, number, found_ptr, MOST, SIZE)
+    _merge(best, who, shares, counters_ptr, RULE)
+
+
+@triton.jit
+def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
+    """(accepted, block [PLACES]) of a running row whose places have all been raced for; `ends` by `span`."""
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
     bests = tl.load(record_ptr + place * _RECORD + BEST, mask=valid, other=0)
@@ -206,7 +254,7 @@ def judged(
     matched = _leading((picks == drafts) & (kinds != BROKEN), place, counts, PLACES)
     accepted = matched
     if (RULE != BY_COUPLING) & (greedy == 0):
-        first, last, carried = span(record_ptr, place, counts, seed, length, RULE, PLACES)
+        first, last, carried = ends
         accepted = last
         if RULE == BY_BLOCK:
             excess = shares.to(tl.float32) * NO_SHARE

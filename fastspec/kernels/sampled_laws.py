@@ -64,8 +64,10 @@ from fastspec.kernels.sampled_parts import (
 )
 from fastspec.kernels.sampled_search import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
-LAUNCH = {"num_warps": 16}
+# what a program runs it runs once, so it waits for instructions: many threads, each with few of them; no more than let
+# two programs share a multiprocessor where there are lines enough
+LAUNCH = {"num_warps": 8}
+CROWDED = {"maxnreg": 128}  # where there are more lines than PROGRAMS
 PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
@@ -86,14 +88,19 @@ def law_of(record_ptr):
 
 
 @triton.jit
+def share(law, x, index, min_p):
+    """fp32 probabilities under a law that is neither broken nor greedy, of ids with scaled logits x."""
+    e = tl.exp(x - law[1])
+    p = tl.div_rn(e, law[2] + tl.zeros_like(e))
+    return tl.where(kept(key_of(x), index, e, law[3], law[4], min_p), p, 0.0)
+
+
+@triton.jit
 def probabilities(law, view, index, min_p, STOPS: tl.constexpr):
     """fp32 probabilities under a law that is not broken, at index int32."""
-    kind, largest, normaliser, threshold, cut, best = law[0], law[1], law[2], law[3], law[4], law[5]
-    p = (index == best).to(tl.float32)
-    if kind != GREEDY:
-        x = scaled(view, index, STOPS)
-        e = tl.exp(x - largest)
-        p = tl.where(kept(key_of(x), index, e, threshold, cut, min_p), tl.div_rn(e, normaliser + tl.zeros_like(e)), 0.0)
+    p = (index == law[5]).to(tl.float32)
+    if law[0] != GREEDY:
+        p = share(law, scaled(view, index, STOPS), index, min_p)
     return p
 
 
@@ -151,19 +158,25 @@ def _store_law(record_ptr, law, upper, guessed, racers):
 
 
 @triton.jit
-def _weigh_draft(source, law, record_ptr, q_ptr, min_p, place, STOPS: tl.constexpr):
-    """Stores what the target's and the draft's law make of the draft at this place."""
+def _draft_at(source, q_ptr, place, STOPS: tl.constexpr):
+    """(id, scaled logit, probability under the draft's law) of the draft at a place: int32 and fp32 [16], fp32."""
     view = view_of(*source)
     draft = tl.load(view[4] + place)
     lanes = tl.zeros([16], tl.int32) + draft.to(tl.int32)
-    p = tl.max(probabilities(law, view, lanes, min_p, STOPS), axis=0)
-    # nothing follows from a broken law, and no comparison with NaN holds
-    p = tl.where(law[0] > GREEDY, float("nan"), p)
     q = tl.full([], 1.0, tl.float32)
     if q_ptr is not None:
         q = tl.load(q_ptr + draft, mask=(draft >= 0) & (draft < view[13]), other=0.0)
+    return lanes, scaled(view, lanes, STOPS), q
+
+
+@triton.jit
+def _weigh_draft(draft, law, record_ptr, min_p):
+    """Stores what the target's and the draft's law make of the draft at this place."""
+    p = tl.max(share(law, draft[1], draft[0], min_p), axis=0)
+    # nothing follows from a broken law, and no comparison with NaN holds
+    p = tl.where(law[0] > GREEDY, float("nan"), p)
     tl.store(record_ptr + P_DRAFT, p.to(tl.int32, bitcast=True))
-    tl.store(record_ptr + Q_DRAFT, q.to(tl.int32, bitcast=True))
+    tl.store(record_ptr + Q_DRAFT, draft[2].to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=[*INTS, "drafts"])
@@ -219,11 +232,14 @@ def _laws_kernel(
         gdc_wait()
     line = tl.program_id(1)
     row, place = (line // places).to(tl.int64), first + line % places
+    # all at once, of lines that are not wanted too: none waits for another
     wanted = tl.load(finish_ptr + row) == RUNNING
     if counts_ptr is not None:
         wanted = wanted & (place <= tl.load(counts_ptr + row))
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
+    tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
     # what may need more than one program is described by each for itself, all alike
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
@@ -252,13 +268,20 @@ def _laws_kernel(
             place,
             vocab,
         )
-        tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
-        tops, masses = merged(tops_ptr, tops_ptr + groups, groups, temperature > 0, GROUPS // EACH, EACH)
+        mine = tl.program_id(0) == 0
+        weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
+        # read now, for it waits for nothing that comes
+        lanes = tl.zeros([16], tl.int32)
+        draft = lanes, lanes.to(tl.float32), tl.full([], 1.0, tl.float32)
+        if weighs:
+            row_q = q_ptr
+            if q_ptr is not None:
+                row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
+            draft = _draft_at(source, row_q, place, STOPS)
         kind, largest, normaliser, best, lower, upper, guessed = described(
             *(source, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
         )
-        mine = tl.program_id(0) == 0
         key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
         if kind == SEARCHED:
             line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
@@ -297,11 +320,13 @@ def _laws_kernel(
             law = kind, largest, normaliser, key, cut, best
             record_ptr = records_ptr + line * _RECORD
             _store_law(record_ptr, law, upper, guessed, racers)
-            if (place < drafts) & (temperature > 0):  # a greedy row is judged by match
-                row_q = q_ptr
-                if q_ptr is not None:
-                    row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-                _weigh_draft(source, law, record_ptr, row_q, min_p, place, STOPS)
+            if weighs:
+                _weigh_draft(draft, law, record_ptr, min_p)
+
+
+def launch_of(lines: int) -> dict[str, int]:
+    """Options of a launch, of which those that sums depend on are the same for all."""
+    return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
 def find_laws(
@@ -330,20 +355,24 @@ def find_laws(
     if not ragged:
         source[-2] = None
     sizes = sampled_parts.sizes_of(logits, rows, first)
-    chunk, chunks = sampled_parts.CHUNK, triton.cdiv(vocab, sampled_parts.CHUNK)
     pdl = has_pdl(logits.device)
-    shared = {"CHUNK": chunk, "STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    chunk = sampled_groups.CHUNK
+    chunks = triton.cdiv(vocab, chunk)
     parts = sampled_parts.parts_of(batch, places, chunks)
     launch(
         _groups_kernel,
         (chunks, batch * parts),
         *(*source[:12], *source[15:], work.groups),
         *(*sizes, parts),
+        CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),
+        STAGES=sampled_groups.STAGES,
         **sampled_groups.LAUNCH,
         **shared,
     )
     lines = batch * places
+    chunks = triton.cdiv(vocab, sampled_parts.CHUNK)
     most = work.found.shape[2]
     padded = max(16, triton.next_power_of_2(sizes[-1]))
     launch(
@@ -359,6 +388,7 @@ def find_laws(
         LISTED=work.listed.shape[1],
         RANKED=min(RANKED, most),
         PIECE=PIECE,
-        **LAUNCH,
+        CHUNK=sampled_parts.CHUNK,
+        **launch_of(lines),
         **shared,
     )

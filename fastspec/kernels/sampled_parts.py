@@ -198,7 +198,7 @@ def view_of(
 def scaled(view, index, NUM_STOPS: tl.constexpr):
     """fp32 logits at index int32: `processors.process`, over temperature; +inf for a NaN, -inf beyond V."""
     logits_ptr, bias_ptr, prompt_ptr, output_ptr = view[0], view[1], view[2], view[3]
-    drafts_ptr, stop_ptr, place, vocab = view[4], view[5], view[12], view[13]
+    drafts_ptr, place, vocab = view[4], view[12], view[13]
     known = (index >= 0) & (index < vocab)
     x = tl.load(logits_ptr + index, mask=known, other=-float("inf"))
     x += tl.load(bias_ptr + index, mask=known, other=0.0)
@@ -212,11 +212,17 @@ def scaled(view, index, NUM_STOPS: tl.constexpr):
         x = tl.where(seen, punished, x)
         x = x - frequency * count.to(tl.float32)
         x = x - tl.where(count > 0, presence, 0.0)
-    if view[10]:
+    return tempered(view[5], view[10], view[11], x, index, known, NUM_STOPS)
+
+
+@triton.jit
+def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
+    """The end of `scaled`, for logits x with biases and penalties."""
+    if early:
         for stop in range(0, NUM_STOPS):
             x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
-    if view[11] != 1.0:
-        x = tl.div_rn(x, view[11] + tl.zeros_like(x))
+    if temperature != 1.0:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
     # adding zero makes +0 of -0: equal values have equal keys
     return tl.where(known, tl.where(x == x, x, float("inf")) + 0.0, -float("inf"))
 

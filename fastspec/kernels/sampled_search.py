@@ -18,8 +18,10 @@ from fastspec.kernels.sampled_parts import KEY_LOWEST, KEY_OPEN, NO_UNIT, UNIT, 
 
 RANKED = 128  # candidates that are ranked
 PIECE = 1024  # ids that a search reads at a time
-OTHERS = tl.constexpr(8)  # candidates that all are compared with at a time
+OTHERS = tl.constexpr(32)  # candidates that all are compared with at a time
+COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2 to this
 PIVOTS = tl.constexpr(4)
+MOST_MASS = tl.constexpr(2**62)
 ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
 
@@ -51,7 +53,7 @@ def budget_of(total, top_p):
 
 @triton.jit
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
-    """(how many candidates are at least each of keys [SIZE], the mass of those above it)."""
+    """(how many candidates are at least each of keys [SIZE], how many are above it, and their mass)."""
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
     column = tl.arange(0, OTHERS)
@@ -60,11 +62,29 @@ def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
         column = start + OTHERS + tl.arange(0, OTHERS)
         # loaded one turn ahead
         later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
-        weights = mass_of(others, largest)
+        # their number and their mass in one word: two sums for one
+        weights = mass_of(others, largest) + (tl.full([], 1, tl.int64) << COUNTED)
         reach += (others[:, None] >= keys[None, :]).to(tl.int32)
         above += tl.where(others[:, None] > keys[None, :], weights[:, None], 0)
         others = later
-    return tl.sum(reach, axis=0), tl.sum(above, axis=0)
+    both = tl.sum(above, axis=0)
+    number = both >> COUNTED
+    return tl.sum(reach, axis=0), number.to(tl.int32), both - (number << COUNTED)
+
+
+@triton.jit
+def _highest_and_least(key, mass, other_key, other_mass):
+    return tl.maximum(key, other_key), tl.minimum(mass, other_mass)
+
+
+@triton.jit
+def _lowest_and_most(key, mass, reach, over, other_key, other_mass, other_reach, other_over):
+    return (
+        tl.minimum(key, other_key),
+        tl.maximum(mass, other_mass),
+        tl.maximum(reach, other_reach),
+        tl.maximum(over, other_over),
+    )
 
 
 @triton.jit
@@ -96,27 +116,42 @@ def rank_candidates(
     low, cut = lower, vocab
     sound = tl.full([], 1, tl.int1)
     if (top_k > 0) | (top_p < 1.0):
-        reach, above = _ranks(found_ptr, keys, largest, count, SIZE)
+        reach, over, above = _ranks(found_ptr, keys, largest, count, SIZE)
+        # where there are fewer than k, all of them
+        rank = tl.where(top_k > 0, tl.minimum(top_k - count_above, count), count)
+        enough = there & (reach >= rank)
+        # up to a larger key there is less: the k-th and what weighs as much as it or more, by one sum
+        upto = mass_above + above + (reach - over) * mass
+        kth, inside = tl.reduce(
+            (tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MOST_MASS)), 0, _highest_and_least
+        )
+        inside = tl.where(count > 0, inside, mass_above)
         if top_k > 0:
             sound = (upper == KEY_OPEN) | (count_above < top_k)
-            if count_above + count >= top_k:
-                enough = there & (reach + count_above >= top_k)
-                low = tl.maximum(low, tl.max(tl.where(enough, keys, KEY_LOWEST), axis=0))
-            else:
-                sound = sound & (guessed == 0)
+            whole = count_above + count >= top_k
+            low = tl.where(whole, tl.maximum(low, kth), low)
+            sound = sound & (whole | (guessed == 0))
         if top_p < 1.0:
-            inside = mass_above + tl.sum(tl.where(keys >= low, mass, 0), axis=0)
             budget = budget_of(tl.where(top_k > 0, inside, total), top_p)
             reached = inside >= budget
             sound = sound & ((upper == KEY_OPEN) | (mass_above < budget)) & (reached | (guessed == 0))
             short = there & (keys >= low) & (mass_above + above < budget)
-            edge = tl.min(tl.where(short, keys, 0x7FFFFFFF), axis=0)
+            edge, over_it, upto_it, beyond_it = tl.reduce(
+                (
+                    tl.where(short, keys, 0x7FFFFFFF),
+                    tl.where(short, above, 0),
+                    tl.where(short, reach, 0),
+                    tl.where(short, over, 0),
+                ),
+                0,
+                _lowest_and_most,
+            )
             low = tl.where(reached & (edge < 0x7FFFFFFF), edge, low)
-            equal = there & (keys == low)
-            over = mass_above + tl.max(tl.where(equal, above, 0), axis=0)
-            taken = taken_of_equals(mass_of(low, largest), over, budget)
-            if reached & (taken < tl.sum(equal.to(tl.int32), axis=0)):
-                cut = _id_of_rank(index, equal, taken, vocab)
+            equals = upto_it - beyond_it
+            if reached & (equals > 1):
+                taken = taken_of_equals(mass_of(low, largest), mass_above + over_it, budget)
+                if taken < equals:
+                    cut = _id_of_rank(index, there & (keys == low), taken, vocab)
     keeps = kept(keys, index, e, low, cut, min_p)
     return low, cut, kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0), sound
 
@@ -137,7 +172,7 @@ def _id_of_rank(ids, equal, rank, vocab):
 def _weigh(source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MOST, SIZE: tl.constexpr, STOPS):
     """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
     sums = tl.zeros([PIVOTS, SIZE], tl.int64)
-    for start in range(0, count, SIZE):
+    for start in tl.range(0, count, SIZE, disable_licm=True):
         index = start + tl.arange(0, SIZE)
         noted = (index < count) & (whole == 0)
         keys = tl.load(found_ptr + index, mask=noted, other=KEY_LOWEST, cache_modifier=".cg")

@@ -50,8 +50,9 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     most = sampled_parts.CANDIDATES
     for absent in ({}, {"counts_ptr": None}):
-        constants = {"PIECE": sampled_groups.piece_of(sampled_parts.CHUNK), "STOPS": STOPS, **absent}
-        yield sampled_groups._groups_kernel, constants, sampled_groups.LAUNCH
+        chunk = sampled_groups.CHUNK
+        constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": sampled_groups.STAGES}
+        yield sampled_groups._groups_kernel, {**constants, "STOPS": STOPS, **absent}, sampled_groups.LAUNCH
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
     for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
         each = max(1, groups // sampled_bounds.MOST_GROUPS)
@@ -77,6 +78,7 @@ def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
             "CHUNK": sampled_commit.end_chunk(),
             "MOST": sampled_parts.CANDIDATES,
             "RACED": sampled_commit.RACED,
+            "LISTED": sampled_commit.LISTED,
             **absent,
         }
         yield sampled_commit._end_kernel, constants, sampled_commit.LAUNCH

@@ -121,7 +121,8 @@ def assert_follows(counts: Tensor, law: Tensor) -> None:
 
 def made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs no larger than eight ids need."""
-    monkeypatch.setattr(sampled_parts, "CHUNK", 64)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 64)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 64)
     for part in (sampled_groups, sampled_laws, sampled_draw_module, sampled_commit_module):
         monkeypatch.setattr(part, "LAUNCH", {"num_warps": 2})

@@ -21,8 +21,8 @@ triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only"
 import triton.language as tl  # noqa: E402
 
 from fastspec.kernels import sampled_commit as sampled_commit_module  # noqa: E402
+from fastspec.kernels import sampled_groups, sampled_laws, sampled_parts  # noqa: E402
 from fastspec.kernels import sampled_judge as module  # noqa: E402
-from fastspec.kernels import sampled_laws, sampled_parts  # noqa: E402
 from fastspec.kernels.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampled_commit import sampled_commit  # noqa: E402
 from fastspec.kernels.sampled_parts import SampledWork, sampled_work  # noqa: E402
@@ -34,7 +34,8 @@ INTERPRETED = not torch.cuda.is_available()
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs a line, however few ids."""
-    monkeypatch.setattr(sampled_parts, "CHUNK", 64 if INTERPRETED else 256)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 
 def junk(work: SampledWork) -> SampledWork:
@@ -217,8 +218,9 @@ def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.Mon
 def test_races_of_listed_ids_and_of_chunks(rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program lets few ids race, as all programs would; tokens and counts of them are those of the definition."""
     k, vocab = 2, 150
-    for raced, listed in ((1024, 1024), (16, 1024), (1024, 0)):
+    for raced, piece, listed in ((1024, 256, 1024), (1024, 16, 1024), (16, 16, 1024), (1024, 256, 0)):
         monkeypatch.setattr(sampled_commit_module, "RACED", raced)
+        monkeypatch.setattr(sampled_commit_module, "LISTED", piece)
         monkeypatch.setattr(sampled_parts, "LISTED", listed)
         for seed in range(1 if INTERPRETED else 10):
             state = plain_state(3, k, vocab, device)
@@ -287,18 +289,18 @@ def _all_counted(flags, place, counts, most: tl.constexpr):
 
 
 @triton.jit
-def _no_noise(p, time, index, q_ptr, draft, c, beyond):
-    return module_entry(p, time * 0.0 + 1.0, index, q_ptr, draft, c, beyond)
+def _no_noise(p, excess, time):
+    return module_entry(p, excess, time * 0.0 + 1.0)
 
 
 @triton.jit
-def _under_p(p, time, index, q_ptr, draft, c, beyond):
-    return module_entry(p, time, index, q_ptr, draft, c, False)
+def _under_p(p, q, c):
+    return p * 0.0
 
 
 @triton.jit
-def _never_spread(record_ptr, place, first, last, raced):
-    return module_spread(record_ptr, place, first, last, raced) & (first > last)
+def _never_spread(racers, kinds, place, first, last, raced):
+    return module_spread(racers, kinds, place, first, last, raced) & (first > last)
 
 
 @triton.jit
@@ -321,7 +323,7 @@ module_spread = module.spread
     [
         ("_leading", _all_counted),
         ("_entry", _no_noise),
-        ("_entry", _under_p),
+        ("_excess", _under_p),
         ("spread", _never_spread),
         ("times", _wrong_place),
         ("coin", _wrong_coin),

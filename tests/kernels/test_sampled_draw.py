@@ -19,7 +19,7 @@ from tests.helpers.states import copy_of
 
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import sampled_parts  # noqa: E402
+from fastspec.kernels import sampled_groups, sampled_parts  # noqa: E402
 from fastspec.kernels.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampled_commit import sampled_commit  # noqa: E402
 from fastspec.kernels.sampled_draw import sampled_draw  # noqa: E402
@@ -33,7 +33,8 @@ LAW = {"rtol": 4e-6, "atol": 1e-9}
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled_parts, "CHUNK", 64 if INTERPRETED else 256)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 
 def draw(rows: DecodeState, logits: Tensor, j: int, purpose: int = DRAFT, keeps_law: bool = True) -> None:

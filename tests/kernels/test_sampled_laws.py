@@ -35,7 +35,8 @@ LAW = {"rtol": 8e-6, "atol": 1e-12}
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled_parts, "CHUNK", 64 if INTERPRETED else 256)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 
 def found(rows: DecodeState, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -155,6 +156,16 @@ def test_ties_are_kept_as_torch_keeps_them(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+def test_small_k_among_many_groups(device: str) -> None:
+    """The bound by sets of groups: likely ids all over the line, all in one set, and far apart."""
+    vocab = 4000
+    spread = logits_for(4, 1, 0, vocab, device, 4.0)[0]
+    for logits in (spread, spread.sort(descending=True).values, spread * 50.0):
+        for top_k in (1, 5, 8, 9):
+            compare(with_options(vocab, 1, 0, device, top_k=top_k, top_p=0.95), logits, edges=1)
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("listed", [1024, 0])
 @pytest.mark.parametrize(
     "options",
@@ -196,7 +207,8 @@ def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: py
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 2500}], ids=str)
 def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law too flat for bounds that are certain: the threshold lies within those that a sample gives."""
-    monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 4096)
     vocab = 40_000
     rows = with_options(vocab, 1, 0, device, **options)
     records = compare(rows, logits_for(3, 1, 0, vocab, device, 1.0)[0], edges=1)
@@ -207,7 +219,8 @@ def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatc
 @pytest.mark.parametrize("top_p", [0.9, 0.95, 0.98])
 def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th likeliest id has a share that falls as n^-1.5, as a language model's: never read again and again."""
-    monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 4096)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 2048)
     if INTERPRETED:
         monkeypatch.setattr(sampled_search, "scaled", None)  # what reads a line
@@ -219,7 +232,8 @@ def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatc
 @pytest.mark.parametrize("device", devices())
 def test_few_ids_are_looked_at_where_few_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's largest does not count as what may lie below a bound: else some thousand of 128256 ids are listed."""
-    monkeypatch.setattr(sampled_parts, "CHUNK", 4096)
+    for part in (sampled_parts, sampled_groups):
+        monkeypatch.setattr(part, "CHUNK", 4096)
     vocab = 40_000
     ranks = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 1.0
     rows = with_options(vocab, 1, 0, device, top_p=0.9)
@@ -312,8 +326,8 @@ def _stops_at_once(view, index, stops: tl.constexpr):
 
 @triton.jit
 def _one_rank_more(found_ptr, keys, largest, count, size: tl.constexpr):
-    reach, above = ranks(found_ptr, keys, largest, count, size)
-    return reach + 1, above
+    reach, over, above = ranks(found_ptr, keys, largest, count, size)
+    return reach + 1, over, above
 
 
 @triton.jit
