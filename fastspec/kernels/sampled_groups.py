@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, tempered, view_of
 
 CHUNK = 2048  # ids per program
-STAGES = 3  # places in turn
+STAGES = 3  # places that are summed up or on their way, where a program has several
 LAUNCH = {"num_warps": 4, "maxnreg": 96}  # five programs a multiprocessor: 80 KiB on their way
 _GROUP = tl.constexpr(GROUP)
 

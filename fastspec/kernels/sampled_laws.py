@@ -59,6 +59,7 @@ from fastspec.kernels.sampled_parts import (
     SampledWork,
     kept,
     key_of,
+    processed,
     scaled,
     view_of,
 )
@@ -158,25 +159,26 @@ def _store_law(record_ptr, law, upper, guessed, racers):
 
 
 @triton.jit
-def _draft_at(source, q_ptr, place, STOPS: tl.constexpr):
-    """(id, scaled logit, probability under the draft's law) of the draft at a place: int32 and fp32 [16], fp32."""
-    view = view_of(*source)
-    draft = tl.load(view[4] + place)
-    lanes = tl.zeros([16], tl.int32) + draft.to(tl.int32)
-    q = tl.full([], 1.0, tl.float32)
+def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
+    """(logit, bias, probability under the draft's law) fp32 [16] of a draft int32 [16], as they lie in memory."""
+    known = draft >= 0  # else it is no id
+    x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
+    bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
+    q = tl.full(draft.shape, 1.0, tl.float32)
     if q_ptr is not None:
-        q = tl.load(q_ptr + draft, mask=(draft >= 0) & (draft < view[13]), other=0.0)
-    return lanes, scaled(view, lanes, STOPS), q
+        q = tl.load(q_ptr + draft, mask=known, other=0.0)
+    return x, bias, q
 
 
 @triton.jit
-def _weigh_draft(draft, law, record_ptr, min_p):
-    """Stores what the target's and the draft's law make of the draft at this place."""
-    p = tl.max(share(law, draft[1], draft[0], min_p), axis=0)
+def _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS: tl.constexpr):
+    """Stores what the target's and the draft's law make of the draft at this place, by what `_draft_at` read."""
+    x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
+    p = tl.max(share(law, x, draft, min_p), axis=0)
     # nothing follows from a broken law, and no comparison with NaN holds
     p = tl.where(law[0] > GREEDY, float("nan"), p)
     tl.store(record_ptr + P_DRAFT, p.to(tl.int32, bitcast=True))
-    tl.store(record_ptr + Q_DRAFT, draft[2].to(tl.int32, bitcast=True))
+    tl.store(record_ptr + Q_DRAFT, tl.max(read[2], axis=0).to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=[*INTS, "drafts"])
@@ -238,6 +240,7 @@ def _laws_kernel(
         wanted = wanted & (place <= tl.load(counts_ptr + row))
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    drafted = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < drafts, other=-1)
     tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
     tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
     # what may need more than one program is described by each for itself, all alike
@@ -270,14 +273,14 @@ def _laws_kernel(
         )
         mine = tl.program_id(0) == 0
         weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
-        # read now, for it waits for nothing that comes
-        lanes = tl.zeros([16], tl.int32)
-        draft = lanes, lanes.to(tl.float32), tl.full([], 1.0, tl.float32)
-        if weighs:
-            row_q = q_ptr
-            if q_ptr is not None:
-                row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-            draft = _draft_at(source, row_q, place, STOPS)
+        # read now, used in the end: it waits for nothing that comes
+        drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
+        draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
+        line_ptr, row_bias = logits_ptr + line * tl.cast(logits_stride, tl.int64), bias_ptr + row * bias_stride
+        row_q = q_ptr
+        if q_ptr is not None:
+            row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
+        read = _draft_at(draft, line_ptr, row_bias, row_q)
         kind, largest, normaliser, best, lower, upper, guessed = described(
             *(source, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
@@ -321,7 +324,7 @@ def _laws_kernel(
             record_ptr = records_ptr + line * _RECORD
             _store_law(record_ptr, law, upper, guessed, racers)
             if weighs:
-                _weigh_draft(draft, law, record_ptr, min_p)
+                _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS)
 
 
 def launch_of(lines: int) -> dict[str, int]:
@@ -367,7 +370,7 @@ def find_laws(
         *(*sizes, parts),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),
-        STAGES=sampled_groups.STAGES,
+        STAGES=sampled_groups.STAGES if parts < places else 1,
         **sampled_groups.LAUNCH,
         **shared,
     )

@@ -197,11 +197,15 @@ def view_of(
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
     """fp32 logits at index int32: `processors.process`, over temperature; +inf for a NaN, -inf beyond V."""
-    logits_ptr, bias_ptr, prompt_ptr, output_ptr = view[0], view[1], view[2], view[3]
-    drafts_ptr, place, vocab = view[4], view[12], view[13]
-    known = (index >= 0) & (index < vocab)
-    x = tl.load(logits_ptr + index, mask=known, other=-float("inf"))
-    x += tl.load(bias_ptr + index, mask=known, other=0.0)
+    known = (index >= 0) & (index < view[13])
+    x = tl.load(view[0] + index, mask=known, other=-float("inf"))
+    return processed(view, x + tl.load(view[1] + index, mask=known, other=0.0), index, known, NUM_STOPS)
+
+
+@triton.jit
+def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
+    """`scaled` of logits x with biases."""
+    prompt_ptr, output_ptr, drafts_ptr, place = view[2], view[3], view[4], view[12]
     if view[9]:
         repetition, presence, frequency = view[6], view[7], view[8]
         count = tl.load(output_ptr + index, mask=known, other=0)

@@ -49,9 +49,9 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     most = sampled_parts.CANDIDATES
-    for absent in ({}, {"counts_ptr": None}):
+    for stages, absent in ((sampled_groups.STAGES, {}), (1, {"counts_ptr": None})):
         chunk = sampled_groups.CHUNK
-        constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": sampled_groups.STAGES}
+        constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": stages}
         yield sampled_groups._groups_kernel, {**constants, "STOPS": STOPS, **absent}, sampled_groups.LAUNCH
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
     for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):

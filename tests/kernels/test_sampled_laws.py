@@ -35,8 +35,12 @@ LAW = {"rtol": 8e-6, "atol": 1e-12}
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks_of(64 if INTERPRETED else 256, monkeypatch)
+
+
+def chunks_of(ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (sampled_parts, sampled_groups):
-        monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
+        monkeypatch.setattr(part, "CHUNK", ids)
 
 
 def found(rows: DecodeState, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -139,15 +143,9 @@ def test_random_mixes(device: str) -> None:
 def test_ties_are_kept_as_torch_keeps_them(device: str) -> None:
     """All that tie with the k-th; of those at the edge of top-p the lowest ids; signed zeros are equal."""
     line = torch.tensor([0.0, 2.0, -0.0, 1.0, 1.0, 0.0, 1.0, 1.0, -1.0, 0.0, -0.0, -INF, 1.0, 2.0, -INF, -0.0])
-    for options in (
-        {"top_k": 3},
-        {"top_k": 9},
-        {"top_p": 0.6},
-        {"top_p": 0.9},
-        {"top_k": 4, "top_p": 0.7},
-        {"top_k": 15},
-    ):
-        rows = with_options(16, 1, 0, device, **options)
+    options = {"top_k": 3}, {"top_k": 9}, {"top_p": 0.6}, {"top_p": 0.9}, {"top_k": 4, "top_p": 0.7}, {"top_k": 15}
+    for each in options:
+        rows = with_options(16, 1, 0, device, **each)
         compare(rows, line.to(device)[None, None])
     flat = torch.zeros(1, 1, 64, device=device)  # sums of 1/64 are exact
     for top_p in (0.25, 0.5, 0.75):
@@ -207,8 +205,7 @@ def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: py
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 2500}], ids=str)
 def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law too flat for bounds that are certain: the threshold lies within those that a sample gives."""
-    for part in (sampled_parts, sampled_groups):
-        monkeypatch.setattr(part, "CHUNK", 4096)
+    chunks_of(4096, monkeypatch)
     vocab = 40_000
     rows = with_options(vocab, 1, 0, device, **options)
     records = compare(rows, logits_for(3, 1, 0, vocab, device, 1.0)[0], edges=1)
@@ -219,8 +216,7 @@ def test_bounds_from_a_sample(options: dict[str, float], device: str, monkeypatc
 @pytest.mark.parametrize("top_p", [0.9, 0.95, 0.98])
 def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th likeliest id has a share that falls as n^-1.5, as a language model's: never read again and again."""
-    for part in (sampled_parts, sampled_groups):
-        monkeypatch.setattr(part, "CHUNK", 4096)
+    chunks_of(4096, monkeypatch)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 2048)
     if INTERPRETED:
         monkeypatch.setattr(sampled_search, "scaled", None)  # what reads a line
@@ -232,8 +228,7 @@ def test_bounds_of_a_law_with_a_heavy_head(top_p: float, device: str, monkeypatc
 @pytest.mark.parametrize("device", devices())
 def test_few_ids_are_looked_at_where_few_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's largest does not count as what may lie below a bound: else some thousand of 128256 ids are listed."""
-    for part in (sampled_parts, sampled_groups):
-        monkeypatch.setattr(part, "CHUNK", 4096)
+    chunks_of(4096, monkeypatch)
     vocab = 40_000
     ranks = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(device) + 1.0
     rows = with_options(vocab, 1, 0, device, top_p=0.9)
