@@ -72,6 +72,7 @@ def _fill_tables(state: DecodeState, row: int, prompt: Tensor, options: RowOptio
     """Biases, and counts of a row that has emitted nothing."""
     state.output_counts[row].zero_()
     state.in_prompt[row].zero_().index_fill_(0, prompt, True)
+    state.unbiased[row].fill_(options.allowed is None and not options.bias)
     bias = state.bias[row].fill_(0.0 if options.allowed is None else -math.inf)
     if options.allowed is not None:
         bias.index_fill_(0, _send(options.allowed, torch.int64, bias.device), 0.0)

@@ -120,8 +120,8 @@ class Layout:
         # emitted, accepted; temperature, top_p, min_p, repetition, presence, frequency
         ints = 11 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
         floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keeps_laws
-        # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law
-        return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size
+        # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law; unbiased
+        return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size + 1
 
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size

@@ -60,6 +60,7 @@ class DecodeState:
     | presence      | [B] fp32          | penalty of ids in the output; 0 is none                       | admit                   |
     | frequency     | [B] fp32          | penalty for each time an id is in the output; 0 is none       | admit                   |
     | bias          | [B, V] fp32       | added to logits; -inf bans an id                              | admit                   |
+    | unbiased      | [B] bool          | bias is known to be 0 for all ids, and need not be read       | admit                   |
     | in_prompt     | [B, V] bool       | ids of the prompt                                             | admit                   |
     | output_counts | [B, V] int32      | how often each id was emitted                                 | admit, commit           |
     | min_lengths   | [B] int64         | no stop id comes while lengths is below this                  | admit                   |
@@ -92,6 +93,7 @@ class DecodeState:
     presence: Tensor
     frequency: Tensor
     bias: Tensor
+    unbiased: Tensor
     in_prompt: Tensor
     output_counts: Tensor
     min_lengths: Tensor
@@ -144,6 +146,7 @@ class DecodeState:
             presence=floats(batch),
             frequency=floats(batch),
             bias=floats(batch, vocab_size),
+            unbiased=torch.zeros(batch, dtype=torch.bool, device=device),
             in_prompt=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
             output_counts=torch.zeros(batch, vocab_size, dtype=torch.int32, device=device),
             min_lengths=ints(batch),

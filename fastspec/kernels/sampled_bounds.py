@@ -234,7 +234,7 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
     """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together.
 
-    Masses of a greedy line are anything.
+    Masses of a line that is greedy or has a top-k are anything.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))

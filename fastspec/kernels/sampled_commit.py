@@ -68,7 +68,7 @@ from fastspec.modes import COUPLED, REJECTION
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # of a launch, about: two a multiprocessor
 RACED = 1024  # listed ids that one program lets race
-LISTED = 256  # of them at a time: mostly there are fewer, and what is less code runs sooner
+LISTED = 128  # of them at a time: mostly there are fewer, and what is less code runs sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)

@@ -83,8 +83,10 @@ def _groups_kernel(
     min_lengths_ptr,
     lengths_ptr,
     temperature_ptr,
+    top_k_ptr,
     counts_ptr,  # None: every place of a row is judged
     finish_ptr,
+    unbiased_ptr,
     groups_ptr,
     vocab,
     logits_stride,
@@ -112,7 +114,10 @@ def _groups_kernel(
     end = places
     if counts_ptr is not None:
         end = tl.minimum(places, tl.load(counts_ptr + row).to(tl.int32) + 1 - first)
-    weighs = tl.load(temperature_ptr + row) > 0
+    # what top-k keeps is weighed by the next launch, whatever the others weigh
+    top_k = tl.load(top_k_ptr + row)
+    weighs = (tl.load(temperature_ptr + row) > 0) & ((top_k <= 0) | (top_k >= vocab))
+    biased = tl.load(unbiased_ptr + row) == 0
     length, least = tl.load(lengths_ptr + row), tl.load(min_lengths_ptr + row)
     view = view_of(
         logits_ptr,
@@ -147,7 +152,7 @@ def _groups_kernel(
     elif running:
         index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         known = index < vocab
-        bias = tl.load(view[1] + index, mask=known, other=0.0)
+        bias = tl.load(view[1] + index, mask=known & biased, other=0.0)
         for at in tl.range(part, end, parts, num_stages=STAGES):
             x = tl.load(view[0] + at * stride + index, mask=known, other=-float("inf")) + bias
             x = tempered(view[5], length + first + at < least, view[11], x, index, known, STOPS)

@@ -65,10 +65,9 @@ from fastspec.kernels.sampled_parts import (
 )
 from fastspec.kernels.sampled_search import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-# what a program runs it runs once, so it waits for instructions: many threads, each with few of them; no more than let
-# two programs share a multiprocessor where there are lines enough
-LAUNCH = {"num_warps": 8}
-CROWDED = {"maxnreg": 128}  # where there are more lines than PROGRAMS
+# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
+LAUNCH = {"num_warps": 16}
+CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
 PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
@@ -366,7 +365,7 @@ def find_laws(
     launch(
         _groups_kernel,
         (chunks, batch * parts),
-        *(*source[:12], *source[15:], work.groups),
+        *(*source[:13], *source[15:], rows.unbiased, work.groups),
         *(*sizes, parts),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),

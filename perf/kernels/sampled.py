@@ -96,6 +96,7 @@ def running_state(batch: int, k: int, vocab: int, options: dict[str, float]) -> 
     state.limits.fill_(TOKENS)
     state.draft_counts.fill_(k)
     state.temperature.fill_(1.0)
+    state.unbiased.fill_(True)
     state.seeds.copy_(torch.arange(batch))
     for name, value in options.items():
         getattr(state, name).fill_(value)

@@ -19,7 +19,7 @@ from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STOPS = 64
 FP32 = ["repetition_ptr", "presence_ptr", "frequency_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"]
-TABLES = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "prompt_ptr": "*i1", "output_ptr": "*i32"}
+TABLES = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "prompt_ptr": "*i1", "output_ptr": "*i32", "unbiased_ptr": "*i1"}
 WORK = {
     "records_ptr": "*i32",
     "groups_ptr": "*fp32",
@@ -59,7 +59,8 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
         sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": sampled_parts.LISTED}
         sizes |= {"RANKED": sampled_search.RANKED, "PIECE": sampled_search.PIECE}
         constants = {**sizes, "STOPS": STOPS, **absent}
-        yield sampled_laws._laws_kernel, constants, sampled_laws.LAUNCH
+        for lines in (1, sampled_laws.PROGRAMS + 1):
+            yield sampled_laws._laws_kernel, constants, sampled_laws.launch_of(lines)
 
 
 def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:

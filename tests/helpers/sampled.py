@@ -64,6 +64,7 @@ def mixed_state(
     state.frequency.copy_(one_of(0.0, 0.0, 0.3))
     state.bias.copy_(torch.randn(total, vocab, generator=generator) * some(0.2) * one_of(0.0, 1.0)[:, None])
     state.bias.masked_fill_((some(0.2) & (one_of(0.0, 1.0) > 0)[:, None]).to(device), -INF)
+    state.unbiased.copy_((state.bias == 0).all(dim=1))
     state.in_prompt.copy_(some(0.2))
     state.output_counts.copy_(torch.randint(0, 4, (total, vocab), generator=generator) * some(0.2))
     state.stop_ids[:, 0] = torch.randint(0, vocab, (total,), generator=generator).to(device)

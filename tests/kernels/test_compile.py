@@ -15,6 +15,10 @@ ARCHITECTURES = [80, 86, 89, 90, 100]
 # what one block may use of shared memory, in bytes (CUDA programming guide, compute capabilities table)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 
+# bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
+# multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
+SPILLS = {("fragment_kernel", 128): 96, ("_laws_kernel", None): 96, ("_laws_kernel", 64): 512}
+
 ATTENTION = ("_decode_kernel", "fragment_kernel", "_flash_kernel")
 
 
@@ -33,9 +37,7 @@ def test_kernels_compile(arch: int) -> None:
     reports = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(reports) >= 20
     for report in reports:
-        # measured faster: two programs of attention on a multiprocessor, with up to 24 values of a thread in memory
-        halved = report["kernel"] == "fragment_kernel" and report["registers"] == 128
-        assert report["spills"] <= 96 * halved, report
+        assert report["spills"] <= SPILLS.get((report["kernel"], report["registers"]), 0), report
         assert report["shared"] <= SHARED_LIMIT[arch], report
         if report["kernel"] in ("_decode_kernel", "_flash_kernel", "tile_kernel", "_prefill_kernel"):
             assert report["mma"] or report["element"] == 4, report  # the tensor cores are used

@@ -121,6 +121,22 @@ OPTIONS: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("device", devices())
+def test_biases_known_to_be_none_are_not_read(device: str) -> None:
+    rows = plain_state(2, 2, 111, device, 0, 0)
+    rows.temperature.fill_(1.0)
+    logits = logits_for(3, 2, 2, 111, device)[0]
+    tops = []
+    for bias in (0.0, 1.0):
+        rows.bias.fill_(bias)
+        rows.unbiased.copy_(torch.tensor([True, False]))
+        work = sampled_work(2, 2, 111, torch.device(device))
+        find_laws(logits, rows, work)
+        tops.append(work.groups[:, 0].clone().view(2, 3, -1))
+    assert torch.equal(tops[0][0], tops[1][0])
+    assert (tops[0][1] < tops[1][1]).all()
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_each_option(options: dict[str, float], device: str) -> None:
     for vocab in (8, 111) if INTERPRETED else (8, 111, 989, 32000):

@@ -38,6 +38,7 @@ def state_of(prompts: list[list[int]], outputs: list[list[int]], options: dict[s
         device=torch.device("cpu"),
     )
     state.bias.fill_(math.nan)  # whatever an earlier call left
+    state.unbiased.fill_(True)
     state.output_counts.fill_(7)
     state.in_prompt.fill_(True)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -45,6 +46,7 @@ def state_of(prompts: list[list[int]], outputs: list[list[int]], options: dict[s
         state.lengths[row] += len(output)
         block = torch.tensor([output])
         processors.count(state.output_counts[row : row + 1], block, torch.tensor([len(output)]))
+    assert torch.equal(state.unbiased, (state.bias == 0).all(dim=1))
     return state
 
 
