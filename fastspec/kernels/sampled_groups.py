@@ -16,7 +16,7 @@ from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, tempere
 
 CHUNK = 2048  # ids per program
 STAGES = 3  # places that are summed up or on their way, where a program has several
-LAUNCH = {"num_warps": 4, "maxnreg": 96}  # five programs a multiprocessor: 80 KiB on their way
+LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs a multiprocessor: 96 KiB on their way
 _GROUP = tl.constexpr(GROUP)
 
 

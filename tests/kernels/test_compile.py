@@ -17,7 +17,12 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
-SPILLS = {("fragment_kernel", 128): 96, ("_laws_kernel", None): 96, ("_laws_kernel", 64): 512}
+SPILLS = {
+    ("fragment_kernel", 128): 96,
+    ("_groups_kernel", 80): 16,
+    ("_laws_kernel", None): 96,
+    ("_laws_kernel", 64): 512,
+}
 
 ATTENTION = ("_decode_kernel", "fragment_kernel", "_flash_kernel")
 
