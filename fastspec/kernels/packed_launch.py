@@ -75,7 +75,7 @@ class Held:
     Attributes:
         slots: steps of x in shared memory; 0 for all of them, which are then held.
         wgmma: warp groups multiply, else warps.
-        norm: on the way, and not as a kernel of its own; only where a cluster has a program for every way.
+        norm: on the way, and not as a kernel of its own, where a cluster has a program for every way.
         registers: a thread may have, so that more programs fit; None for as many as it likes.
         programs: of a cluster; None for one to every way.
     """
@@ -229,7 +229,9 @@ class Call:
 
 def _norms(tile: Tile) -> bool:
     """Whether the kernel norms x on the way."""
-    return tile.norm if isinstance(tile, Held) else isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
+    if isinstance(tile, Held):
+        return tile.norm and tile.programs is None  # a program has the squares of one way
+    return isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
@@ -291,8 +293,6 @@ def _run_held(
     turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), tile.depth)
     size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
     parts = call.x.new_empty(size, dtype=torch.float32)
-    if call.norm is not None and tile.norm and tile.programs:
-        raise ValueError(f"{tile}: a norm on the way needs a program for every way")
     eps = 0.0 if call.norm is None else call.norm[1]
     group = tile.rows if tile.wgmma else min(tile.rows, 32)
     shape |= {"GROUP": group, "GROUPS": tile.rows // group, "XD": tile.row_depth, "WGMMA": tile.wgmma}

@@ -119,8 +119,7 @@ def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: 
             whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
             for rows, clusters, slots, programs in ((9, 1, 0, None), (30, 2, 4, None), (70, 1, 0, None), (12, 1, 4, 2)):
                 block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-                norm = clusters == 1 and programs is None
-                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=norm, programs=programs)
+                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=clusters == 1, programs=programs)
                 monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
                 ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
