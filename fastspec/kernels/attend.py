@@ -69,8 +69,7 @@ LAUNCH = {
 }
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
 FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
-# from so many tiles on a program gets half of a multiprocessor's registers, so that two share it: measured on an H200
-FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 64, 128
+FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 64, 128  # from so many tiles on two programs share a multiprocessor
 
 
 @triton.jit(
@@ -332,8 +331,7 @@ def fragment_launch(num_rows: int, dim: int, split_keys: int, pairs: int) -> tup
     constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "AHEAD": ahead}
     # of larger splits a program has several blocks in flight, and half the registers do not hold them
     many = pairs * triton.cdiv(num_rows, rows) >= FRAGMENT_MANY and split_keys <= FRAGMENT_WARPS * KEYS.value
-    registers = FRAGMENT_MANY_REGISTERS if many else MAX_REGISTERS
-    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": registers}
+    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": FRAGMENT_MANY_REGISTERS if many else MAX_REGISTERS}
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:

@@ -28,6 +28,21 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
                 assert not scratch.any()
 
 
+def test_programs_that_share_nothing_pick_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 16 rows of heads with many ids come to them."""
+    with modules("cpu") as packed:
+        monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", 304)
+        scratch = packed.pick.pick_scratch(torch.device("cpu"))
+        for rows in (17, 40, 64):
+            assert isinstance(packed.launch.tile_of(304, 512, rows, (9, 0), True), packed.launch.Alone)
+            x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
+            logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
+            for limit in (1, 100, 304):
+                picked = packed.pick.packed_pick(x, weight, limit, scratch, **arguments, pdl=True)
+                assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
+                assert not scratch.any()
+
+
 def rigged(values: dict[int, float], device: str, vocab: int = 160) -> tuple[torch.Tensor, torch.Tensor]:
     """x [3, 128] of ones and a packed head whose logits are -1, or `values` by id."""
     head = torch.full((vocab, 128), 0.0)
