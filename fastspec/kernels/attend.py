@@ -69,7 +69,7 @@ LAUNCH = {
 }
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
 FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
-FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 64, 128  # from so many tiles on two programs share a multiprocessor
+FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 128, 128  # from so many tiles on two programs share a multiprocessor
 
 
 @triton.jit(

@@ -46,7 +46,7 @@ def entries(arch: int) -> Iterator[Entry]:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
-        for rows, split, pairs in ((8, 128, 8), (16, 128, 8), (8, 256, 8), (16, 256, 8), (8, 128, 64), (16, 128, 64)):
+        for rows, split, pairs in ((8, 128, 8), (16, 128, 8), (8, 256, 8), (16, 256, 8), (8, 128, 128), (16, 128, 128)):
             constants, options = attend.fragment_launch(rows, dim, split, pairs)
             for variant in (PLAIN, FULL):
                 yield _entry(fragment_kernel, 2, constants, options, variant, arch)
