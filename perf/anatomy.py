@@ -23,7 +23,7 @@ KINDS = (
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
-    ("product", ("narrow", "wide", "held", "tile_", "fp32", "hopper", "prefill")),
+    ("product", ("narrow", "wide", "held", "alone", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"

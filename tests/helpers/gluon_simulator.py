@@ -23,7 +23,7 @@ import torch
 from tests.helpers.gluon_values import KINDS, OF_TORCH, Layout, Number, Pointer, Shared, Values, rounded, widened
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-MODULES = ["parts", "cluster", "narrow", "wide", "held_parts", "held", "norm", "launch", "linear", "pick"]
+MODULES = ["parts", "cluster", "narrow", "wide", "held_parts", "held", "alone", "norm", "launch", "linear", "pick"]
 
 
 class Machine:
