@@ -136,7 +136,6 @@ def alone_kernel(
     for i in gl.static_range(XD):
         xs = xs + (_fetched(x, x_of, valid, i, K, STEPS, SLAB, S),)
     zeros = gl.zeros([R, GROUP], gl.float32, mma)
-    total = zeros
     for number in range(S):
         acc, ws, xs = _passed(
             *(zeros, ws, xs, number, turns, weight, w_of, x, x_of, valid, slots, M >> 31),

@@ -234,6 +234,11 @@ def _norms(tile: Tile) -> bool:
     return isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
 
 
+def _turns(k: int, split: Split, depth: int) -> int:
+    """Turns of `depth` steps in one way through K."""
+    return int(triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), depth))
+
+
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
@@ -264,15 +269,14 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     if isinstance(tile, Held):
         _run_held(tile, split, call, (*words, gamma, *ends[:-1]), shape, options)
         return
+    turns = _turns(k, split, tile.depth)
     if isinstance(tile, Alone):
         grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
-        turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
         shape |= {"GROUP": tile.rows, "XD": tile.row_depth, "SLOTS": tile.slots, "WARPS": tile.warps}
         options |= {"num_warps": tile.warps, "maxnreg": tile.registers}
         launch(alone_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
         return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
-    turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
     parts = None
     if tile.cluster > 1:
         size = tile.cluster * tile.groups * tile.rows * tile.weight_rows
@@ -290,7 +294,7 @@ def _run_held(
     n = call.weight.shape[0] * 16
     count = triton.cdiv(n, tile.weight_rows)
     grid = (min(count, tile.clusters), triton.cdiv(rows, tile.rows))
-    turns = triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), tile.depth)
+    turns = _turns(k, split, tile.depth)
     size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
     parts = call.x.new_empty(size, dtype=torch.float32)
     eps = 0.0 if call.norm is None else call.norm[1]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -104,47 +104,50 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
                     assert torch.equal(ours, whole[70 - rows :]), (split, many, rows)
 
 
+def assert_as_the_narrow_kernel(epilogue: str, tiles: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of (rows, tile) of `tiles(packed.launch)`, for every split, whole tiles and not."""
+    with modules("cpu") as packed:
+        launch = packed.launch
+        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
+        for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
+            monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
+            monkeypatch.setattr(launch, "MANY", {})
+            x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
+            parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
+            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
+            for rows, tile in tiles(launch):
+                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+                assert tile.rows == block
+                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
+                some, given = some_rows(x, arguments, slice(70 - rows, None))
+                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
+                assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
+
+
 @pytest.mark.parametrize("wgmma", [False, True])
 @pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
-def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: Any) -> None:
-    """As in the narrow kernel: for every split, x held and streamed, whole tiles and not, the norm in either place."""
-    with modules("cpu") as packed:
-        launch = packed.launch
-        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
-        for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
-            monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
-            monkeypatch.setattr(launch, "MANY", {})
-            x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
-            parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
-            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
-            for rows, clusters, slots, programs in ((9, 1, 0, None), (30, 2, 4, None), (70, 1, 0, None), (12, 1, 4, 2)):
-                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-                tile = launch.Held(clusters, block, 128, 8, 4, 2, slots, wgmma, norm=clusters == 1, programs=programs)
-                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
-                some, given = some_rows(x, arguments, slice(70 - rows, None))
-                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
-                assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
+def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x held and streamed, the norm in either place, a program to every way and to two."""
+
+    def tiles(launch: Any) -> Iterator[tuple[int, Any]]:
+        yield 9, launch.Held(1, 16, 128, 8, 4, 2, 0, wgmma)
+        yield 30, launch.Held(2, 32, 128, 8, 4, 2, 4, wgmma, norm=False)
+        yield 70, launch.Held(1, 64, 128, 8, 4, 2, 0, wgmma)
+        yield 12, launch.Held(1, 16, 128, 8, 4, 2, 4, wgmma, programs=2)
+
+    assert_as_the_narrow_kernel(epilogue, tiles, monkeypatch)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
-def test_bits_of_a_row_where_programs_share_nothing(epilogue: str, monkeypatch: Any) -> None:
-    """As in the narrow kernel: for every split, one step of x at a time or two, whole tiles and not."""
-    with modules("cpu") as packed:
-        launch = packed.launch
-        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
-        for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
-            monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
-            monkeypatch.setattr(launch, "MANY", {})
-            x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
-            parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
-            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
-            for rows, weight_rows, row_depth in ((9, 64, 1), (30, 256, 2), (70, 128, 1)):
-                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-                tile = launch.Alone(block, weight_rows, 4 if weight_rows == 64 else 8, 2, row_depth)
-                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
-                some, given = some_rows(x, arguments, slice(70 - rows, None))
-                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
-                assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
+def test_bits_of_a_row_where_programs_share_nothing(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of x at a time or two."""
+
+    def tiles(launch: Any) -> Iterator[tuple[int, Any]]:
+        yield 9, launch.Alone(16, 64, 4, 2, 1)
+        yield 30, launch.Alone(32, 256, 8, 2, 2)
+        yield 70, launch.Alone(64, 128, 8, 2, 1)
+
+    assert_as_the_narrow_kernel(epilogue, tiles, monkeypatch)
 
 
 @pytest.mark.parametrize("late", [False, True])
