@@ -17,13 +17,13 @@ from perf.trace import steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
-    ("norm", ("norm",)),
+    ("norm", ("norm", "regroup")),
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "flash", "attend", "stream_kernel", "gather_kernel", "rotate", "fmha")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
-    ("product", ("narrow", "wide", "held", "alone", "tile_", "fp32", "hopper", "prefill")),
+    ("product", ("narrow", "wide", "ring", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"

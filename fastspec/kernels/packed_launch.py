@@ -13,20 +13,21 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.device import launch
-from fastspec.kernels.packed_alone import alone_kernel
-from fastspec.kernels.packed_held import held_kernel
+from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
-from fastspec.kernels.packed_norm import norm_rows
+from fastspec.kernels.packed_norm import norm_rows, regrouped
+from fastspec.kernels.packed_ring import ring_kernel
+from fastspec.kernels.packed_sum import add_up
 from fastspec.kernels.packed_wide import wide_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
 NARROW_ROWS = 16
-LEAST_HELD = 1024  # weight rows that clusters which hold x find work in
+RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
 MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
 WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
+RING_BYTES = (224_000, 115_000)  # of shared memory for the ring of one program on a multiprocessor, and of two
 ONE_EACH = 132  # programs that have a multiprocessor each on an H200, and all of its shared memory
 LONG = 16  # slabs: longer sums take a loop, and with it registers
 # bytes of shared memory that one program may have; 99 KiB elsewhere (CUDA programming guide, compute capabilities)
@@ -69,44 +70,25 @@ class Wide:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A launch of the held kernel: clusters at work, rows of x and of the weight, steps of weights and of x in flight.
+class Ring:
+    """A launch of the ring's kernel: rows of x and of the weight, steps in shared memory.
 
     Attributes:
-        slots: steps of x in shared memory; 0 for all of them, which are then held.
-        wgmma: warp groups multiply, else warps.
-        norm: on the way, and not as a kernel of its own, where a cluster has a program for every way.
-        registers: a thread may have, so that more programs fit; None for as many as it likes.
-        programs: of a cluster; None for one to every way.
+        rest: more rows of x, which a second product multiplies.
+        apart: a program takes one way through K, and another kernel adds up what they give.
+        registers: a thread may have on average, so that two programs fit on a multiprocessor.
     """
 
-    clusters: int
     rows: int
     weight_rows: int
     warps: int
-    depth: int
-    row_depth: int
-    slots: int = 0
-    wgmma: bool = False
-    norm: bool = True
-    registers: int | None = None
-    programs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """A launch of the kernel whose programs share nothing: as Held, with steps of x in shared memory by `slots`."""
-
-    rows: int
-    weight_rows: int
-    warps: int
-    depth: int
-    row_depth: int
-    slots: int = 4
+    stages: int
+    rest: int = 0
+    apart: bool = False
     registers: int | None = None
 
 
-Tile = Narrow | Wide | Held | Alone
+Tile = Narrow | Wide | Ring
 
 # by (N, K)
 SPLITS = {
@@ -133,37 +115,16 @@ NARROW_OWN = {
 }
 
 
-# two programs to a multiprocessor
-ALONE = {rows: Alone(rows, 128, 8, 2, 2, registers=128) for rows in (32, 64)}
-# weights for which more than 8 rows have a tile of their own, by (N, K) and the rows of x in a block: 16, 32 or 64
-MANY: dict[tuple[int, int, int], Held | Narrow | Alone] = {
-    (6144, 4096, 16): Narrow(32, 16, 4, 1, False),
-    (6144, 4096, 32): Held(24, 32, 256, 8, 2, 2, 4, True),
-    (6144, 4096, 64): Held(48, 64, 128, 8, 2, 2, 4, True, norm=False, registers=128),
-    (4096, 4096, 16): Narrow(32, 16, 2, 1, False),
-    (4096, 4096, 32): Held(64, 32, 64, 4, 4, 2, 4, True, registers=168),
-    (4096, 4096, 64): Held(32, 64, 128, 8, 2, 2, 4, True, registers=128),
-    (28672, 4096, 16): Narrow(32, 16, 4, 1, True),
-    (28672, 4096, 32): ALONE[32],
-    (28672, 4096, 64): ALONE[64],
-    (4096, 14336, 16): Narrow(32, 16, 1, 1, False),
-    (4096, 14336, 32): Narrow(32, 32, 1, 1, False),
-    # of clusters of 8 only 30 fit on an H200: two of 32 would run behind the others
-    (4096, 14336, 64): Held(32, 64, 128, 8, 2, 2, 4, True, registers=128, programs=4),
-    (128256, 4096, 16): Narrow(32, 16, 4, 1, True),
-    (128256, 4096, 32): ALONE[32],
-    (128256, 4096, 64): ALONE[64],
-    (3072, 2048, 16): Narrow(32, 16, 4, 1, False),
-    (3072, 2048, 32): Narrow(16, 32, 4, 1, False),
-    (3072, 2048, 64): Held(24, 64, 128, 8, 4, 2, 4, True),
-    (2048, 2048, 16): Narrow(32, 16, 4, 1, False),
-    (2048, 2048, 32): Held(16, 32, 128, 8, 4, 4, 0, True),
-    (2048, 2048, 64): Held(16, 64, 128, 8, 4, 4, 4, True),
-    (16384, 2048, 32): Narrow(32, 32, 3, 1, True),
-    (16384, 2048, 64): Alone(64, 64, 4, 4, 2),
-    (2048, 8192, 16): Narrow(32, 16, 3, 1, False),
-    (2048, 8192, 32): Narrow(32, 32, 3, 1, False),
-    (2048, 8192, 64): Held(16, 64, 128, 4, 2, 2, 4, True),
+# weights that another tile suits better for 9 to 16 rows on sm_90, by (N, K)
+NARROW_16 = {
+    (6144, 4096): Narrow(32, 16, 4, 1, False),
+    (4096, 4096): Narrow(32, 16, 2, 1, False),
+    (28672, 4096): Narrow(32, 16, 4, 1, True),
+    (4096, 14336): Narrow(32, 16, 1, 1, False),
+    (128256, 4096): Narrow(32, 16, 4, 1, True),
+    (3072, 2048): Narrow(32, 16, 4, 1, False),
+    (2048, 2048): Narrow(32, 16, 2, 1, False),
+    (2048, 8192): Narrow(32, 16, 3, 1, False),
 }
 
 
@@ -177,34 +138,53 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False) -> Tile:
+def tile_of(
+    n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False, gated: bool = False
+) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
-        whole: no cluster may share weight rows, as where a program takes the largest of its rows.
+        whole: no two programs may share weight rows, as where one takes the largest of its sums.
+        gated: sums are multiplied by each other.
     """
     split = split_of(n, k)
-    many = MANY.get((n, k, 16 if rows <= 16 else 32 if rows <= 32 else 64))
-    if rows > FUSED_ROWS and capability == (9, 0) and many is not None and not (whole and isinstance(many, Held)):
-        return many
-    if rows > NARROW_ROWS and capability == (9, 0) and n >= MANY_WEIGHT_ROWS:
-        return ALONE[32 if rows <= 32 else 64]
-    if rows > NARROW_ROWS and capability == (9, 0) and not whole and n >= LEAST_HELD:
-        return Held(min(triton.cdiv(n, 128), 128 // split.ways), 32 if rows <= 32 else 64, 128, 8, 4, 2, 4, True)
+    if rows > NARROW_ROWS and capability == (9, 0):
+        return _ring_of(n, rows, split, whole or gated)
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY
         groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
         alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
         return Wide(groups, 8 if alone else 4, cluster)
-    steps = triton.cdiv(k, split.ways * split.slab)
     block = 8 if rows <= 8 else 16
+    if block == 16 and capability == (9, 0) and (n, k) in NARROW_16:
+        return NARROW_16[n, k]
+    steps = triton.cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
     weight_rows, depth, row_depth = own or NARROW[split, block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
     if steps > LONG and split.slab == 64:
         depth = min(depth, 6)
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
+
+
+def _ring_of(n: int, rows: int, split: Split, whole: bool) -> Ring:
+    """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, a program for every way."""
+    rows = triton.cdiv(rows, triton.cdiv(rows, RING_ROWS))
+    group = 1 << (rows.bit_length() - 1)
+    rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
+    if rest == group:
+        group, rest = 2 * group, 0
+    few = group + rest <= 64
+    if n >= MANY_WEIGHT_ROWS:
+        weight_rows, roomy, apart = 128, not few, False
+    elif whole or n >= 64 * ONE_EACH * 2 // 3:
+        weight_rows, roomy, apart = 64, n <= 64 * ONE_EACH, False
+    else:
+        weight_rows, roomy, apart = 128 if few and n * split.ways >= 128 * 128 else 64, False, True
+    warps = 8 if roomy and weight_rows == 128 else 4
+    stages = min(20, RING_BYTES[not roomy] // ((weight_rows + group + rest) * 128))
+    return Ring(group, weight_rows, warps, stages, rest, apart, None if roomy else 128)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -227,13 +207,6 @@ class Call:
     gated: bool = False
 
 
-def _norms(tile: Tile) -> bool:
-    """Whether the kernel norms x on the way."""
-    if isinstance(tile, Held):
-        return tile.norm and tile.programs is None  # a program has the squares of one way
-    return isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS
-
-
 def _turns(k: int, split: Split, depth: int) -> int:
     """Turns of `depth` steps in one way through K."""
     return int(triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), depth))
@@ -243,10 +216,13 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
-    tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None)
+    tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None, call.gated)
     split = split_of(n, k)
+    if isinstance(tile, Ring):
+        _run_ring(tile, split, call, pdl)
+        return
     gamma = scale = None
-    if call.norm is not None and _norms(tile):
+    if call.norm is not None and isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS:
         gamma = call.norm[0].view(torch.int32)
     elif call.norm is not None:
         x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, GLUON_TYPE[call.x.dtype], pdl)
@@ -266,43 +242,45 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
-    if isinstance(tile, Held):
-        _run_held(tile, split, call, (*words, gamma, *ends[:-1]), shape, options)
-        return
-    turns = _turns(k, split, tile.depth)
-    if isinstance(tile, Alone):
-        grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
-        shape |= {"GROUP": tile.rows, "XD": tile.row_depth, "SLOTS": tile.slots, "WARPS": tile.warps}
-        options |= {"num_warps": tile.warps, "maxnreg": tile.registers}
-        launch(alone_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
-        return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
     parts = None
     if tile.cluster > 1:
         size = tile.cluster * tile.groups * tile.rows * tile.weight_rows
         parts = call.x.new_empty(grid[0] * grid[1] * size, dtype=torch.float32)
+    turns = _turns(k, split, tile.depth)
     shape |= {"C": tile.cluster, "GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps, "num_ctas": tile.cluster}
     launch(wide_kernel, grid, *words, *ends, parts, rows, n, *numbers, turns, **shape, **options)
 
 
-def _run_held(
-    tile: Held, split: Split, call: Call, given: tuple[Any, ...], shape: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """A product by clusters that hold x: `given` are the kernel's operands."""
+def _run_ring(tile: Ring, split: Split, call: Call, pdl: bool) -> None:
+    """A product by the ring's kernel, and before it what puts x in order."""
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
+    kind = GLUON_TYPE[call.x.dtype]
+    scale = parts = None
+    if call.norm is None:
+        x = regrouped(call.x, pdl)
+    else:
+        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, kind, pdl, regroup=True)
+    if tile.apart:
+        parts = x.new_empty(split.ways, rows, n, dtype=torch.float32)
     count = triton.cdiv(n, tile.weight_rows)
-    grid = (min(count, tile.clusters), triton.cdiv(rows, tile.rows))
-    turns = _turns(k, split, tile.depth)
-    size = grid[0] * grid[1] * split.ways * tile.rows * (2 * tile.weight_rows + 1)
-    parts = call.x.new_empty(size, dtype=torch.float32)
-    eps = 0.0 if call.norm is None else call.norm[1]
-    group = tile.rows if tile.wgmma else min(tile.rows, 32)
-    shape |= {"GROUP": group, "GROUPS": tile.rows // group, "XD": tile.row_depth, "WGMMA": tile.wgmma}
-    shape |= {"SLOTS": tile.slots or turns * tile.depth, "HELD": tile.slots == 0, "WARPS": tile.warps}
-    programs = tile.programs or split.ways
-    shape |= {"EVEN": n % tile.weight_rows == 0, "C": programs}
-    shape["ONE"] = count <= tile.clusters and programs == split.ways
-    options |= {"num_warps": tile.warps, "num_ctas": programs, "maxnreg": tile.registers}
-    launch(held_kernel, grid, *given, parts, rows, n, eps, count, turns, **shape, **options)
+    grid = (count, triton.cdiv(rows, tile.rows + tile.rest), split.ways if tile.apart else 1)
+    words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
+    launch(
+        ring_kernel,
+        grid,
+        described(x, [tile.rows, 64]),
+        described(x, [tile.rest, 64]) if tile.rest else None,
+        described(words, [tile.weight_rows // 16, 16, 32]),
+        *(scale, call.bias, call.residual, call.out, call.keys, parts),
+        *(rows, n, call.limit, 0 if call.keys is None else call.out.stride(0)),
+        **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows},
+        **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
+        **{"PDL": pdl, "DTYPE": kind, "num_warps": tile.warps, "launch_pdl": pdl},
+        enable_fp_fusion=False,
+        maxnreg=tile.registers,
+    )
+    if parts is not None:
+        add_up(parts, scale, call.bias, call.residual, call.out, pdl)

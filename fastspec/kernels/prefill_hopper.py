@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fastspec.kernels.device import described
 from fastspec.kernels.device import launch as start
 
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
@@ -214,12 +214,7 @@ def run(
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
     warps = tile.rows // 16
     start(_hopper_kernel, (min(tiles, programs),),
-        _described(rows, [tile.rows, 64]), _described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
+        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
         rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
         num_warps=warps,
     )  # fmt: skip
-
-
-def _described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, tensor.dim())
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

@@ -16,9 +16,10 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastspec.kernels import packed_launch, packed_norm
-from fastspec.kernels.packed_launch import Call, Held
+from fastspec.kernels import packed_launch, packed_norm, packed_sum
+from fastspec.kernels.packed_launch import Call
 from tests.helpers.compile_kernels import spilled_bytes
 
 KIND = {
@@ -45,23 +46,11 @@ LAYERS = [
     (3584, 18944, "residual"),
     (16, 128, "norm+bias"),
 ]
-# tiles of the held kernel: both multipliers, norm on the way and not, x held and streamed, ragged sums
-HELD = [
-    (6144, 4096, "norm", Held(32, 64, 64, 4, 4, 1, wgmma=True)),
-    (28672, 4096, "norm+gated", Held(32, 64, 128, 8, 4, 2, wgmma=True)),
-    (28672, 4096, "norm+gated", Held(64, 32, 64, 4, 4, 2)),
-    (4096, 14336, "residual", Held(16, 64, 128, 8, 4, 2, 4, wgmma=True)),
-    (2048, 8192, "residual", Held(16, 32, 128, 8, 4, 2, 4)),
-    (16384, 2048, "norm+gated", Held(64, 16, 64, 4, 4, 2, wgmma=True)),
-    (3584, 18944, "residual", Held(32, 16, 128, 4, 4, 2, 4)),
-]
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 
-def launches(
-    n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: int, tile: Held | None = None
-) -> list[Launch]:
+def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: int) -> list[Launch]:
     """What one call would launch, caught in front of the launcher, with tensors that have no data."""
     words = fused.split("+")
     width = n // 2 if "gated" in words else n
@@ -81,11 +70,10 @@ def launches(
         gated="gated" in words,
     )
     caught: list[Launch] = []
-    packed_launch.launch = packed_norm.launch = lambda kernel, grid, *given, **options: caught.append(  # type: ignore[assignment]
-        (kernel, grid, given, options)
-    )
+    for module in (packed_launch, packed_norm, packed_sum):
+        module.launch = lambda kernel, grid, *given, **options: caught.append((kernel, grid, given, options))  # type: ignore[attr-defined]
     packed_launch.capability_of = lambda device: divmod(arch, 10)
-    packed_launch.run(call, arch >= 90, tile)
+    packed_launch.run(call, arch >= 90)
     return caught
 
 
@@ -95,6 +83,8 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
     for place, (name, value) in enumerate(zip(names, given, strict=False)):
         if value is None:
             signature[name], constants[(place,)] = "constexpr", None
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{KIND[value.base.dtype][1:]}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, Tensor):
             # tensors are allocated at multiples of 16 bytes, and the compiler may know
             signature[name], aligned[(place,)] = KIND[value.dtype], [["tt.divisibility", 16]]
@@ -109,28 +99,28 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=left)
 
 
-def facts(ptx: str) -> dict[str, Any]:
+def facts(kernel: str, ptx: str) -> dict[str, Any]:
     wait = ptx.find("griddepcontrol.wait")
     before = ptx[: max(wait, 0)]
+    early = {"starts_early": 0 < ptx.find("griddepcontrol.launch_dependents") < wait, "mma": None}
+    if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):
+        return early
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
-    return {
+    weights += r"|cp\.async\.bulk\.tensor\.3d"
+    return early | {
         "mma": re.search(r"mma.sync.aligned.m16n8k16|wgmma.mma_async.sync.aligned.m64n\d+k16", ptx) is not None,
         "wide_loads": len(re.findall(weights, ptx)),
         "narrow_loads": len(re.findall(r"evict_first\.L2::cache_hint\.(?:v2\.)?b32|cp\.async\.ca", ptx)),
-        "starts_early": 0 < ptx.find("griddepcontrol.launch_dependents") < wait,
         "weights_before": len(re.findall(weights, before)),
-        "others_before": len(re.findall(r"ld\.global(?!\.L1::evict_first)", before)),
+        "others_before": len(re.findall(r"ld\.global(?!\.L1::evict_first)|bulk\.tensor\.2d", before)),
     }
 
 
 def entries(arch: int) -> Iterator[tuple[str, Launch]]:
     for n, k, fused in LAYERS if arch == 90 else FEW:
-        for rows in (8, 16, 32, 64):
+        for rows in (8, 16, 32, 64) + (40, 160) * (arch == 90):
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
-    for n, k, fused, tile in HELD if arch == 90 else []:
-        for launch in launches(n, k, fused, tile.rows, torch.bfloat16, arch, tile):
-            yield f"{n}x{k} {fused} {tile}", launch
     for rows in (8, 64):
         for launch in launches(3072, 2048, "norm+gated+bias+residual", rows, torch.float16, arch):
             yield f"fp16 {rows}", launch
@@ -151,7 +141,7 @@ def main() -> None:
             "kernel": kernel.__name__,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
-            **facts(code.asm["ptx"]),
+            **facts(kernel.__name__, code.asm["ptx"]),
         }
         print(json.dumps(report))
 

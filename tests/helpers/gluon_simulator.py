@@ -3,13 +3,15 @@
 Their sources are executed with stand-ins for Gluon's language, in numpy. A tensor is an array; layouts say where its
 elements lie and are not modelled. Loads and stores outside of an array raise, shared memory begins as NaN, and an
 asynchronous copy lands as late as a wait allows, or at once: both must give the same. The tensor core's sums are
-modelled as rounded to fp32 once for every 16 values of K, so that an order of summation shows in the bits.
+modelled as rounded to fp32 once for every 16 values of K, so that an order of summation shows in the bits. Warps that
+do different things are threads, of which one runs until it waits.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +24,18 @@ import torch
 
 from tests.helpers.gluon_values import KINDS, OF_TORCH, Layout, Number, Pointer, Shared, Values, rounded, widened
 
+WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
+
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-MODULES = ["parts", "cluster", "narrow", "wide", "held_parts", "held", "alone", "norm", "launch", "linear", "pick"]
+MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "linear", "pick"]
 
 
 class Machine:
     """The program that runs, and its asynchronous copies."""
 
     def __init__(self) -> None:
-        self.ids, self.counts, self.late = (0, 0), (1, 1), True
+        self.ids, self.counts, self.late = (0, 0, 0), (1, 1, 1), True
+        self.turn = threading.Condition()
         self.open: list[Any] = []
         self.groups: deque[list[Any]] = deque()
 
@@ -52,6 +57,93 @@ class Machine:
 
 
 MACHINE = Machine()
+
+
+class Barrier:
+    """A barrier in shared memory: a phase ends with an arrival, or when all bytes that it expects have come."""
+
+    def __init__(self) -> None:
+        self.phases, self.expected = 0, 0
+        self.copies: list[tuple[Shared, Values]] = []
+
+    def end(self) -> None:
+        for to, value in self.copies:
+            to.store(value)
+        self.phases, self.expected, self.copies = self.phases + 1, 0, []
+        MACHINE.turn.notify_all()
+
+    def expect(self, nbytes: int) -> None:
+        assert self.expected == 0, "a phase that expects bytes already"
+        self.expected = nbytes
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of this parity is over: the one at hand has the other."""
+        assert MACHINE.turn.wait_for(lambda: self.phases % 2 != parity, WAIT), "warps wait for each other"
+
+
+class Barriers:
+    """An array of them."""
+
+    def __init__(self, count: int) -> None:
+        self.each = [Barrier() for _ in range(count)]
+
+    def index(self, place: int) -> Barrier:
+        return self.each[place]
+
+
+class Described:
+    """A tensor as the copy engine takes it: block by block, with zeros for what is not there."""
+
+    def __init__(self, tensor: torch.Tensor, block: list[int]) -> None:
+        pointer = _pointer(tensor)
+        self.array, self.kind, self.block = pointer.memory.reshape(tensor.shape), pointer.kind, block
+
+    def at(self, place: list[int]) -> Values:
+        value = np.zeros(self.block, self.array.dtype)
+        there = self.array[tuple(slice(first, first + size) for first, size in zip(place, self.block, strict=True))]
+        value[tuple(slice(size) for size in there.shape)] = there
+        return Values(value, self.kind)
+
+
+def engine_copy(described: Described, place: list[int], barrier: Barrier, to: Shared) -> None:
+    """Lands at once, or when all has come that the barrier expects; till then nothing is there."""
+    value = described.at(place)
+    nothing = Shared(to.kind, to.shape)
+    to.store(Values(nothing.array, to.kind) if MACHINE.late else value)
+    barrier.copies.append((to, value))
+    if sum(each.array.nbytes for _, each in barrier.copies) == barrier.expected:
+        barrier.end()
+
+
+def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    """The first part here, the others in threads."""
+    failed: list[BaseException] = []
+
+    def worked(function: Any, given: tuple[Any, ...]) -> None:
+        try:
+            with MACHINE.turn:
+                function(*given)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=worked, args=part, daemon=True) for part in parts[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        worked(*parts[0])
+    finally:
+        for thread in threads:
+            thread.join(WAIT)
+    assert not failed, failed
+
+
+def shared(kind: str, shape: list[int], layout: Any, value: Values | None = None) -> Any:
+    return Barriers(shape[0]) if isinstance(layout, BarrierLayout) else Shared(kind, shape, value)
+
+
+class BarrierLayout(Layout):
+    """Of barriers."""
 
 
 def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any) -> Values:
@@ -93,16 +185,13 @@ def mma(left: Values, right: Values, total: Values) -> Values:
 
 
 def group_mma(left: Values, right: Shared, total: Values, is_async: bool = False) -> Values:
-    """Of [S R, 64], [64, S BM] and [S R, BM], 16 values of K at a time; S programs of a cluster see one part each."""
-    rows = total.shape[1]
-    ways = right.shape[1] // rows
-    a = widened(left.array, left.kind).astype(np.float64).reshape(ways, -1, left.shape[1])
-    b = widened(right.array, right.kind).astype(np.float64).reshape(-1, ways, rows).transpose(1, 0, 2)
-    out = total.array.reshape(ways, -1, rows)
-    for first in range(0, a.shape[2], 16):
+    """Of [R, 64], [64, BM] and [R, BM], 16 values of K at a time."""
+    a, b = widened(left.array, left.kind).astype(np.float64), widened(right.array, right.kind).astype(np.float64)
+    out = total.array
+    for first in range(0, a.shape[1], 16):
         with np.errstate(invalid="ignore", over="ignore"):
-            out = (out + a[:, :, first : first + 16] @ b[:, first : first + 16]).astype(np.float32)
-    return Values(out.reshape(total.shape), "float32")
+            out = (out + a[:, first : first + 16] @ b[first : first + 16]).astype(np.float32)
+    return Values(out, "float32")
 
 
 def fused(a: Values, b: Values, c: Values) -> Values:
@@ -177,7 +266,8 @@ def _language() -> ModuleType:
         "store": store,
         "inline_asm_elementwise": assembly,
         "thread_barrier": lambda: None,
-        "allocate_shared_memory": lambda kind, shape, layout, value=None: Shared(kind, shape, value),
+        "allocate_shared_memory": shared,
+        "warp_specialize": specialized,
         "atomic_max": lambda at, value, mask=None, sem=None: atomic(at, value, np.maximum, mask),
         "atomic_add": lambda at, value, mask=None, sem=None: atomic(at, value, np.add, mask),
         "atomic_xchg": lambda at, value, mask=None, sem=None: atomic(at, value, lambda old, new: new, mask),
@@ -204,6 +294,14 @@ def _stand_ins() -> dict[str, ModuleType]:
     hopper.warpgroup_mma = group_mma  # type: ignore[attr-defined]
     hopper.warpgroup_mma_wait = lambda pending, deps: deps  # type: ignore[attr-defined]
     hopper.fence_async_shared = lambda: None  # type: ignore[attr-defined]
+    hopper.tma = SimpleNamespace(async_copy_global_to_shared=engine_copy)  # type: ignore[attr-defined]
+    hopper.mbarrier = SimpleNamespace(  # type: ignore[attr-defined]
+        MBarrierLayout=BarrierLayout,
+        init=lambda barrier, count: None,
+        expect=Barrier.expect,
+        arrive=lambda barrier, count: barrier.end(),
+        wait=Barrier.wait,
+    )
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
@@ -222,12 +320,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> N
     """Every program in turn, the last one first: they may not depend on an order."""
     for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"):
         options.pop(name, None)
-    arguments = [_pointer(each) if isinstance(each, torch.Tensor) else each for each in given]
-    MACHINE.counts = (*grid, 1)[:2]
-    for second in reversed(range(MACHINE.counts[1])):
-        for first in reversed(range(grid[0])):
-            MACHINE.ids, MACHINE.open, MACHINE.groups = (first, second), [], deque()
-            kernel(*arguments, **options)
+    arguments = [_argument(each) for each in given]
+    MACHINE.counts = (*grid, 1, 1)[:3]
+    for ids in reversed(list(np.ndindex(*MACHINE.counts))):
+        MACHINE.ids, MACHINE.open, MACHINE.groups = ids, [], deque()
+        kernel(*arguments, **options)
+
+
+def _argument(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return _pointer(given)
+    return Number(given) if type(given) is int else given
 
 
 def _pointer(tensor: torch.Tensor) -> Pointer:
@@ -254,8 +357,9 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
             module = importlib.util.module_from_spec(spec)
             sys.modules[full_name] = module
             spec.loader.exec_module(module)
-            if hasattr(module, "launch"):
-                module.launch = launch  # type: ignore[attr-defined]
+            for replaced, by in (("launch", launch), ("described", Described)):
+                if hasattr(module, replaced):
+                    setattr(module, replaced, by)
             loaded[name] = module
         loaded["launch"].capability_of = lambda device: capability  # type: ignore[attr-defined]
         MACHINE.late = late

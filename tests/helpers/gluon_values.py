@@ -145,6 +145,8 @@ class Number(int):
     def __mul__(self, other: Any) -> Any:
         return self._kept(int.__mul__(self, other))
 
+    __radd__, __rmul__ = __add__, __mul__
+
 
 class Pointer:
     """Places in the memory of one tensor."""
@@ -169,7 +171,7 @@ class Shared:
     """Shared memory: what nothing was stored in is NaN."""
 
     def __init__(self, kind: str, shape: list[int], value: Values | None = None) -> None:
-        self.kind, self.shape = kind, list(shape)
+        self.kind, self.dtype, self.shape = kind, kind, list(shape)
         nothing = {"bfloat16": 0x7FC0, "int32": 0x7FC07FC0}.get(kind, np.nan)
         self.array = np.full(shape, nothing, KINDS[kind]) if value is None else value.array.copy()
 

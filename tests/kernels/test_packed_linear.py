@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -104,50 +104,26 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
                     assert torch.equal(ours, whole[70 - rows :]), (split, many, rows)
 
 
-def assert_as_the_narrow_kernel(epilogue: str, tiles: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits of (rows, tile) of `tiles(packed.launch)`, for every split, whole tiles and not."""
+@pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated+bias+residual", "norm+fp32"])
+def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of rows and two, a ring shorter and longer than a pass, all ways in a program and one."""
     with modules("cpu") as packed:
         launch = packed.launch
         ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
-            monkeypatch.setattr(launch, "MANY", {})
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
             whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
-            for rows, tile in tiles(launch):
-                block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-                assert tile.rows == block
-                monkeypatch.setattr(launch, "MANY", {(n, k, block): tile})
+            tiles = [(9, launch.Ring(16, 64, 4, 2)), (38, launch.Ring(32, 128, 4, 3, 8)), (70, launch.Ring(32, 64, 4, 5))]
+            if "gated" not in epilogue:
+                tiles += [(30, launch.Ring(32, 128, 8, 4, apart=True)), (70, launch.Ring(64, 64, 4, 9, 16, apart=True))]
+            for rows, tile in tiles:
+                monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
                 ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
                 assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
-
-
-@pytest.mark.parametrize("wgmma", [False, True])
-@pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
-def test_bits_of_a_row_where_x_is_held(epilogue: str, wgmma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x held and streamed, the norm in either place, a program to every way and to two."""
-
-    def tiles(launch: Any) -> Iterator[tuple[int, Any]]:
-        yield 9, launch.Held(1, 16, 128, 8, 4, 2, 0, wgmma)
-        yield 30, launch.Held(2, 32, 128, 8, 4, 2, 4, wgmma, norm=False)
-        yield 70, launch.Held(1, 64, 128, 8, 4, 2, 0, wgmma)
-        yield 12, launch.Held(1, 16, 128, 8, 4, 2, 4, wgmma, programs=2)
-
-    assert_as_the_narrow_kernel(epilogue, tiles, monkeypatch)
-
-
-@pytest.mark.parametrize("epilogue", ["plain", "norm+gated+bias+residual", "norm+fp32"])
-def test_bits_of_a_row_where_programs_share_nothing(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step of x at a time or two."""
-
-    def tiles(launch: Any) -> Iterator[tuple[int, Any]]:
-        yield 9, launch.Alone(16, 64, 4, 2, 1)
-        yield 30, launch.Alone(32, 256, 8, 2, 2)
-        yield 70, launch.Alone(64, 128, 8, 2, 1)
-
-    assert_as_the_narrow_kernel(epilogue, tiles, monkeypatch)
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -309,21 +285,17 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, capability, whole)
-                if isinstance(tile, launch.Held):
-                    assert rows > 8
-                    assert capability == (9, 0)
-                    assert not whole
-                    assert tile.depth % tile.row_depth == 0
-                    assert tile.weight_rows >= 16 * (tile.programs or split.ways)
-                    assert split.ways % (tile.programs or 1) == 0
-                elif isinstance(tile, launch.Narrow):
+                if isinstance(tile, launch.Narrow):
                     assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
-                elif isinstance(tile, launch.Alone):
+                elif isinstance(tile, launch.Ring):
                     assert rows > 16
                     assert capability == (9, 0)
-                    assert tile.depth % tile.row_depth == 0
-                    assert tile.slots >= 2 * tile.row_depth
+                    assert not (whole and tile.apart)
+                    assert tile.rest < tile.rows <= 128
+                    assert tile.rows + tile.rest <= launch.RING_ROWS
+                    assert tile.stages >= 3
+                    assert tile.warps % 4 == 0
                 else:
                     assert rows > 16
                     assert isinstance(tile, launch.Wide)
@@ -332,6 +304,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert tile.cluster == 1 or (capability >= (9, 0) and not whole)
 
 
+SPILLED = 16  # bytes of a thread, in the end of a gated product with a bias and a residual
 # what one program may have of shared memory, in bytes (CUDA programming guide, compute capabilities table)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -346,16 +319,14 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
-    kernels = {"narrow_kernel", "wide_kernel", "norm_kernel"} | (
-        {"held_kernel", "alone_kernel"} if arch == 90 else set()
-    )
+    kernels = {"narrow_kernel", "norm_kernel"}
+    kernels |= {"ring_kernel", "regroup_kernel", "sum_kernel"} if arch == 90 else {"wide_kernel"}
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
-        # clusters of which two fit on a multiprocessor were measured faster, with up to 22 values of a thread in memory
-        assert report["spills"] <= (88 if report["kernel"] == "held_kernel" else 0), report
+        assert report["spills"] <= (SPILLED if report["kernel"] == "ring_kernel" else 0), report
         assert report["shared"] <= SHARED_LIMIT[arch], report
         assert report["starts_early"] == (arch >= 90), report
-        if report["kernel"] != "norm_kernel":
+        if report["mma"] is not None:
             assert report["mma"], report
             # every weight by 16 bytes, the first ones before the wait, and nothing but weights there
             assert report["wide_loads"] > 0, report

@@ -28,13 +28,13 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
                 assert not scratch.any()
 
 
-def test_programs_that_share_nothing_pick_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than 16 rows of heads with many ids come to them."""
+def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 16 rows, of heads with many ids and with few."""
     with modules("cpu") as packed:
-        monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", 304)
         scratch = packed.pick.pick_scratch(torch.device("cpu"))
-        for rows in (17, 40, 64):
-            assert isinstance(packed.launch.tile_of(304, 512, rows, (9, 0), True), packed.launch.Alone)
+        for rows, many in ((17, 304), (40, 304), (64, 16384)):
+            monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", many)
+            assert isinstance(packed.launch.tile_of(304, 512, rows, (9, 0), True), packed.launch.Ring)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
             logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
             for limit in (1, 100, 304):

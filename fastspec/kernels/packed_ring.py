@@ -1,0 +1,271 @@
+"""Packed product of 17 rows of x and more on sm_90: weights and x come through a ring in shared memory.
+
+Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same: where there S
+warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give
+in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes; what each
+gives is left in `parts`, and `packed_sum` adds it up.
+
+One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
+multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
+products. What these four take of a row of x lies 8 bytes apart; x comes with it side by side (`packed_norm`), as warp
+groups read it out of shared memory.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.packed_cluster import WORDS, place_of, steps_of
+from fastspec.kernels.packed_parts import addends, enter_keys, loaded_factor, settle_keys, write_tile
+
+
+@gluon.constexpr_function
+def _sums_layout(GROUP, warps):
+    """Of sums [R, GROUP] of warp groups."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
+
+
+@gluon.constexpr_function
+def _pieces_layout(R, warps):
+    """Of a step's weights [R / 16, 16, 32]: a lane's 16 bytes are its operands of four products."""
+    held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], [0, 8, 0]]
+    held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
+    lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+    over = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(held, lanes, over, [], [R // 16, 16, 32])
+
+
+@gluon.jit
+def _operand(words, DTYPE: gl.constexpr):
+    """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the narrow kernel."""
+    runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
+    flat = gl.reshape(runs, [words.shape[0], 32])
+    low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
+    return gl.reshape(gl.join(low, high), [words.shape[0], 64]).to(DTYPE, bitcast=True)
+
+
+@gluon.constexpr_function
+def _steps_in_all(STEPS, S, apart):
+    return STEPS if apart else STEPS * S
+
+
+@gluon.jit
+def _ask_for_weights(
+    weight_desc, ws, full, step, way, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr
+):
+    """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
+    slot = step % ws.shape[0]
+    block = [gl.program_id(0) * ws.shape[1], (way * SLAB + place_of(step, STEPS, SLAB, S)) // 2, 0]
+    mbarrier.expect(full.index(slot), BYTES)
+    tma.async_copy_global_to_shared(weight_desc, block, full.index(slot), ws.index(slot))
+
+
+@gluon.jit
+def _ask_for_rows(
+    x_descs, xs, full, step, way, first_row, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Sends for the rows of x of a step."""
+    slot = step % xs[0].shape[0]
+    at = 2 * (way * SLAB + place_of(step, STEPS, SLAB, S))
+    for i in gl.static_range(len(xs)):
+        tma.async_copy_global_to_shared(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
+        first_row += xs[i].shape[1]
+
+
+@gluon.jit
+def _fetch(
+    x_descs, weight_desc, xs, ws, full, free, first_row, way,
+    PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """What the warp does that fetches: weights need not wait for the kernel before this one, x does."""
+    STAGES: gl.constexpr = ws.shape[0]
+    AHEAD: gl.constexpr = min(EACH, STAGES)
+    for step in range(AHEAD):
+        _ask_for_weights(weight_desc, ws, full, step, way, STEPS, SLAB, S, BYTES)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for step in range(AHEAD):
+        _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
+    for step in range(AHEAD, EACH):
+        mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
+        _ask_for_weights(weight_desc, ws, full, step, way, STEPS, SLAB, S, BYTES)
+        _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
+
+
+@gluon.jit
+def _weights_of(step, ws, full, nil, WARPS: gl.constexpr):
+    """Words [R, 32] of a step out of its slot, where the two halves of a slab of 32 rows lie one behind the other."""
+    groups: gl.constexpr = ws.shape[1]
+    slot = step % ws.shape[0]
+    mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
+    words = ws.index(slot).load(_pieces_layout(groups * 16, WARPS))
+    # the compiler copies what 16 bytes bring into the registers of an operand for each product: not what it computes
+    words = gl.reshape(words ^ nil, [groups, 2, 8, 2, 16])
+    return gl.reshape(gl.permute(words, (0, 2, 3, 1, 4)), [groups * 16, WORDS])
+
+
+@gluon.jit
+def _passed(
+    step, words, xs, ws, full, free, nil, EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """One pass over K: the step behind it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+
+    Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
+    """
+    accs = ()
+    for i in gl.static_range(len(xs)):
+        accs = accs + (_zero_sums(ws.shape[1] * 16, xs[i].shape[1], WARPS),)
+    for _ in range(STEPS):
+        slot = step % ws.shape[0]
+        new = ()
+        for i in gl.static_range(len(xs)):
+            values = gl.convert_layout(_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2))
+            new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
+        step += 1
+        following = _weights_of(gl.minimum(step, EACH - 1), ws, full, nil, WARPS)
+        accs = warpgroup_mma_wait(0, deps=new + (words,))[: len(xs)]
+        mbarrier.arrive(free.index(slot), count=1)
+        words = following
+    return step, words, accs
+
+
+@gluon.jit
+def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    return gl.zeros([R, GROUP], gl.float32, _sums_layout(GROUP, WARPS))
+
+
+@gluon.jit
+def _leave(accs, parts, way, first_row, M, N):
+    """Stores a way's sums: parts [S, M, N]."""
+    for i in gl.static_range(len(accs)):
+        n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
+        n = gl.expand_dims(gl.program_id(0) * accs[i].shape[0] + n, 1)
+        m = gl.expand_dims(gl.arange(0, accs[i].shape[1], layout=gl.SliceLayout(0, accs[i].type.layout)), 0)
+        base = parts + (way * M + first_row).to(gl.int64) * N
+        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & (n < N))
+        first_row += accs[i].shape[1]
+
+
+@gluon.jit
+def _end(
+    totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED: gl.constexpr
+):  # fmt: skip
+    """What becomes of complete sums."""
+    tile = gl.program_id(0)
+    for i in gl.static_range(len(totals)):
+        total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
+        if scale_ptr is not None:
+            total = total * loaded_factor(scale_ptr, first_row, M, total)
+        if keys_ptr is not None:
+            enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
+        else:
+            loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+            write_tile(
+                *(total, loaded, tile, first_row, out_ptr, M, N, GATED),
+                *(bias_ptr is not None, residual_ptr is not None),
+            )
+        first_row += totals[i].shape[1]
+
+
+@gluon.jit
+def _multiply(
+    xs, ws, full, free, first_row, way,
+    scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, limit,
+    EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """What the warps do that multiply."""
+    nil = M >> 31
+    step = 0
+    words = _weights_of(step, ws, full, nil, WARPS)
+    step, words, totals = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
+    if parts_ptr is not None:
+        _leave(totals, parts_ptr, way, first_row, M, N)
+    else:
+        for _ in range(1, EACH // STEPS):
+            step, words, accs = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
+            sums = ()
+            for i in gl.static_range(len(accs)):
+                sums = sums + (totals[i] + accs[i],)
+            totals = sums
+        _end(totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED)
+
+
+@gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
+def ring_kernel(
+    x_desc,  # [M, K] by [GROUP, 64], regrouped
+    rest_desc,  # the same by [REST, 64], or None
+    weight_desc,  # int32 words [N / 16, K / 4, 32] by [R / 16, 16, 32]
+    scale_ptr,  # fp32 [M] or None: factors of the rows of x
+    bias_ptr,  # [N] or None
+    residual_ptr,  # [M, width] or None
+    out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
+    keys_ptr,  # int64 [65] or None
+    parts_ptr,  # fp32 [S, M, N] or None: where it is given nothing else is written
+    M,
+    N,
+    limit,
+    out_stride,
+    K: gl.constexpr,
+    S: gl.constexpr,
+    KT: gl.constexpr,
+    R: gl.constexpr,
+    GROUP: gl.constexpr,  # rows of x that are multiplied together
+    REST: gl.constexpr,  # and more of them; 0 for none
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,  # that multiply
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """R weight rows by GROUP + REST rows of x: all of K, or one way where parts_ptr is given."""
+    SLAB: gl.constexpr = KT // 2  # words
+    STEPS: gl.constexpr = steps_of(K, S, KT, 1)
+    BYTES: gl.constexpr = (R + GROUP + REST) * 128
+    first_row = gl.program_id(1) * (GROUP + REST)
+    way = gl.program_id(2)
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, parts_ptr is not None)
+
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
+    rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    xs = (gl.allocate_shared_memory(DTYPE, [STAGES, GROUP, 64], rows),)
+    x_descs = (x_desc,)
+    if REST > 0:
+        xs = xs + (gl.allocate_shared_memory(DTYPE, [STAGES, REST, 64], rows),)
+        x_descs = x_descs + (rest_desc,)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                xs, ws, full, free, first_row, way, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
+                parts_ptr, M, N, limit, EACH, STEPS, WARPS, GATED,
+            )),
+            (_fetch, (
+                x_descs, weight_desc, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES,
+            )),
+        ],
+        [1], [24],  # a warp more, and how many registers its threads need
+    )
+    # fmt: on
+    if keys_ptr is not None:
+        settle_keys(keys_ptr, out_ptr, out_stride, M, WARPS)
