@@ -138,9 +138,7 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(
-    n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False, gated: bool = False
-) -> Tile:
+def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False, gated: bool = False) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:

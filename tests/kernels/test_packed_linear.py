@@ -115,7 +115,11 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
             whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
-            tiles = [(9, launch.Ring(16, 64, 4, 2)), (38, launch.Ring(32, 128, 4, 3, 8)), (70, launch.Ring(32, 64, 4, 5))]
+            tiles = [
+                (9, launch.Ring(16, 64, 4, 2)),
+                (38, launch.Ring(32, 128, 4, 3, 8)),
+                (70, launch.Ring(32, 64, 4, 5)),
+            ]
             if "gated" not in epilogue:
                 tiles += [(30, launch.Ring(32, 128, 8, 4, apart=True)), (70, launch.Ring(64, 64, 4, 9, 16, apart=True))]
             for rows, tile in tiles:
