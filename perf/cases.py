@@ -62,8 +62,8 @@ class Case:
 CORE = (
     Case("8b+1b", 1, 128, 256, (0, 1, 2, 3, 4, 5, 6, 8), traced=(0, 4), restart=True, peers=True),
     Case("8b+1b", 1, 128, 256, (0, 4), sampled=True, calls=2, traced=(4,)),
-    Case("8b+1b", 8, 128, 128, (0, 2, 4), calls=2, traced=(4,)),
-    Case("8b+1b", 32, 128, 128, (0, 2, 4), calls=2),
+    Case("8b+1b", 8, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
+    Case("8b+1b", 32, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
     Case("8b+1b", 1, 8192, 128, (0, 4), calls=2, traced=(4,)),
     Case("qwen3-8b+0.6b", 1, 128, 256, (0, 4), calls=2, traced=(4,)),
     Case("qwen2.5-7b+0.5b", 1, 128, 256, (0, 4), calls=2, traced=(4,)),
