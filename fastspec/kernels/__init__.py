@@ -41,6 +41,7 @@ class Ops:
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Tensor, Tensor], Tensor]
     linear: Callable[..., Tensor]
+    between: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
     pick: Callable[..., None]
     verify_commit: Callable[..., None]
@@ -62,6 +63,7 @@ TORCH_OPS = Ops(
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     linear=reference.linear,
+    between=reference.between,
     attend=reference.attend,
     pick=reference.pick,
     verify_commit=reference.verify_commit,

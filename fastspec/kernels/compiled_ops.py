@@ -118,6 +118,7 @@ def compiled(ops: Ops) -> Ops:
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         linear=reference.linear,
+        between=reference.between,
         attend=attend,
         pick=reference.pick,
     )

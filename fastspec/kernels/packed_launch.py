@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
-from fastspec.kernels.packed_norm import norm_rows, regrouped
+from fastspec.kernels.packed_norm import norm_rows, regroup
 from fastspec.kernels.packed_ring import ring_kernel
 from fastspec.kernels.packed_sum import add_up
 from fastspec.kernels.packed_wide import wide_kernel
@@ -252,33 +252,50 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 
 def _run_ring(tile: Ring, split: Split, call: Call, pdl: bool) -> None:
-    """A product by the ring's kernel, and before it what puts x in order."""
+    """A product by the ring's kernel, before it what puts x in order, and behind it what adds up its ways."""
+    scale = None
+    if call.norm is None:
+        x = regroup(call.x, pdl)
+    else:
+        kind = GLUON_TYPE[call.x.dtype]
+        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, kind, pdl, regroup=True)
+    parts = ring(tile, replace(call, x=x, norm=None), scale, pdl)
+    if parts is not None:
+        add_up(parts, scale, call.bias, call.residual, call.out, pdl)
+
+
+def ring(tile: Ring, call: Call, scale: Tensor | None, pdl: bool, regroup_out: bool = False) -> Tensor | None:
+    """Launches the ring's kernel.
+
+    Args:
+        call: x is regrouped, and times gamma where a norm goes before; `norm` is not looked at.
+        scale: fp32 [M], factors of the rows of x.
+        regroup_out: the result is regrouped as x is.
+
+    Returns:
+        fp32 [S, M, N], where a program takes one way: what to add up, before scale, bias and residual.
+    """
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
-    kind = GLUON_TYPE[call.x.dtype]
-    scale = parts = None
-    if call.norm is None:
-        x = regrouped(call.x, pdl)
-    else:
-        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, kind, pdl, regroup=True)
-    if tile.apart:
-        parts = x.new_empty(split.ways, rows, n, dtype=torch.float32)
+    split = split_of(n, k)
+    parts = call.x.new_empty(split.ways, rows, n, dtype=torch.float32) if tile.apart else None
     count = triton.cdiv(n, tile.weight_rows)
     grid = (count, triton.cdiv(rows, tile.rows + tile.rest), split.ways if tile.apart else 1)
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
     launch(
         ring_kernel,
         grid,
-        described(x, [tile.rows, 64]),
-        described(x, [tile.rest, 64]) if tile.rest else None,
+        described(call.x, [tile.rows, 64]),
+        described(call.x, [tile.rest, 64]) if tile.rest else None,
         described(words, [tile.weight_rows // 16, 16, 32]),
         *(scale, call.bias, call.residual, call.out, call.keys, parts),
         *(rows, n, call.limit, 0 if call.keys is None else call.out.stride(0)),
         **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows},
         **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
-        **{"PDL": pdl, "DTYPE": kind, "num_warps": tile.warps, "launch_pdl": pdl},
+        **{"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},
+        num_warps=tile.warps,
+        launch_pdl=pdl,
         enable_fp_fusion=False,
         maxnreg=tile.registers,
     )
-    if parts is not None:
-        add_up(parts, scale, call.bias, call.residual, call.out, pdl)
+    return parts

@@ -3,8 +3,8 @@
 The products of up to 8 rows norm on the way. Here it is done once and not in every program, to the same bits: the
 squares are summed in the order that belongs to the weight's split of K.
 
-Regrouped, what one product of 16 values takes of x lies side by side, as warp groups read it out of shared memory: of
-every 32 words the word 16 h + 4 c + t comes to 8 t + 4 h + c.
+Regrouped, what one product of 16 values takes of x lies side by side, as warp groups read it out of shared memory
+(`packed_parts.regrouped`).
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -19,7 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
-from fastspec.kernels.packed_parts import add_squares, added_up, folded, no_squares, root_scale, times_gamma
+from fastspec.kernels.packed_parts import (
+    add_squares,
+    added_up,
+    folded,
+    no_squares,
+    regrouped,
+    root_scale,
+    times_gamma,
+)
 
 BLOCK = gl.constexpr(16)  # slabs of x in flight
 REGROUPED = 512  # words of a program that does no more
@@ -31,9 +39,14 @@ def _warps(lanes):
 
 
 @gluon.jit
-def _regrouped(word):
-    """Where a word of a row comes to."""
-    return word // 32 * 32 + word % 4 * 8 + word // 16 % 2 * 4 + word // 4 % 4
+def leave_factor(
+    squares, to, eps, K: gl.constexpr, S: gl.constexpr, RUNS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Stores 1 / root of the mean of squares whose sums over slabs are [S RUNS], added up as the narrow kernel does."""
+    together: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
+    ways = folded(gl.convert_layout(gl.reshape(squares, [S, RUNS]), together))
+    square = added_up(gl.reshape(ways, [1, S]))
+    gl.store(to + gl.arange(0, 1, layout=square.type.layout), root_scale(square, K, eps))
 
 
 @gluon.jit
@@ -63,7 +76,7 @@ def norm_kernel(
     there = out_ptr + row * (K // 2)
     to = of
     if REGROUP:
-        to = _regrouped(of)
+        to = regrouped(of)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -78,11 +91,7 @@ def norm_kernel(
             place = (first + i) * STEP
             total = add_squares(total, xs[i], DTYPE)
             gl.store(there + (to + place), times_gamma(xs[i], gs[i], DTYPE), mask=of + place < K // 2)
-    together: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
-    ways = folded(gl.convert_layout(gl.reshape(total, [S, RUNS]), together))
-    square = added_up(gl.reshape(ways, [1, S]))
-    at = gl.arange(0, 1, layout=square.type.layout)
-    gl.store(scale_ptr + row + at, root_scale(square, K, eps))
+    leave_factor(total, scale_ptr + row, eps, K, S, RUNS, WARPS)
 
 
 @gluon.jit
@@ -101,7 +110,7 @@ def regroup_kernel(
         gdc_launch_dependents()
         gdc_wait()
     words = gl.load(x_ptr + row + word, mask=word < K // 2, other=0)
-    gl.store(out_ptr + row + _regrouped(word), words, mask=word < K // 2)
+    gl.store(out_ptr + row + regrouped(word), words, mask=word < K // 2)
 
 
 def norm_rows(
@@ -111,7 +120,7 @@ def norm_rows(
 
     Args:
         x, gamma: bf16 or fp16, contiguous. ways, slab: the split of K that the product will have.
-        regroup: x * gamma comes as `regrouped` has it.
+        regroup: x * gamma comes as `regroup` has it.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -129,7 +138,7 @@ def norm_rows(
     return scaled, factor
 
 
-def regrouped(x: Tensor, pdl: bool) -> Tensor:
+def regroup(x: Tensor, pdl: bool) -> Tensor:
     """x [M, K], 16-bit and contiguous, with what one product takes of a row side by side."""
     rows, k = x.shape
     out = torch.empty_like(x)

@@ -183,6 +183,15 @@ def _halves(tile):
 
 
 @gluon.jit
+def regrouped(word):
+    """Where a word of a row comes to such that what one product of 16 values takes of it lies side by side.
+
+    Of every 32 words the word 16 h + 4 c + t comes to 8 t + 4 h + c.
+    """
+    return word // 32 * 32 + word % 4 * 8 + word // 16 % 2 * 4 + word // 4 % 4
+
+
+@gluon.jit
 def _width(N, GATED: gl.constexpr):
     if GATED:
         return N // 2
@@ -200,13 +209,15 @@ def _columns(like, tile_id, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr):
+def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr = False):
     """Offsets from the first row of the output and whether they are in it: [A, 2, 8, BM], or [A, 8, BM] where gated."""
     row = row_numbers(like)
     column = _columns(like, tile_id, GATED)
     width = _width(N, GATED)
-    at = row * width + column
     valid = (row < M - first_row) & (column < width)
+    if REGROUP:
+        column = 2 * regrouped(column // 2) + column % 2
+    at = row * width + column
     if GATED:
         return _halves(at)[0], _halves(valid)[0]
     else:
@@ -232,10 +243,11 @@ def addends(like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.co
 
 @gluon.jit
 def write_tile(
-    total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr
-):
-    """Bias, silu(gate) * up, residual, one rounding, store."""
-    at, valid = _offsets(total, tile_id, first_row, M, N, GATED)
+    total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    REGROUP: gl.constexpr = False,
+):  # fmt: skip
+    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it."""
+    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, REGROUP)
     if BIAS:
         total += loaded[0].to(gl.float32)
     if GATED:

@@ -162,7 +162,8 @@ def _leave(accs, parts, way, first_row, M, N):
 
 @gluon.jit
 def _end(
-    totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED: gl.constexpr
+    totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
+    GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
     """What becomes of complete sums."""
     tile = gl.program_id(0)
@@ -176,7 +177,7 @@ def _end(
             loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
             write_tile(
                 *(total, loaded, tile, first_row, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None),
+                *(bias_ptr is not None, residual_ptr is not None, REGROUP),
             )
         first_row += totals[i].shape[1]
 
@@ -185,7 +186,7 @@ def _end(
 def _multiply(
     xs, ws, full, free, first_row, way,
     scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, limit,
-    EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
+    EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     nil = M >> 31
@@ -201,7 +202,7 @@ def _multiply(
             for i in gl.static_range(len(accs)):
                 sums = sums + (totals[i] + accs[i],)
             totals = sums
-        _end(totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED)
+        _end(totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED, REGROUP)
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
@@ -228,6 +229,7 @@ def ring_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,  # that multiply
     GATED: gl.constexpr,
+    REGROUP: gl.constexpr,  # out is regrouped as x is
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
@@ -258,7 +260,7 @@ def ring_kernel(
         [
             (_multiply, (
                 xs, ws, full, free, first_row, way, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, limit, EACH, STEPS, WARPS, GATED,
+                parts_ptr, M, N, limit, EACH, STEPS, WARPS, GATED, REGROUP,
             )),
             (_fetch, (
                 x_descs, weight_desc, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import packing
+from fastspec.kernels.reference_layer import between
 from fastspec.kernels.reference_sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference_step import commit, embed, feed_rows, publish, verify_commit
 
@@ -23,6 +24,7 @@ __all__ = [
     "UNTILED",
     "Tiling",
     "attend",
+    "between",
     "commit",
     "embed",
     "feed_rows",

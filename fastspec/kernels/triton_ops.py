@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,14 @@ from fastspec.kernels.device import compiling, has_pdl
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.packed_launch import supported
+from fastspec.kernels.packed_layer import between as packed_between
+from fastspec.kernels.packed_layer import in_a_ring
 from fastspec.kernels.packed_linear import packed_linear
 from fastspec.kernels.packed_pick import MAX_ROWS, packed_pick
 from fastspec.kernels.prefill_linear import prefill_linear
 from fastspec.kernels.publish import publish
 from fastspec.kernels.reference import UNTILED, Tiling
+from fastspec.kernels.reference_layer import Layer
 from fastspec.kernels.sampled_commit import sampled_commit
 from fastspec.kernels.sampled_draw import sampled_draw
 from fastspec.kernels.sampled_parts import sampled_work, sampled_work_bytes
@@ -88,6 +92,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling
     return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
 
 
+def between(
+    linear: Callable[..., Tensor],
+    attended: Tensor,
+    x: Tensor,
+    layer: Layer,
+    following: Layer | None,
+    eps: float,
+    tiling: Tiling,
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.between`, which defines it: products of many rows of a step as one chain, others one by one."""
+    weights = [layer.o, layer.gate_up, layer.down, *([] if following is None else [following.qkv])]
+    if x.shape[1] <= MAX_SPLIT_QUERIES and in_a_ring(weights, x.shape[0] * x.shape[1]):
+        return packed_between(attended, x, layer, following, eps, has_pdl(x.device))
+    return reference.between(linear, attended, x, layer, following, eps, tiling)
+
+
 def pick(
     x: Tensor,
     weight: Tensor,
@@ -116,6 +136,7 @@ TRITON_OPS = Ops(
     feed_rows=feed_rows,
     embed=embed,
     linear=linear,
+    between=between,
     attend=attend,
     pick=pick,
     verify_commit=verify_commit,

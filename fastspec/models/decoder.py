@@ -58,9 +58,14 @@ class Decoder:
 
     def hidden(self, rows: PassRows) -> Tensor:
         """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
-        x = self.ops.embed(self.weights.embed, rows.ids)
-        for index, layer in enumerate(self.weights.layers):
-            x = self._layer(index, layer, x, rows)
+        x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
+        norm = (layers[0].input_norm, self.spec.rms_eps)
+        qkv: Tensor | None = self.ops.linear(x, layers[0].qkv, layers[0].qkv_bias, rows.tiling, norm=norm)
+        for index, layer in enumerate(layers):
+            assert qkv is not None  # only the last layer leaves none
+            attended = self._attend(index, layer, qkv, rows)
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            x, qkv = self.ops.between(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, rows.tiling)
         return x
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
@@ -73,11 +78,10 @@ class Decoder:
         norm = (self.weights.norm, self.spec.rms_eps)
         self.ops.pick(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
 
-    def _layer(self, index: int, layer: LayerWeights, x: Tensor, rows: PassRows) -> Tensor:
-        spec, linear, tiling = self.spec, self.ops.linear, rows.tiling
-        qkv = linear(x, layer.qkv, layer.qkv_bias, tiling, norm=(layer.input_norm, spec.rms_eps))
+    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: PassRows) -> Tensor:
+        spec = self.spec
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
-        attended = self.ops.attend(
+        return self.ops.attend(
             qkv,
             self._cos,
             self._sin,
@@ -93,12 +97,8 @@ class Decoder:
             num_blocks=rows.num_blocks,
             window=spec.windows[index],
             work=self._work,
-            tiling=tiling,
+            tiling=rows.tiling,
         )
-        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
-        norm = (layer.post_norm, spec.rms_eps)
-        gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=norm, gated=True)
-        return linear(gated, layer.down, layer.down_bias, tiling, residual=x)
 
 
 class CompiledDecoder(Decoder):

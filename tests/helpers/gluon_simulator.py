@@ -27,7 +27,7 @@ from tests.helpers.gluon_values import KINDS, OF_TORCH, Layout, Number, Pointer,
 WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "linear", "pick"]
+MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "layer", "linear", "pick"]
 
 
 class Machine:
@@ -305,6 +305,7 @@ def _stand_ins() -> dict[str, ModuleType]:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()  # type: ignore[attr-defined]
     return {
         "triton": triton,
         "triton.experimental": experimental,
@@ -361,7 +362,8 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
                 if hasattr(module, replaced):
                     setattr(module, replaced, by)
             loaded[name] = module
-        loaded["launch"].capability_of = lambda device: capability  # type: ignore[attr-defined]
+        for part in ("launch", "layer"):
+            loaded[part].capability_of = lambda device: capability  # type: ignore[attr-defined]
         MACHINE.late = late
         yield SimpleNamespace(**loaded)
     finally:
