@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from fastspec.kernels.device import has_pdl
 from fastspec.kernels.packed_linear import packed_linear
 from fastspec.kernels.packed_pick import packed_pick, pick_scratch
 from fastspec.kernels.packing import unpack
+from fastspec.kernels.reference import UNTILED
+from fastspec.kernels.triton_ops import TRITON_OPS
 from perf import timing
 
 
@@ -97,21 +100,41 @@ def product_rows(
     return records
 
 
+def layers_of(products: list[Product], weights: list[list[Tensor]]) -> list[Any]:
+    """Layers as `Ops.between` takes them, without biases."""
+    names = [product.name for product in products]
+    norm = torch.ones(products[0].k, device="cuda").bfloat16()
+    rest: dict[str, Any] = dict.fromkeys((f"{name}_bias" for name in names), None)
+    rest |= {"input_norm": norm, "post_norm": norm}
+    return [SimpleNamespace(**dict(zip(names, each, strict=True)), **rest) for each in zip(*weights, strict=True)]
+
+
 def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats: int) -> list[dict[str, Any]]:
-    """A model's layers one after the other, each with weights of its own, for each number of rows of x."""
+    """A model's layers one after the other, each with weights of its own, for each number of rows of x.
+
+    As a model's pass has them, but for attention, in whose place stands what it could have left; --plain: one by one.
+    """
     layers, products = MODELS[model]
     weights = [packed_weights(product, layers) for product in products]
+    chained, ops = layers_of(products, weights), TRITON_OPS
     records = []
     for count in rows:
         calls = [call_of(product, count, plain) for product in products]
+        start, attended = torch.randn(2, count, 1, products[0].k, device="cuda").bfloat16()
 
-        def chain(which: int, calls: list[Any] = calls) -> None:
+        def one_by_one(which: int, calls: list[Any] = calls) -> None:
             for place in range(layers):
                 for product, call, each in zip(products, calls, weights, strict=True):
                     weight = each[place]
                     call[which](weight if which == 0 else weight.view(product.n, product.k))
 
-        mine, torchs = (timing.graph_time(partial(chain, which), repeats=repeats) for which in (0, 1))
+        def chain(x: Tensor = start, attended: Tensor = attended) -> None:
+            ops.linear(x, chained[0].qkv, None, UNTILED, norm=(chained[0].input_norm, 1e-5))
+            for layer, following in zip(chained, [*chained[1:], None], strict=True):
+                x, _ = ops.between(ops.linear, attended, x, layer, following, 1e-5, UNTILED)
+
+        mine = timing.graph_time(partial(one_by_one, 0) if plain else chain, repeats=repeats)
+        torchs = timing.graph_time(partial(one_by_one, 1), repeats=repeats)
         records.append(record(f"{model} chain", products * layers, count, mine, torchs, ceiling))
     return records
 
@@ -149,7 +172,10 @@ def heads(model: str) -> list[Product]:
 
 def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """For `python -m perf kernels`."""
-    ceiling, counts = timing.read_ceiling(device=device), [1, 5] if quick else [1, 2, 5, 8, 16, 40, 64]
+    ceiling, counts = (
+        timing.read_ceiling(device=device),
+        [1, 5] if quick else [1, 2, 5, 8, 16, 24, 32, 40, 64, 128, 160],
+    )
     for model in MODELS:
         for product in [*MODELS[model][1], *heads(model)]:
             if all(right(product, count) for count in counts):
