@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
-from fastspec.kernels.packed_norm import norm_rows, regroup
+from fastspec.kernels.packed_norm import norm_rows
 from fastspec.kernels.packed_ring import ring_kernel
-from fastspec.kernels.packed_sum import add_up
+from fastspec.kernels.packed_sum import add_up, given_rows
 from fastspec.kernels.packed_wide import wide_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -253,27 +253,23 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 def _run_ring(tile: Ring, split: Split, call: Call, pdl: bool) -> None:
     """A product by the ring's kernel, before it what puts x in order, and behind it what adds up its ways."""
-    scale = None
-    if call.norm is None:
-        x = regroup(call.x, pdl)
-    else:
-        kind = GLUON_TYPE[call.x.dtype]
-        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, kind, pdl, regroup=True)
-    parts = ring(tile, replace(call, x=x, norm=None), scale, pdl)
+    kind = GLUON_TYPE[call.x.dtype]
+    _, given, squares = given_rows(call.x, call.norm, (split.ways, split.slab), kind, pdl)
+    parts = ring(tile, replace(call, x=given), squares, pdl)
     if parts is not None:
-        add_up(parts, scale, call.bias, call.residual, call.out, pdl)
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
-def ring(tile: Ring, call: Call, scale: Tensor | None, pdl: bool, regroup_out: bool = False) -> Tensor | None:
+def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Tensor | None:
     """Launches the ring's kernel.
 
     Args:
-        call: x is regrouped, and times gamma where a norm goes before; `norm` is not looked at.
-        scale: fp32 [M], factors of the rows of x.
+        call: x as `given_rows` makes it for this product.
+        squares: what comes with it.
         regroup_out: the result is regrouped as x is.
 
     Returns:
-        fp32 [S, M, N], where a program takes one way: what to add up, before scale, bias and residual.
+        fp32 [S, M, N], where a program takes one way: for `add_up`, with all that `call` asks for but the product.
     """
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
@@ -288,8 +284,14 @@ def ring(tile: Ring, call: Call, scale: Tensor | None, pdl: bool, regroup_out: b
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         described(words, [tile.weight_rows // 16, 16, 32]),
-        *(scale, call.bias, call.residual, call.out, call.keys, parts),
-        *(rows, n, call.limit, 0 if call.keys is None else call.out.stride(0)),
+        *(squares, call.bias, call.residual, call.out, call.keys, parts),
+        *(
+            rows,
+            n,
+            0.0 if call.norm is None else call.norm[1],
+            call.limit,
+            0 if call.keys is None else call.out.stride(0),
+        ),
         **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows},
         **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
         **{"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},

@@ -8,12 +8,13 @@ wants it: sums, residual and norm are one kernel, and gated products are written
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastspec.kernels.packed_launch import GLUON_TYPE, Call, Ring, capability_of, ring, split_of, tile_of
-from fastspec.kernels.packed_norm import norm_rows, regroup
-from fastspec.kernels.packed_sum import add_up, add_up_and_norm
+from fastspec.kernels.packed_sum import add_up, given_rows
 from fastspec.kernels.reference_layer import Layer
 
 
@@ -27,54 +28,58 @@ def between(
     attended: Tensor, x: Tensor, layer: Layer, following: Layer | None, eps: float, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.between`, for weights and rows that are `in_a_ring`."""
-    shape, flat = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
-    given = regroup(attended.reshape(len(flat), -1).contiguous(), pdl)
-    norm = (layer.post_norm, eps)
-    flat, normed, scale = _added(given, layer.o, layer.o_bias, flat, norm, layer.gate_up, pdl)
-    given = flat.new_empty(len(flat), layer.gate_up.shape[0] * 8)
-    call = Call(normed, layer.gate_up, given, layer.gate_up_bias, gated=True)
-    ring(_tile(layer.gate_up, len(flat), gated=True), call, scale, pdl, regroup_out=True)
+    shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
+    rows = len(x)
+    _, given, _ = given_rows(attended.reshape(rows, -1).contiguous(), None, *_for(layer.o), pdl)
+    post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] * 8)
+    x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
+    call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
+    ring(_tile(layer.gate_up, rows, gated=True), call, squares, pdl, regroup_out=True)
     if following is None:
-        return _summed(given, layer.down, layer.down_bias, flat, pdl).view(shape), None
-    norm = (following.input_norm, eps)
-    flat, normed, scale = _added(given, layer.down, layer.down_bias, flat, norm, following.qkv, pdl)
-    qkv = flat.new_empty(len(flat), following.qkv.shape[0] * 16)
-    call = Call(normed, following.qkv, qkv, following.qkv_bias)
-    parts = ring(_tile(following.qkv, len(flat)), call, scale, pdl)
+        return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
+    norm, qkv = (following.input_norm, eps), x.new_empty(rows, following.qkv.shape[0] * 16)
+    x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, following.qkv, pdl)
+    parts = ring(_tile(following.qkv, rows), Call(given, following.qkv, qkv, following.qkv_bias, norm), squares, pdl)
     if parts is not None:
-        add_up(parts, scale, following.qkv_bias, None, qkv, pdl)
-    return flat.view(shape), qkv.view(*shape[:-1], -1)
+        add_up(parts, squares, norm, following.qkv_bias, None, qkv, pdl)
+    return x.view(shape), qkv.view(*shape[:-1], -1)
+
+
+def _shape(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[0] * 16, weight.shape[1] * 32
 
 
 def _tile(weight: Tensor, rows: int, gated: bool = False) -> Ring:
-    n, k = weight.shape[0] * 16, weight.shape[1] * 32
-    return tile_of(n, k, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
+    return tile_of(*_shape(weight), rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
 
 
-def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
-    """residual + x weight^T [+ bias], x regrouped."""
+def _for(weight: Tensor) -> tuple[tuple[int, int], Any]:
+    """What `given_rows` asks of the product that comes."""
+    split = split_of(*_shape(weight))
+    return (split.ways, split.slab), GLUON_TYPE[weight.dtype]
+
+
+def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
+    """residual + the product with `given` rows [+ bias]."""
     out = torch.empty_like(residual)
-    parts = ring(_tile(weight, len(x)), Call(x, weight, out, bias, residual=residual), None, pdl)
+    parts = ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
     if parts is not None:
-        add_up(parts, None, bias, residual, out, pdl)
+        add_up(parts, None, None, bias, residual, out, pdl)
     return out
 
 
 def _added(
-    x: Tensor,
+    given: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor,
     norm: tuple[Tensor, float],
     following: Tensor,
     pdl: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_summed`, and its norm for a product with `following`: regrouped, and factors of its rows."""
-    tile, kind = _tile(weight, len(x)), GLUON_TYPE[x.dtype]
-    split = split_of(following.shape[0] * 16, following.shape[1] * 32)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`_summed`, and what `given_rows` makes of it for a product with `following`."""
+    tile = _tile(weight, len(given))
     if not tile.apart:
-        out = _summed(x, weight, bias, residual, pdl)
-        return out, *norm_rows(out, *norm, split.ways, split.slab, kind, pdl, regroup=True)
-    parts = ring(tile, Call(x, weight, residual, bias), None, pdl)
-    assert parts is not None
-    return add_up_and_norm(parts, bias, residual, norm, (split.ways, split.slab), kind, pdl)
+        return given_rows(_summed(given, weight, bias, residual, pdl), norm, *_for(following), pdl)
+    parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
+    return given_rows(residual, norm, *_for(following), pdl, parts, bias)

@@ -1,10 +1,7 @@
-"""What comes before a packed product of many rows: x * gamma, rounded once, a factor for each row's sums, and an order.
+"""What a norm is to a packed product of many rows: x * gamma, rounded once, and a factor for each row's sums.
 
-The products of up to 8 rows norm on the way. Here it is done once and not in every program, to the same bits: the
+The products of up to 8 rows do this on the way. Here it is done once and not in every program, to the same bits: the
 squares are summed in the order that belongs to the weight's split of K.
-
-Regrouped, what one product of 16 values takes of x lies side by side, as warp groups read it out of shared memory
-(`packed_parts.regrouped`).
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -12,41 +9,20 @@ Regrouped, what one product of 16 values takes of x lies side by side, as warp g
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
-from fastspec.kernels.packed_parts import (
-    add_squares,
-    added_up,
-    folded,
-    no_squares,
-    regrouped,
-    root_scale,
-    times_gamma,
-)
+from fastspec.kernels.packed_parts import add_squares, added_up, folded, no_squares, root_scale, times_gamma
 
 BLOCK = gl.constexpr(16)  # slabs of x in flight
-REGROUPED = 512  # words of a program that does no more
 
 
 @gluon.constexpr_function
 def _warps(lanes):
     return max(1, lanes // 32)
-
-
-@gluon.jit
-def leave_factor(
-    squares, to, eps, K: gl.constexpr, S: gl.constexpr, RUNS: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Stores 1 / root of the mean of squares whose sums over slabs are [S RUNS], added up as the narrow kernel does."""
-    together: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
-    ways = folded(gl.convert_layout(gl.reshape(squares, [S, RUNS]), together))
-    square = added_up(gl.reshape(ways, [1, S]))
-    gl.store(to + gl.arange(0, 1, layout=square.type.layout), root_scale(square, K, eps))
 
 
 @gluon.jit
@@ -59,7 +35,6 @@ def norm_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    REGROUP: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
@@ -74,9 +49,6 @@ def norm_kernel(
     row = gl.program_id(0).to(gl.int64)
     here = x_ptr + row * (K // 2)
     there = out_ptr + row * (K // 2)
-    to = of
-    if REGROUP:
-        to = regrouped(of)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -88,39 +60,23 @@ def norm_kernel(
             xs = xs + (gl.load(here + (of + i * STEP), mask=within, other=0),)
             gs = gs + (gl.load(gamma_ptr + (of + i * STEP), mask=within, other=0),)
         for i in gl.static_range(len(xs)):
-            place = (first + i) * STEP
             total = add_squares(total, xs[i], DTYPE)
-            gl.store(there + (to + place), times_gamma(xs[i], gs[i], DTYPE), mask=of + place < K // 2)
-    leave_factor(total, scale_ptr + row, eps, K, S, RUNS, WARPS)
-
-
-@gluon.jit
-def regroup_kernel(
-    x_ptr,  # int32 words [M, K / 2]
-    out_ptr,  # int32 words [M, K / 2]
-    K: gl.constexpr,
-    WORDS: gl.constexpr,
-    WARPS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """WORDS of a row."""
-    word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
-    row = gl.program_id(0).to(gl.int64) * (K // 2)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    words = gl.load(x_ptr + row + word, mask=word < K // 2, other=0)
-    gl.store(out_ptr + row + regrouped(word), words, mask=word < K // 2)
+            at = of + (first + i) * STEP
+            gl.store(there + at, times_gamma(xs[i], gs[i], DTYPE), mask=at < K // 2)
+    together: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
+    ways = folded(gl.convert_layout(gl.reshape(total, [S, RUNS]), together))
+    square = added_up(gl.reshape(ways, [1, S]))
+    at = gl.arange(0, 1, layout=square.type.layout)
+    gl.store(scale_ptr + row + at, root_scale(square, K, eps))
 
 
 def norm_rows(
-    x: Tensor, gamma: Tensor, eps: float, ways: int, slab: int, dtype: gl.dtype, pdl: bool, regroup: bool = False
+    x: Tensor, gamma: Tensor, eps: float, ways: int, slab: int, dtype: gl.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """x [M, K], gamma [K] -> (x * gamma [M, K] in x's dtype, fp32 [M] 1 / sqrt(mean(x^2) + eps)).
 
     Args:
         x, gamma: bf16 or fp16, contiguous. ways, slab: the split of K that the product will have.
-        regroup: x * gamma comes as `regroup` has it.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -130,25 +86,9 @@ def norm_rows(
         *(each.view(torch.int32) for each in (x, gamma, scaled)),
         factor,
         eps,
-        **{"K": k, "S": ways, "KT": slab, "REGROUP": regroup, "PDL": pdl, "DTYPE": dtype},
+        **{"K": k, "S": ways, "KT": slab, "PDL": pdl, "DTYPE": dtype},
         num_warps=max(1, ways * slab // 256),
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
     return scaled, factor
-
-
-def regroup(x: Tensor, pdl: bool) -> Tensor:
-    """x [M, K], 16-bit and contiguous, with what one product takes of a row side by side."""
-    rows, k = x.shape
-    out = torch.empty_like(x)
-    launch(
-        regroup_kernel,
-        (rows, triton.cdiv(k // 2, REGROUPED)),
-        x.view(torch.int32),
-        out.view(torch.int32),
-        **{"K": k, "WORDS": REGROUPED, "WARPS": REGROUPED // 128, "PDL": pdl},
-        num_warps=REGROUPED // 128,
-        launch_pdl=pdl,
-    )
-    return out

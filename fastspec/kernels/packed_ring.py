@@ -7,8 +7,8 @@ gives is left in `parts`, and `packed_sum` adds it up.
 
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
-products. What these four take of a row of x lies 8 bytes apart; x comes with it side by side (`packed_norm`), as warp
-groups read it out of shared memory.
+products. What these four take of a row of x lies apart; it comes side by side (`packed_sum`), as warp groups read
+it out of shared memory.
 """
 
 # mypy: disable-error-code="assignment"
@@ -28,7 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.packed_cluster import WORDS, place_of, steps_of
-from fastspec.kernels.packed_parts import addends, enter_keys, loaded_factor, settle_keys, write_tile
+from fastspec.kernels.packed_parts import (
+    addends,
+    column_layout,
+    enter_keys,
+    in_order,
+    root_scale,
+    row_factor,
+    settle_keys,
+    write_tile,
+)
 
 
 @gluon.constexpr_function
@@ -161,16 +170,26 @@ def _leave(accs, parts, way, first_row, M, N):
 
 
 @gluon.jit
+def _factor(squares_ptr, first_row, M, like, eps, K: gl.constexpr, S: gl.constexpr):
+    """`row_factor` of rows first_row and on, of which squares_ptr fp32 [S, M] has the sums of squares of each way."""
+    row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
+    ways = ()
+    for i in gl.static_range(S):
+        ways = ways + (gl.load(squares_ptr + (i * M + row), mask=row < M, other=0.0),)
+    return row_factor(root_scale(in_order(ways), K, eps), like)
+
+
+@gluon.jit
 def _end(
-    totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
-    GATED: gl.constexpr, REGROUP: gl.constexpr,
+    totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit,
+    K: gl.constexpr, S: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
     """What becomes of complete sums."""
     tile = gl.program_id(0)
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
-        if scale_ptr is not None:
-            total = total * loaded_factor(scale_ptr, first_row, M, total)
+        if squares_ptr is not None:
+            total = total * _factor(squares_ptr, first_row, M, total, eps, K, S)
         if keys_ptr is not None:
             enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
         else:
@@ -185,8 +204,9 @@ def _end(
 @gluon.jit
 def _multiply(
     xs, ws, full, free, first_row, way,
-    scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, limit,
-    EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
+    squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, eps, limit,
+    EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
+    GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     nil = M >> 31
@@ -202,7 +222,10 @@ def _multiply(
             for i in gl.static_range(len(accs)):
                 sums = sums + (totals[i] + accs[i],)
             totals = sums
-        _end(totals, first_row, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit, GATED, REGROUP)
+        _end(
+            *(totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit),
+            *(K, S, GATED, REGROUP),
+        )
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
@@ -210,7 +233,7 @@ def ring_kernel(
     x_desc,  # [M, K] by [GROUP, 64], regrouped
     rest_desc,  # the same by [REST, 64], or None
     weight_desc,  # int32 words [N / 16, K / 4, 32] by [R / 16, 16, 32]
-    scale_ptr,  # fp32 [M] or None: factors of the rows of x
+    squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
@@ -218,6 +241,7 @@ def ring_kernel(
     parts_ptr,  # fp32 [S, M, N] or None: where it is given nothing else is written
     M,
     N,
+    eps,
     limit,
     out_stride,
     K: gl.constexpr,
@@ -259,8 +283,8 @@ def ring_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                xs, ws, full, free, first_row, way, scale_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, limit, EACH, STEPS, WARPS, GATED, REGROUP,
+                xs, ws, full, free, first_row, way, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
+                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP,
             )),
             (_fetch, (
                 x_descs, weight_desc, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES,

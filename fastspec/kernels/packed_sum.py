@@ -1,7 +1,8 @@
-"""The end of a packed product whose ways were left apart: adds them up in order, then bias, residual, one rounding.
+"""What stands between packed products of many rows: ways added up, bias, residual, one rounding, the next one's norm.
 
-Where a norm and another product come next, the row is there already, and goes on normed and regrouped as
-`packed_norm.norm_rows` would leave it, to the same bits.
+Where a norm and a product come next, rows go on times gamma and regrouped, as the ring's kernel reads them; the factors
+of rows come of the sums of squares that each way of that product has, to the bits of `packed_norm`. So a program has
+what one way will multiply of a row, and rows need not be few programs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -17,42 +18,56 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
-from fastspec.kernels.packed_norm import leave_factor
-from fastspec.kernels.packed_parts import add_squares, in_order, no_squares, regrouped, times_gamma
+from fastspec.kernels.packed_parts import (
+    add_squares,
+    folded,
+    in_order,
+    no_squares,
+    regrouped,
+    root_scale,
+    times_gamma,
+)
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
-ROW_WARPS = 16  # of one that norms a row, at most
 
 
 @gluon.jit
 def _sums(
-    parts_ptr, scale_ptr, bias_ptr, residual_ptr, row, n, M, N: gl.constexpr, S: gl.constexpr
+    parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M, N: gl.constexpr, WAYS: gl.constexpr
 ):  # fmt: skip
-    """fp32 sums of columns n of a row with all that belongs to them; zeros from N on."""
+    """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there."""
+    at = row.to(gl.int64) * N + n
     ways = ()
-    for i in gl.static_range(S):
-        ways = ways + (gl.load(parts_ptr + ((i * M + row).to(gl.int64) * N + n), mask=n < N, other=0.0),)
-    total = in_order(ways)
-    if scale_ptr is not None:
-        total = total * gl.load(scale_ptr + row)
-    if bias_ptr is not None:
-        total += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+    for i in gl.static_range(WAYS):
+        ways = ways + (gl.load(parts_ptr + ((i * M + row).to(gl.int64) * N + n), mask=there, other=0.0),)
     if residual_ptr is not None:
-        total += gl.load(residual_ptr + (row.to(gl.int64) * N + n), mask=n < N, other=0.0).to(gl.float32)
-    return total
+        residual = gl.load(residual_ptr + at, mask=there, other=0.0).to(gl.float32)
+    if WAYS > 0:
+        total = in_order(ways)
+        if factor is not None:
+            total = total * factor
+        if bias_ptr is not None:
+            total += gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
+        if residual_ptr is not None:
+            total += residual
+        return total
+    else:
+        return residual
 
 
 @gluon.jit(do_not_specialize=["M"])
 def sum_kernel(
-    parts_ptr,  # fp32 [S, M, N]
-    scale_ptr,  # fp32 [M] or None
+    parts_ptr,  # fp32 [WAYS, M, N]
+    squares_ptr,  # fp32 [WAYS, M] or None: see `row_kernel`
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, N] or None
     out_ptr,  # [M, N]
+    eps,
     M,
     N: gl.constexpr,
-    S: gl.constexpr,
+    K: gl.constexpr,  # of the norm
+    WAYS: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -63,107 +78,135 @@ def sum_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, scale_ptr, bias_ptr, residual_ptr, row, n, M, N, S)
+    factor = None
+    if squares_ptr is not None:
+        squares = ()
+        for i in gl.static_range(WAYS):
+            squares = squares + (gl.load(squares_ptr + (i * M + row)),)
+        factor = root_scale(in_order(squares), K, eps)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-@gluon.constexpr_function
-def _room(K, S, KT):
-    """Words of a row, up to a power of two, and of whole slabs."""
-    return max(1 << (K // 2 - 1).bit_length(), S * KT // 2)
-
-
 @gluon.jit(do_not_specialize=["M"])
-def sum_norm_kernel(
-    parts_ptr,  # fp32 [WAYS, M, K]
+def row_kernel(
+    parts_ptr,  # fp32 [WAYS, M, K], or None: residual is all there is
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
-    out_ptr,  # [M, K]: the sums
-    gamma_ptr,  # int32 words [K / 2]
-    normed_ptr,  # int32 words [M, K / 2], regrouped: the sums * gamma
-    factor_ptr,  # fp32 [M]
-    eps,
+    out_ptr,  # [M, K], the sums, or None
+    gamma_ptr,  # int32 words [K / 2], or None
+    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped
+    squares_ptr,  # fp32 [S, M]: of the sums, by ways of the product behind; None as gamma_ptr
     M,
     WAYS: gl.constexpr,  # of the product before
     K: gl.constexpr,
     S: gl.constexpr,  # of the product behind
     KT: gl.constexpr,
+    ROOM: gl.constexpr,  # words, a power of two
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """A row."""
-    RUNS: gl.constexpr = KT // 8  # in a slab: what one lane of the product loads at once
-    STEP: gl.constexpr = S * KT // 2  # words
-    ROOM: gl.constexpr = _room(K, S, KT)
-    row = gl.program_id(0)
-    n = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    """What one way of the product behind multiplies of a row."""
+    SLAB: gl.constexpr = KT // 2  # words
+    way, row = gl.program_id(0), gl.program_id(1)
+    word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    place = word // SLAB * (S * SLAB) + way * SLAB + word % SLAB
+    i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    n = i // KT * (S * KT) + way * KT + i % KT
+    words_at = row.to(gl.int64) * (K // 2)
+    if gamma_ptr is not None:
+        gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, None, bias_ptr, residual_ptr, row, n, M, K, WAYS).to(DTYPE)
-    gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS).to(DTYPE)
+    if out_ptr is not None:
+        gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
-    words = (high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)
-    word = gl.arange(0, ROOM, layout=words.type.layout)
-    gamma = gl.load(gamma_ptr + word, mask=word < K // 2, other=0)
-    to = normed_ptr + (row.to(gl.int64) * (K // 2) + regrouped(word))
-    gl.store(to, times_gamma(words, gamma, DTYPE), mask=word < K // 2)
-
-    row_of_words = gl.allocate_shared_memory(gl.int32, [ROOM], gl.SwizzledSharedLayout(1, 1, 1, [0]), words)
-    lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    squares = no_squares(gl.full([S * RUNS, 4], 0, gl.int32, layout=lanes))
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    for first in gl.static_range(0, (K // 2 + STEP - 1) // STEP * STEP, STEP):
-        some = gl.reshape(row_of_words.slice(first, STEP).load(flat), [S * RUNS, 4])
-        squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
-    leave_factor(squares, factor_ptr + row, eps, K, S, RUNS, WARPS)
+    words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
+    if gamma_ptr is None:
+        gl.store(given_ptr + (words_at + regrouped(place)), words, mask=place < K // 2)
+    else:
+        normed = times_gamma(words, gamma, DTYPE)
+        gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2)
+        mine = gl.allocate_shared_memory(gl.int32, [ROOM], gl.SwizzledSharedLayout(1, 1, 1, [0]), words)
+        lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+        squares = no_squares(gl.full([SLAB // 4, 4], 0, gl.int32, layout=lanes))
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+        for first in gl.static_range(0, (K // 2 + S * SLAB - 1) // (S * SLAB) * SLAB, SLAB):
+            some = gl.reshape(mine.slice(first, SLAB).load(flat), [SLAB // 4, 4])
+            squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
+        together: gl.constexpr = gl.BlockedLayout([1, SLAB // 4], [1, 32], [1, WARPS], [1, 0])
+        square = folded(gl.convert_layout(gl.reshape(squares, [1, SLAB // 4]), together))
+        gl.store(squares_ptr + (way * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
 
 
 def add_up(
-    parts: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, pdl: bool
+    parts: Tensor,
+    squares: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    pdl: bool,
 ) -> None:
-    """out [M, N] = rounded(the sum of parts fp32 [S, M, N], in order, * scale [M] + bias [N] + residual [M, N])."""
+    """out [M, N] = rounded(sum of parts fp32 [S, M, N], in order, * factors of rows [M] + bias [N] + residual [M, N]).
+
+    Args:
+        squares: fp32 [S, M], what `given_rows` returns; None for no factors.
+        norm: that they belong to.
+    """
     ways, rows, n = parts.shape
+    k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
     launch(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
-        *(parts, scale, bias, residual, out, rows),
-        **{"N": n, "S": ways, "COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
+        *(parts, squares, bias, residual, out, eps, rows),
+        **{"N": n, "K": k, "WAYS": ways, "COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
 
 
-def add_up_and_norm(
-    parts: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: tuple[Tensor, float],
+def given_rows(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
     split: tuple[int, int],
     dtype: gl.dtype,
     pdl: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `add_up` gives, [M, K] as residual, and what `norm_rows` makes of it for a product: regrouped, and factors.
+    parts: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows for a product of the ring's kernel.
 
     Args:
-        parts: fp32 [S, M, K].
-        norm: weight [K] and epsilon.
-        split: ways and slab of the product that comes next.
-        dtype: of residual, in Gluon's terms.
+        x: [M, K], 16-bit and contiguous.
+        norm: weight [K] and epsilon; None for rows as they are.
+        split: ways and slab of the product.
+        dtype: of x, in Gluon's terms.
+        parts: fp32 [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
+
+    Returns:
+        x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
     """
-    ways, rows, k = parts.shape
-    warps = min(ROW_WARPS, max(4, triton.next_power_of_2(k) // 256))  # 8 columns to a thread
-    out, normed = torch.empty_like(residual), torch.empty_like(residual)
-    factor = residual.new_empty(rows, dtype=torch.float32)
+    rows, k = x.shape
+    ways, slab = split
+    given = torch.empty_like(x)
+    out = x if parts is None else torch.empty_like(x)
+    squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
+    room = triton.next_power_of_2(triton.cdiv(k, ways * slab)) * slab // 2
+    warps = min(8, max(1, room // 128))
+    gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
-        sum_norm_kernel,
-        (rows,),
-        *(parts, bias, residual, out, norm[0].view(torch.int32), normed.view(torch.int32), factor, norm[1], rows),
-        **{"WAYS": ways, "K": k, "S": split[0], "KT": split[1], "WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        row_kernel,
+        (ways, rows),
+        *(parts, bias, x, None if parts is None else out, gamma, given.view(torch.int32), squares, rows),
+        **{"WAYS": 0 if parts is None else parts.shape[0], "K": k, "S": ways, "KT": slab, "ROOM": room},
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
-    return out, normed, factor
+    return out, given, squares

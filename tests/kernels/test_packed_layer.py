@@ -42,12 +42,18 @@ def a_layer(
     return SimpleNamespace(**dict(zip(names, [*norms, *o, *gate_up, *down, *fed], strict=True)))
 
 
-def both(packed: Any, layers: list[SimpleNamespace], rows: int, device: str, pdl: bool) -> list[Tensor]:
+def inputs(layer: SimpleNamespace, rows: int) -> tuple[Tensor, Tensor]:
+    """What attention left, and the residual stream, [1, rows, ...]."""
+    hidden, heads = packing.unpack(layer.o).shape
+    like = layer.input_norm
+    widths = (heads, hidden)
+    attended, x = (product_case(rows, 16, width, like.dtype, str(like.device), seed=width)[0][None] for width in widths)
+    return attended, x
+
+
+def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor, pdl: bool) -> list[Any]:
     """(x, qkv) of the chain and of products one by one, for layers one and two of which the second may be missing."""
-    hidden, heads = packing.unpack(layers[0].o).shape
-    dtype = layers[0].input_norm.dtype
-    x, attended = (product_case(rows, 16, width, dtype, device, seed=width)[0] for width in (hidden, heads))
-    x, attended = x.view(1, rows, hidden), attended.view(1, rows, heads)
+    rows = x.shape[1]
     following = layers[1] if len(layers) > 1 else None
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
@@ -70,7 +76,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
             monkeypatch.setattr(packed.launch, "ONE_EACH", 132 if many > 256 else 2)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
-                x, qkv, wanted_x, wanted_qkv = both(packed, some, rows, "cpu", True)
+                x, qkv, wanted_x, wanted_qkv = both(packed, some, *inputs(layers[0], rows), True)
                 assert torch.equal(x, wanted_x)
                 assert (qkv is None) == (wanted_qkv is None) == (len(some) == 1)
                 assert qkv is None or torch.equal(qkv, wanted_qkv)
@@ -102,14 +108,15 @@ def test_real_sizes_on_a_gpu(hidden: int, inner: int, heads: int, qkv: int) -> N
     packed = SimpleNamespace(layer=packed_layer, linear=packed_linear)
     layers = [a_layer(hidden, inner, heads, qkv, "cuda", seed, torch.bfloat16, seed == 0) for seed in range(2)]
     for rows in (17, 40, 64, 100, 160):
-        x, fed, wanted_x, wanted_fed = both(packed, layers, rows, "cuda", False)
+        given = inputs(layers[0], rows)
+        x, fed, wanted_x, wanted_fed = both(packed, layers, *given, False)
         assert torch.equal(x, wanted_x), rows
         assert torch.equal(fed, wanted_fed), rows
-        both(packed, layers, rows, "cuda", True)
+        both(packed, layers, *given, True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            again = both(packed, layers, rows, "cuda", True)
+            again = both(packed, layers, *given, True)
         for _ in range(50):
             graph.replay()
             assert torch.equal(again[0], wanted_x), rows

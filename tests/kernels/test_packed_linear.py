@@ -324,7 +324,7 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
     kernels = {"narrow_kernel", "norm_kernel"}
-    kernels |= {"ring_kernel", "regroup_kernel", "sum_kernel"} if arch == 90 else {"wide_kernel"}
+    kernels |= {"ring_kernel", "row_kernel", "sum_kernel"} if arch == 90 else {"wide_kernel"}
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] <= (SPILLED if report["kernel"] == "ring_kernel" else 0), report
