@@ -96,9 +96,7 @@ def fragment_kernel(
     STEPS: gl.constexpr = SPLIT // BLOCK
     FIRST: gl.constexpr = min(AHEAD, STEPS)
     mma: gl.constexpr = operands(S)
-    # splits that no row reaches come first: their programs end before the kernel in front of this one does
-    splits = gl.num_programs(1)
-    split = splits - 1 - gl.program_id(1)
+    split, splits = gl.program_id(1), gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + R - 1) // R
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
