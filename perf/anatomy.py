@@ -17,7 +17,7 @@ from perf.trace import steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
-    ("norm", ("norm", "row_kernel")),
+    ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "flash", "attend", "stream_kernel", "gather_kernel", "rotate", "fmha")),
     ("verify", ("verify", "_end_kernel")),

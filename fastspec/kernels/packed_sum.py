@@ -59,7 +59,7 @@ def _sums(
 @gluon.jit(do_not_specialize=["M"])
 def sum_kernel(
     parts_ptr,  # fp32 [WAYS, M, N]
-    squares_ptr,  # fp32 [WAYS, M] or None: see `row_kernel`
+    squares_ptr,  # fp32 [WAYS, M] or None: see `given_kernel`
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, N] or None
     out_ptr,  # [M, N]
@@ -89,7 +89,7 @@ def sum_kernel(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def row_kernel(
+def given_kernel(
     parts_ptr,  # fp32 [WAYS, M, K], or None: residual is all there is
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
@@ -200,7 +200,7 @@ def given_rows(
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
-        row_kernel,
+        given_kernel,
         (ways, rows),
         *(parts, bias, x, None if parts is None else out, gamma, given.view(torch.int32), squares, rows),
         **{"WAYS": 0 if parts is None else parts.shape[0], "K": k, "S": ways, "KT": slab, "ROOM": room},
