@@ -46,6 +46,7 @@ from fastspec.kernels.attend_fragment_rows import (
     slots_of,
     turned,
 )
+from fastspec.kernels.gluon_names import thread_barrier
 
 
 @gluon.constexpr_function
@@ -166,7 +167,7 @@ def fragment_kernel(
     flat: gl.constexpr = gl.SliceLayout(0, right)
     q1, _a = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q1, (1, 0)), flat), 0), everywhere)
     q2, _b = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q2, (1, 0)), flat), 0), everywhere)
-    gl.thread_barrier()  # what other threads stored is read below
+    thread_barrier()  # what other threads stored is read below
     old_keys, old_values, keys, values = keys, values, (), ()
     for i in gl.static_range(FIRST):
         keys += (keys_at(places[i], fresh, stop, old_keys[i], HALF),)
@@ -201,11 +202,11 @@ def fragment_kernel(
     keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
     group = split // FAN
     begin, end = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
-    gl.thread_barrier()  # the counter is raised by one thread, for all
+    thread_barrier()  # the counter is raised by one thread, for all
     if gl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
         return
     gl.store(count_ptr + 1 + group, 0)
-    gl.thread_barrier()
+    thread_barrier()
     only = first // FAN == last // FAN
     row_start, row_stop = tile * R, gl.minimum(rows, tile * R + R)
     combine(
@@ -214,11 +215,11 @@ def fragment_kernel(
     )  # fmt: skip
     if only:
         return
-    gl.thread_barrier()
+    thread_barrier()
     if gl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
         return
     gl.store(count_ptr, 0)
-    gl.thread_barrier()
+    thread_barrier()
     combine(
         mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
         row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,

@@ -48,6 +48,7 @@ from fastspec.kernels.attend_stream_parts import (
     value_values,
     words_of,
 )
+from fastspec.kernels.gluon_names import thread_barrier
 
 EIGHT = gl.constexpr(8)  # rows of a group: the columns of a product
 
@@ -172,7 +173,7 @@ def stream_kernel(
             num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-    gl.thread_barrier()  # what other threads stored is read below
+    thread_barrier()  # what other threads stored is read below
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S)
     values = load_values(value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     k_page = k_next

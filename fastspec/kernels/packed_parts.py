@@ -11,6 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fastspec.kernels.gluon_names import thread_barrier
+
 
 @gluon.jit
 def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
@@ -281,7 +283,7 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit):
 def settle_keys(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
     """In the last program of a launch: keys become tokens, and all is zero again for the next launch."""
     # every warp's maxima are in place before one thread counts this program as done
-    gl.thread_barrier()
+    thread_barrier()
     done = gl.atomic_add(keys_ptr + 64, 1, sem="acq_rel")
     if done == gl.num_programs(0) * gl.num_programs(1) - 1:
         row = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [warps], [0]))

@@ -21,12 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.gluon_names import load_block
 from fastspec.kernels.packed_cluster import WORDS, place_of, steps_of
 from fastspec.kernels.packed_parts import (
     addends,
@@ -78,7 +78,7 @@ def _ask_for_weights(
     slot = step % ws.shape[0]
     block = [gl.program_id(0) * ws.shape[1], (way * SLAB + place_of(step, STEPS, SLAB, S)) // 2, 0]
     mbarrier.expect(full.index(slot), BYTES)
-    tma.async_copy_global_to_shared(weight_desc, block, full.index(slot), ws.index(slot))
+    load_block(weight_desc, block, full.index(slot), ws.index(slot))
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _ask_for_rows(
     slot = step % xs[0].shape[0]
     at = 2 * (way * SLAB + place_of(step, STEPS, SLAB, S))
     for i in gl.static_range(len(xs)):
-        tma.async_copy_global_to_shared(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
+        load_block(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
         first_row += xs[i].shape[1]
 
 

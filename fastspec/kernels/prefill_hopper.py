@@ -20,13 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fastspec.kernels.device import described
 from fastspec.kernels.device import launch as start
+from fastspec.kernels.gluon_names import REINTERPRETS, load_block, thread_barrier
 
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
 
@@ -60,18 +60,22 @@ def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: g
 def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
     """Starts the copies of one step's x and weights into a slot of the ring."""
     mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
-    tma.async_copy_global_to_shared(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
+    load_block(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
     for half in gl.static_range(2):
         block = [n // 16, (2 * step + half) * 8, 0]
-        tma.async_copy_global_to_shared(weight_desc, block, full.index(slot), ws.index(slot * 2 + half), pred=there)
+        load_block(weight_desc, block, full.index(slot), ws.index(slot * 2 + half), pred=there)
 
 
 @gluon.jit
 def _multiply(out, x, ws, slot):
     """out += x [ROWS, 64] times a slot's weights, as two products of depth 32."""
     columns: gl.constexpr = out.shape[1]
+    lay: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     for half in gl.static_range(2):
-        rows = ws.index(slot * 2 + half)._reinterpret(ws.dtype, [columns, 32], gl.NVMMASharedLayout(64, 16, 2))
+        if REINTERPRETS:
+            rows = ws.index(slot * 2 + half).reinterpret(ws.dtype, [columns, 32], lay)
+        else:
+            rows = ws.index(slot * 2 + half)._reinterpret(ws.dtype, [columns, 32], lay)
         out = warpgroup_mma(x.slice(32 * half, 32, 1), rows.permute((1, 0)), out, is_async=True)
     return out
 
@@ -175,7 +179,7 @@ def _hopper_kernel(
             out = _multiply(out, xs.index(slot), ws, slot)
             # all but this step's products are done, and after the barrier those of every warp: the slot before is free
             out = warpgroup_mma_wait(2, deps=(out,))
-            gl.thread_barrier()
+            thread_barrier()
             free = (at + STAGES - 1) % STAGES
             _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
             ahead_step += 1

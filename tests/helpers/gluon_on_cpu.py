@@ -105,9 +105,6 @@ class _Language:
     def inline_asm_elementwise(self, *args: object, **options: object) -> None:
         """A prefetch, which changes nothing."""
 
-    def thread_barrier(self) -> None:
-        tl.debug_barrier()
-
     def layout(self, *args: object, **options: object) -> None:
         """Any layout."""
 
@@ -124,11 +121,18 @@ def product(a: Any, b: Any, acc: Any) -> Any:
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
+@triton.jit
+def thread_barrier() -> None:
+    """Until every thread of a program is here."""
+    tl.debug_barrier()
+
+
 def interpreted(*stems: str) -> ModuleType:
     """One module with the content of these files of fastspec/kernels, of which each may import from those before it."""
     folder = Path(fastspec.kernels.__file__).parent
     text = "\n".join(_translated((folder / f"{stem}.py").read_text(encoding="utf-8")) for stem in stems)
-    head = f"import triton\nimport triton.language as tl\nfrom {__name__} import gl, gluon, product as mma_v2\n"
+    head = "import triton\nimport triton.language as tl\n"
+    head += f"from {__name__} import gl, gluon, product as mma_v2, thread_barrier\n"
     path = Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stems)}.py"  # a file: the interpreter reads the source
     path.write_text(head + text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -265,7 +265,6 @@ def _language() -> ModuleType:
         "load": load,
         "store": store,
         "inline_asm_elementwise": assembly,
-        "thread_barrier": lambda: None,
         "allocate_shared_memory": shared,
         "warp_specialize": specialized,
         "atomic_max": lambda at, value, mask=None, sem=None: atomic(at, value, np.maximum, mask),
@@ -294,7 +293,6 @@ def _stand_ins() -> dict[str, ModuleType]:
     hopper.warpgroup_mma = group_mma  # type: ignore[attr-defined]
     hopper.warpgroup_mma_wait = lambda pending, deps: deps  # type: ignore[attr-defined]
     hopper.fence_async_shared = lambda: None  # type: ignore[attr-defined]
-    hopper.tma = SimpleNamespace(async_copy_global_to_shared=engine_copy)  # type: ignore[attr-defined]
     hopper.mbarrier = SimpleNamespace(  # type: ignore[attr-defined]
         MBarrierLayout=BarrierLayout,
         init=lambda barrier, count: None,
@@ -303,6 +301,8 @@ def _stand_ins() -> dict[str, ModuleType]:
         wait=Barrier.wait,
     )
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
+    names = ModuleType("names")
+    names.load_block, names.thread_barrier = engine_copy, lambda: None  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()  # type: ignore[attr-defined]
@@ -314,6 +314,7 @@ def _stand_ins() -> dict[str, ModuleType]:
         "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.language.extra.cuda": cuda,
+        "fastspec.kernels.gluon_names": names,
     }
 
 
