@@ -90,16 +90,15 @@ def place_of(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def handed_over(accs, base, first, M, S: gl.constexpr):
-    """Stores a program's partial tiles [C, R, GROUP] at base[group, first + c, m, r], for S ways in all."""
-    C: gl.constexpr = accs[0].shape[0]
+def handed_over(accs, base, M):
+    """Stores each program's partial tiles [1, R, GROUP] of [S, R, GROUP] at base[group, s, m, r]."""
+    S: gl.constexpr = accs[0].shape[0]
     R: gl.constexpr = accs[0].shape[1]
     GROUP: gl.constexpr = accs[0].shape[2]
     mma: gl.constexpr = accs[0].type.layout
-    c = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
+    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
-    s = first + c
     for i in gl.static_range(len(accs)):
         gl.store(base + (i * S + s) * (GROUP * R) + m * R + r, accs[i], mask=i * GROUP + m < M)
 

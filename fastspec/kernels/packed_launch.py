@@ -89,6 +89,7 @@ class Ring:
 
 
 Tile = Narrow | Wide | Ring
+Norm = tuple[Tensor, float]  # weight [K] and epsilon
 
 # by (N, K)
 SPLITS = {
@@ -198,16 +199,11 @@ class Call:
     weight: Tensor
     out: Tensor
     bias: Tensor | None = None
-    norm: tuple[Tensor, float] | None = None
+    norm: Norm | None = None
     residual: Tensor | None = None
     keys: Tensor | None = None
     limit: int = 0
     gated: bool = False
-
-
-def _turns(k: int, split: Split, depth: int) -> int:
-    """Turns of `depth` steps in one way through K."""
-    return int(triton.cdiv(triton.cdiv(k, split.ways * split.slab) * (split.slab // STEP), depth))
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
@@ -217,7 +213,8 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None, call.gated)
     split = split_of(n, k)
     if isinstance(tile, Ring):
-        _run_ring(tile, split, call, pdl)
+        _, given, squares = given_to(call.weight, call.x, call.norm, pdl)
+        whole_ring(tile, replace(call, x=given), squares, pdl)
         return
     gamma = scale = None
     if call.norm is not None and isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS:
@@ -245,17 +242,23 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     if tile.cluster > 1:
         size = tile.cluster * tile.groups * tile.rows * tile.weight_rows
         parts = call.x.new_empty(grid[0] * grid[1] * size, dtype=torch.float32)
-    turns = _turns(k, split, tile.depth)
+    turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
     shape |= {"C": tile.cluster, "GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps, "num_ctas": tile.cluster}
     launch(wide_kernel, grid, *words, *ends, parts, rows, n, *numbers, turns, **shape, **options)
 
 
-def _run_ring(tile: Ring, split: Split, call: Call, pdl: bool) -> None:
-    """A product by the ring's kernel, before it what puts x in order, and behind it what adds up its ways."""
-    kind = GLUON_TYPE[call.x.dtype]
-    _, given, squares = given_rows(call.x, call.norm, (split.ways, split.slab), kind, pdl)
-    parts = ring(tile, replace(call, x=given), squares, pdl)
+def given_to(
+    weight: Tensor, x: Tensor, norm: Norm | None, pdl: bool, parts: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`given_rows` for a product of the ring's kernel with `weight`."""
+    split = split_of(weight.shape[0] * 16, weight.shape[1] * 32)
+    return given_rows(x, norm, (split.ways, split.slab), GLUON_TYPE[x.dtype], pdl, parts, bias)
+
+
+def whole_ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool) -> None:
+    """`ring`, and behind it what adds up ways that were left apart."""
+    parts = ring(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
@@ -264,7 +267,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     """Launches the ring's kernel.
 
     Args:
-        call: x as `given_rows` makes it for this product.
+        call: x as `given_to` makes it.
         squares: what comes with it.
         regroup_out: the result is regrouped as x is.
 
@@ -275,23 +278,18 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     n = call.weight.shape[0] * 16
     split = split_of(n, k)
     parts = call.x.new_empty(split.ways, rows, n, dtype=torch.float32) if tile.apart else None
-    count = triton.cdiv(n, tile.weight_rows)
-    grid = (count, triton.cdiv(rows, tile.rows + tile.rest), split.ways if tile.apart else 1)
+    blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
+    eps = 0.0 if call.norm is None else call.norm[1]
+    stride = 0 if call.keys is None else call.out.stride(0)
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
     launch(
         ring_kernel,
-        grid,
+        (*blocks, split.ways if tile.apart else 1),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         described(words, [tile.weight_rows // 16, 16, 32]),
         *(squares, call.bias, call.residual, call.out, call.keys, parts),
-        *(
-            rows,
-            n,
-            0.0 if call.norm is None else call.norm[1],
-            call.limit,
-            0 if call.keys is None else call.out.stride(0),
-        ),
+        *(rows, n, eps, call.limit, stride),
         **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows},
         **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
         **{"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},

@@ -8,13 +8,20 @@ wants it: sums, residual and norm are one kernel, and gated products are written
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fastspec.kernels.packed_launch import GLUON_TYPE, Call, Ring, capability_of, ring, split_of, tile_of
-from fastspec.kernels.packed_sum import add_up, given_rows
+from fastspec.kernels.packed_launch import (
+    GLUON_TYPE,
+    Call,
+    Norm,
+    Ring,
+    capability_of,
+    given_to,
+    ring,
+    tile_of,
+    whole_ring,
+)
 from fastspec.kernels.reference_layer import Layer
 
 
@@ -30,7 +37,7 @@ def between(
     """As `reference.between`, for weights and rows that are `in_a_ring`."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     rows = len(x)
-    _, given, _ = given_rows(attended.reshape(rows, -1).contiguous(), None, *_for(layer.o), pdl)
+    _, given, _ = given_to(layer.o, attended.reshape(rows, -1).contiguous(), None, pdl)
     post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] * 8)
     x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
     call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
@@ -39,47 +46,29 @@ def between(
         return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
     norm, qkv = (following.input_norm, eps), x.new_empty(rows, following.qkv.shape[0] * 16)
     x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, following.qkv, pdl)
-    parts = ring(_tile(following.qkv, rows), Call(given, following.qkv, qkv, following.qkv_bias, norm), squares, pdl)
-    if parts is not None:
-        add_up(parts, squares, norm, following.qkv_bias, None, qkv, pdl)
+    call = Call(given, following.qkv, qkv, following.qkv_bias, norm)
+    whole_ring(_tile(following.qkv, rows), call, squares, pdl)
     return x.view(shape), qkv.view(*shape[:-1], -1)
 
 
-def _shape(weight: Tensor) -> tuple[int, int]:
-    return weight.shape[0] * 16, weight.shape[1] * 32
-
-
 def _tile(weight: Tensor, rows: int, gated: bool = False) -> Ring:
-    return tile_of(*_shape(weight), rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
-
-
-def _for(weight: Tensor) -> tuple[tuple[int, int], Any]:
-    """What `given_rows` asks of the product that comes."""
-    split = split_of(*_shape(weight))
-    return (split.ways, split.slab), GLUON_TYPE[weight.dtype]
+    n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    return tile_of(n, k, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
 
 
 def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
     """residual + the product with `given` rows [+ bias]."""
     out = torch.empty_like(residual)
-    parts = ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
-    if parts is not None:
-        add_up(parts, None, None, bias, residual, out, pdl)
+    whole_ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
     return out
 
 
 def _added(
-    given: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: tuple[Tensor, float],
-    following: Tensor,
-    pdl: bool,
+    given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, following: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`_summed`, and what `given_rows` makes of it for a product with `following`."""
+    """`_summed`, and what `given_to` makes of it for a product with `following`."""
     tile = _tile(weight, len(given))
     if not tile.apart:
-        return given_rows(_summed(given, weight, bias, residual, pdl), norm, *_for(following), pdl)
+        return given_to(following, _summed(given, weight, bias, residual, pdl), norm, pdl)
     parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
-    return given_rows(residual, norm, *_for(following), pdl, parts, bias)
+    return given_to(following, residual, norm, pdl, parts, bias)

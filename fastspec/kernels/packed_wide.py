@@ -268,7 +268,7 @@ def wide_kernel(
         block = (gl.program_id(1) * gl.num_programs(0) + tile) * GROUPS
         base = parts_ptr + block.to(gl.int64) * SIZE
         like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=share_layout(S, R, GROUP, WARPS))
-        handed_over(totals, base, 0, M - first_row, S)
+        handed_over(totals, base, M - first_row)
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
         if C == 1:

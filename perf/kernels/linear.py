@@ -172,10 +172,8 @@ def heads(model: str) -> list[Product]:
 
 def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """For `python -m perf kernels`."""
-    ceiling, counts = (
-        timing.read_ceiling(device=device),
-        [1, 5] if quick else [1, 2, 5, 8, 16, 24, 32, 40, 64, 128, 160],
-    )
+    ceiling = timing.read_ceiling(device=device)
+    counts = [1, 5] if quick else [1, 2, 5, 8, 16, 24, 32, 40, 64, 128, 160]
     for model in MODELS:
         for product in [*MODELS[model][1], *heads(model)]:
             if all(right(product, count) for count in counts):
