@@ -16,9 +16,10 @@ A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds q
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
-`uses_fragments` names runs as attend_fragments.py, which does the same out of registers, or in long caches as
-attend_stream.py, by way of attend_long.py; `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in
-one launch (rope.py) and attends in a second (paged_attention.py).
+`uses_fragments` names does the same out of registers: by way of attend_short.py as attend_fragments.py or, with several
+splits to a program, as attend_batch.py; in long caches by way of attend_long.py as attend_stream.py. `_decode_kernel`
+here is for all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second
+(paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
@@ -28,7 +29,7 @@ writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
-product ends; a stale peek prefetches the wrong lines and changes nothing. The other two take them for good, and K and V
+product ends; a stale peek prefetches the wrong lines and changes nothing. The others take them for good, and K and V
 of earlier passes with them: `attend` says what that asks of its caller.
 """
 
@@ -43,9 +44,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels import attend_long
-from fastspec.kernels.attend_fragment_parts import KEYS
-from fastspec.kernels.attend_fragments import fragment_kernel
+from fastspec.kernels import attend_long, attend_short
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.kernels.paged_attention import LOG2E, MAX_REGISTERS, Launch, check_cache, paged_attention
@@ -67,9 +66,7 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
-FRAGMENT_DIMS = (64, 128)  # head_dim that attend_fragments.py is used for
-FRAGMENT_WARPS = 8  # along the keys; part of what the bits of a row depend on
-FRAGMENT_MANY, FRAGMENT_MANY_REGISTERS = 128, 128  # from so many tiles on two programs share a multiprocessor
+FRAGMENT_DIMS = (64, 128)  # head_dim that attend_short.py and attend_long.py are used for
 
 
 @triton.jit(
@@ -315,23 +312,9 @@ def attend(
 
 
 def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether a model's decoding passes run as attend_fragments.py, from sm_90 on: never by what a pass holds."""
+    """Whether a model's decoding passes run out of registers, from sm_90 on: never by what a pass holds."""
     fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS
     return fits and has_pdl(device)
-
-
-def fragment_launch(num_rows: int, dim: int, split_keys: int, pairs: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """(constants, options) of attend_fragments.py; all give a row the same bits.
-
-    Args:
-        num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
-    """
-    rows = 8 if num_rows <= 8 else 16
-    ahead = 1 if rows * dim >= 2048 else 2  # as far as registers go
-    constants = {"SPLIT": split_keys, "D": dim, "R": rows, "S": FRAGMENT_WARPS, "AHEAD": ahead}
-    # of larger splits a program has several blocks in flight, and half the registers do not hold them
-    many = pairs * triton.cdiv(num_rows, rows) >= FRAGMENT_MANY and split_keys <= FRAGMENT_WARPS * KEYS.value
-    return constants, {"num_warps": FRAGMENT_WARPS, "maxnreg": FRAGMENT_MANY_REGISTERS if many else MAX_REGISTERS}
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -357,31 +340,33 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         _check_room(work, 0, row_size * splits if splits > 1 else 0)
         attend_long.stream(tensors, out, work.partials, sizes, splits, window, pdl)
         return out
-    kernel: Any = fragment_kernel if fragments else _decode_kernel
-    if fragments:
-        constants, options = fragment_launch(num_queries * group, dim, work.split_keys, batch * kv_heads)
-        rows = constants["R"]
-    else:
-        constants, options = tile_launch(qkv.dtype, dim)
-        constants["NORM"], rows = q_norm is not None, constants["ROWS"]
-        sizes = (work.split_keys, *sizes)
     splits = triton.cdiv(room, work.split_keys)
     groups = triton.cdiv(splits, FAN.value)
-    tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
+    if fragments:
+        tiles = attend_short.tiles_of(num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
+    else:
+        constants, options = tile_launch(qkv.dtype, dim)
+        tiles = batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"])
     if splits > 1:
         _check_room(work, tiles * (1 + groups), row_size * (splits + groups))
+    if fragments:
+        given = (work.partials, work.counters, sizes, splits, work.split_keys, window, pdl)
+        attend_short.short(tensors, out, *given)
+        return out
     launch(
-        kernel,
+        _decode_kernel,
         (tiles, splits),
         *tensors,
         out,
         work.partials,
         work.counters,
+        work.split_keys,
         *sizes,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,
         GROUP=group,
         PAGE_SIZE=page_size,
+        NORM=q_norm is not None,
         PDL=pdl,
         enable_fp_fusion=False,
         **constants,

@@ -1,4 +1,4 @@
-"""Pieces of the kernel of attend_fragments.py: products over keys out of registers, and partial sums."""
+"""Pieces of the kernel of attend_fragments.py: products over keys out of registers, and what they leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 KEYS = gl.constexpr(16)  # keys of one warp's product
+EIGHT = gl.constexpr(8)  # rows of a group of queries: the columns of a product
 FAN = gl.constexpr(16)  # partial sums that one program adds up
+FEW = gl.constexpr(4)  # as many of them as short rows have
 
 
 @gluon.jit
@@ -28,9 +30,9 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def operands(S):
-    """Layout of scores [S, KEYS, R] and of out [S, D, R]: S warps along the keys."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
+def operands(WARPS):
+    """Layout of scores [S, KEYS, R] and of out [S, D, R]: a warp has every WARPS-th of the S."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -88,7 +90,7 @@ def places_of(
     S: gl.constexpr,
 ):
     """Where K [S, KEYS, D / 2] (first halves) and V [S, D, KEYS] of the keys first.. are, and which keys they are."""
-    kl: gl.constexpr = gl.DotOperandLayout(0, operands(S), 8)
+    kl: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps()), 8)
     s = _along(S, 0, kl)
     n = _along(KEYS, 1, kl)
     d = _along(D // 2, 2, kl)
@@ -138,9 +140,18 @@ def _rows_of_values(v, layout: gl.constexpr):
 
 
 @gluon.jit
+def queries_of(qs, G: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+    """Group G of the queries in shared memory [rows, HALF], as right operand [S, HALF, 8]."""
+    right: gl.constexpr = gl.DotOperandLayout(1, operands(gl.num_warps()), 8)
+    part = qs.slice(G * EIGHT, EIGHT).permute((1, 0)).load(gl.SliceLayout(0, right))
+    same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, HALF, EIGHT], part.dtype, right))
+    return same
+
+
+@gluon.jit
 def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
     """Scores [S, KEYS, R] of the keys first.., times log2(e); -inf where a row does not see a key."""
-    mma: gl.constexpr = operands(S)
+    mma: gl.constexpr = operands(gl.num_warps())
     scores = mma_v2(keys[0], q1, gl.zeros([S, KEYS, q1.shape[2]], gl.float32, mma))
     scores = mma_v2(keys[1], q2, scores) * scale
     s = _along(S, 0, mma)
@@ -154,7 +165,7 @@ def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.con
 @gluon.jit
 def advanced(top, totals, out, scores, v, S: gl.constexpr):
     """The online softmax (top, totals, out) with another block of keys."""
-    mma: gl.constexpr = operands(S)
+    mma: gl.constexpr = operands(gl.num_warps())
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
     shift = gl.where(new_top == -float("inf"), 0.0, new_top)
@@ -186,7 +197,7 @@ def together(top, total, out):
     weights = gl.exp2(top - gl.expand_dims(shift, 0))
     out = out * gl.expand_dims(weights, 1)
     lanes: gl.constexpr = [1, 1, 32] if D == 128 else [1, 2, 16]
-    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, S, 1], [2, 1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, gl.num_warps(), 1], [2, 1, 0])
     # rows (c, e, g) of the products are the values (c, g, e) of a head
     heads = gl.permute(gl.reshape(out, [S, D // 64, 8, 8, R]), (0, 4, 1, 3, 2))
     out = gl.sum(gl.convert_layout(gl.reshape(heads, [S, R, D]), layout), axis=0)
@@ -213,71 +224,3 @@ def finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS: gl.constex
     mask = gl.expand_dims(row < num_queries * GROUP, 1)
     at = gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0)
     gl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, layout: gl.constexpr, D: gl.constexpr):
-    """Numbers `first` .. `last` of what `keep` stored of rows [M], together in ascending order.
-
-    Read past L1, where an older content of the same memory may lie. A lane has all FAN of a sum.
-    """
-    M: gl.constexpr = row.shape[0]
-    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
-    part = gl.arange(0, FAN, layout=gl.SliceLayout(0, of_parts))
-    d = _along(D, 2, layout)
-    top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, of_parts))
-    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, of_parts))
-    out = gl.zeros([M, D], gl.float32, gl.SliceLayout(1, layout))
-    for begin in range(first // FAN * FAN, last + 1, FAN):
-        number = gl.expand_dims(begin + part, 0)
-        there = gl.expand_dims(valid, 1) & (number >= first) & (number <= last)
-        at = number * rows + gl.expand_dims(row, 1)
-        weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        mask = gl.expand_dims(there, 2)
-        means = gl.load(mean_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(weights, axis=1))
-        shift = gl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = gl.exp2(weights - gl.expand_dims(shift, 1))
-        fade = gl.exp2(top - shift)
-        total = total * fade + gl.sum(weights, axis=1)
-        fade = gl.expand_dims(gl.convert_layout(fade, of_rows), 1)
-        out = out * fade + gl.sum(means * gl.expand_dims(weights, 2), axis=1)
-        top = new_top
-    return _averaged(out, gl.convert_layout(top, of_rows), gl.convert_layout(total, of_rows))
-
-
-@gluon.jit
-def combine(
-    mean_ptr,
-    weight_ptr,
-    source,
-    begin,
-    end,
-    target,
-    final,
-    out_ptr,
-    batch,
-    kv_head,
-    row_start,
-    row_stop,
-    rows,
-    num_queries,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
-    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
-    layout: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
-    M: gl.constexpr = WARPS * lanes[0]
-    source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
-    for first_row in range(row_start, row_stop, M):
-        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, layout, D)
-        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
-        if final:
-            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
-        else:
-            keep(mean_ptr, weight_ptr, target * rows + row, row < row_stop, mean, weight)

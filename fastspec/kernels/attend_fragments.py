@@ -12,6 +12,7 @@ a head. And the rows of V^T in any order, undone at the end: a lane's 8 neighbou
 """
 
 # mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 # tuples of blocks grow and shrink in unrolled loops
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import (
+    EIGHT,
     FAN,
     KEYS,
     advanced,
-    combine,
     finish,
     keep,
     keys_at,
     operands,
     places_of,
+    queries_of,
     scored,
     together,
     values_at,
@@ -46,6 +48,7 @@ from fastspec.kernels.attend_fragment_rows import (
     slots_of,
     turned,
 )
+from fastspec.kernels.attend_fragment_sums import settle
 from fastspec.kernels.gluon_names import thread_barrier
 
 
@@ -56,7 +59,7 @@ def _power_of_two(count):
 
 
 @gluon.jit(
-    do_not_specialize=["num_queries", "num_pairs", "table_stride", "table_width", "num_pages", "num_angles"],
+    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
 )
 def fragment_kernel(
     qkv_ptr,
@@ -80,14 +83,15 @@ def fragment_kernel(
     num_angles,
     scale,
     eps,
+    splits,  # that the pass has room for
     SPLIT: gl.constexpr,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    R: gl.constexpr,  # query rows of a program: 8, 16 or 32
-    S: gl.constexpr,
+    G: gl.constexpr,  # groups of query rows of a program
+    S: gl.constexpr,  # warps, along the keys
     AHEAD: gl.constexpr,  # blocks of keys in flight
     PDL: gl.constexpr,
 ):
@@ -96,10 +100,12 @@ def fragment_kernel(
     BLOCK: gl.constexpr = S * KEYS
     STEPS: gl.constexpr = SPLIT // BLOCK
     FIRST: gl.constexpr = min(AHEAD, STEPS)
-    mma: gl.constexpr = operands(S)
-    split, splits = gl.program_id(1), gl.num_programs(1)
+    TILE: gl.constexpr = G * EIGHT
+    HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
+    mma: gl.constexpr = operands(gl.num_warps())
+    split = gl.program_id(1)
     rows = num_queries * GROUP  # of one kv head
-    tiles = (rows + R - 1) // R
+    tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
     start = split * SPLIT
@@ -111,15 +117,12 @@ def fragment_kernel(
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py.
     given = fed_positions(at_batch, num_queries, S)
     head_of: gl.constexpr = head_layout(HALF, S)
-    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, head_of))
-    valid = row < rows
+    held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
+    row = tile * TILE + held
+    valid = (row < rows) & (held < TILE)
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    tile_row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
-    # a padding row sees nothing
-    position = gl.load(at_batch + tile_row // GROUP, mask=tile_row < rows, other=-1, cache_modifier=".cg")
-    position = gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1)
-    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, R, WINDOW, GROUP, S)
+    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, S)
     first, last = oldest // SPLIT, newest // SPLIT
     if (split < first) | (split > last):
         return
@@ -141,11 +144,16 @@ def fragment_kernel(
             _power_of_two(SPLIT - FIRST * BLOCK), KV_HEADS, D, PAGE_SIZE, S,
         )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
-    new: gl.constexpr = head_of
     slots = slots_of(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
-        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, new,
+        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
+    positions = ()
+    for g in gl.static_range(G):
+        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+        # a padding row sees nothing
+        position = gl.load(at_batch + of_group // GROUP, mask=of_group < rows, other=-1, cache_modifier=".cg")
+        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1),)
     if PDL:
         gdc_wait()
 
@@ -154,28 +162,31 @@ def fragment_kernel(
     source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, new)
+    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
+    qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
-            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, new,
+            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
         )  # fmt: skip
-        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, new)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    everywhere = gl.zeros([S, HALF, R], q1.dtype, right)
-    flat: gl.constexpr = gl.SliceLayout(0, right)
-    q1, _a = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q1, (1, 0)), flat), 0), everywhere)
-    q2, _b = gl.broadcast(gl.expand_dims(gl.convert_layout(gl.permute(q2, (1, 0)), flat), 0), everywhere)
+        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
     old_keys, old_values, keys, values = keys, values, (), ()
     for i in gl.static_range(FIRST):
         keys += (keys_at(places[i], fresh, stop, old_keys[i], HALF),)
         values += (values_at(places[i], fresh, stop, old_values[i]),)
 
-    top = gl.full([S, R], -float("inf"), gl.float32, gl.SliceLayout(1, mma))
-    totals = gl.zeros([S, KEYS, R], gl.float32, mma)
-    out = gl.zeros([S, D, R], gl.float32, mma)
+    groups = (splits + FAN - 1) // FAN
+    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    top, totals, out = (), (), ()
+    for _g in gl.static_range(G):
+        top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
+        totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
+        out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
     for i in gl.static_range(STEPS):
         if i + AHEAD < STEPS:
             where = places_of(
@@ -183,44 +194,29 @@ def fragment_kernel(
                 KV_HEADS, D, PAGE_SIZE, S,
             )  # fmt: skip
             keys += (keys_at(where, 0, stop, None, HALF),)
-        scores = scored(keys[0], q1, q2, start + i * BLOCK, position, scale, WINDOW, S)
+        scores = ()
+        for g in gl.static_range(G):
+            b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
+            scores += (scored(keys[0], b1, b2, start + i * BLOCK, positions[g], scale, WINDOW, S),)
         keys = keys[1:]
         if i + AHEAD < STEPS:  # not sooner: the keys of this block have left their registers
             values += (values_at(where, 0, stop, None),)
-        top, totals, out = advanced(top, totals, out, scores, values[0], S)
+        new_top, new_totals, new_out = (), (), ()
+        for g in gl.static_range(G):
+            t, w, o = advanced(top[g], totals[g], out[g], scores[g], values[0], S)
+            if i < STEPS - 1:
+                new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
+            else:  # group after group: the sums of one leave their registers before those of the next take any
+                mean, weight = together(t, gl.sum(w, axis=1), o)
+                row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
+                if first == last:
+                    finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
+                else:
+                    keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
+        top, totals, out = new_top, new_totals, new_out
         values = values[1:]
-    mean, weight = together(top, gl.sum(totals, axis=1), out)
-
-    row = tile * R + gl.arange(0, R, layout=gl.SliceLayout(1, mean.type.layout))
-    if first == last:
-        finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
-        return
-    groups = (splits + FAN - 1) // FAN
-    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
-    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    count_ptr += gl.program_id(0) * (1 + groups)
-    keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
-    group = split // FAN
-    begin, end = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
-    thread_barrier()  # the counter is raised by one thread, for all
-    if gl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
-        return
-    gl.store(count_ptr + 1 + group, 0)
-    thread_barrier()
-    only = first // FAN == last // FAN
-    row_start, row_stop = tile * R, gl.minimum(rows, tile * R + R)
-    combine(
-        mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
-    )  # fmt: skip
-    if only:
-        return
-    thread_barrier()
-    if gl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
-        return
-    gl.store(count_ptr, 0)
-    thread_barrier()
-    combine(
-        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, S,
-    )  # fmt: skip
+    if first < last:
+        settle(
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, split, split,
+            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, S,
+        )  # fmt: skip

@@ -31,7 +31,7 @@ GATHER_REGISTERS = 168  # several such programs fit beside one of those that the
 
 
 def streams(split_keys: int) -> bool:
-    """Whether what `uses_fragments` names runs as attend_stream.py instead: never by how much of a cache is in use."""
+    """Whether what `uses_fragments` names runs as attend_stream.py: never by how much of a cache is in use."""
     return split_keys >= STREAMED
 
 

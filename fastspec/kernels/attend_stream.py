@@ -25,7 +25,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attend_fragment_parts import KEYS, advanced, finish, keep, operands, scored, together
+from fastspec.kernels.attend_fragment_parts import (
+    EIGHT,
+    KEYS,
+    advanced,
+    finish,
+    keep,
+    operands,
+    queries_of,
+    scored,
+    together,
+)
 from fastspec.kernels.attend_fragment_rows import (
     NEVER,
     NEW_ROWS,
@@ -49,17 +59,6 @@ from fastspec.kernels.attend_stream_parts import (
     words_of,
 )
 from fastspec.kernels.gluon_names import thread_barrier
-
-EIGHT = gl.constexpr(8)  # rows of a group: the columns of a product
-
-
-@gluon.jit
-def _queries(qs, G: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Group G of the queries in shared memory [rows, HALF], as right operand [S, HALF, 8]."""
-    right: gl.constexpr = gl.DotOperandLayout(1, operands(S), 8)
-    part = qs.slice(G * EIGHT, EIGHT).permute((1, 0)).load(gl.SliceLayout(0, right))
-    same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, HALF, EIGHT], part.dtype, right))
-    return same
 
 
 @gluon.jit(
@@ -103,7 +102,7 @@ def stream_kernel(
     HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
-    mma: gl.constexpr = operands(S)
+    mma: gl.constexpr = operands(gl.num_warps())
     splits = gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -183,7 +182,7 @@ def stream_kernel(
         k = (key_values(keys[0], S, HALF, DTYPE), key_values(keys[1], S, HALF, DTYPE))
         scores = ()
         for g in gl.static_range(G):
-            b1, b2 = _queries(qs1, g, S, HALF), _queries(qs2, g, S, HALF)
+            b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
             scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S),)
         # not sooner: the keys of this block have left their registers
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S)

@@ -28,19 +28,21 @@ def start_of(split, RUNGS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def key_words(S):
+def key_words(WARPS):
     """Layout of the words of K [S, KEYS, words of half a head]: pairs of the values that `operands` multiplies."""
-    return gl.DotOperandLayout(0, operands(S), 4)
+    return gl.DotOperandLayout(0, operands(WARPS), 4)
 
 
 @gluon.constexpr_function
-def value_words(S, D):
+def value_words(S, D, WARPS):
     """Layout of the words of V [S, D / 2, KEYS]: pairs of the values of `value_layout`."""
     chunks = [[0, 32, 0]] if D == 128 else []
+    parts = [[1 << i, 0, 0] for i in range(S.bit_length() - 1)]
+    own = WARPS.bit_length() - 1
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 1], [0, 0, 8], *chunks],
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 1], [0, 0, 8], *chunks, *parts[own:]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [0, 4, 0], [0, 8, 0], [0, 16, 0]],
-        warp_bases=[[1 << i, 0, 0] for i in range(S.bit_length() - 1)],
+        warp_bases=parts[:own],
         block_bases=[],
         shape=[S, D // 2, 16],
     )
@@ -66,7 +68,7 @@ def halves(words, DTYPE: gl.constexpr):
 def key_values(words, S: gl.constexpr, HALF: gl.constexpr, DTYPE: gl.constexpr):
     """Half of K [S, KEYS, HALF] as left operand: no instruction moves it."""
     flat = gl.reshape(halves(words, DTYPE), [S, KEYS, HALF])
-    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(S), 8))
+    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(gl.num_warps()), 8))
 
 
 @gluon.jit
@@ -100,7 +102,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 @gluon.jit
 def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr):
     """Pages of a block of keys, for `load_keys`."""
-    layout: gl.constexpr = key_words(S)
+    layout: gl.constexpr = key_words(gl.num_warps())
     return page_of(
         table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
@@ -109,7 +111,7 @@ def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr,
 @gluon.jit
 def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_values`."""
-    layout: gl.constexpr = value_words(S, D)
+    layout: gl.constexpr = value_words(S, D, gl.num_warps())
     return page_of(
         table_ptr, first, _along(S, 0, layout), _along(KEYS, 2, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
@@ -133,7 +135,7 @@ def load_keys(
 
     The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
     """
-    layout: gl.constexpr = key_words(S)
+    layout: gl.constexpr = key_words(gl.num_warps())
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
@@ -162,7 +164,7 @@ def load_values(
     D: gl.constexpr,
 ):
     """Words of a block of V [S, WORDS, KEYS], as `load_keys`."""
-    layout: gl.constexpr = value_words(S, D)
+    layout: gl.constexpr = value_words(S, D, gl.num_warps())
     s, key = _along(S, 0, layout), _along(KEYS, 2, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS, 1, layout))

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fastspec.kernels import attend, attend_long, paged_attention, rope
-from fastspec.kernels.attend_fragments import fragment_kernel
+from fastspec.kernels import attend, attend_long, attend_short, paged_attention, rope
 from fastspec.kernels.attend_gather import gather_kernel
 from fastspec.kernels.attend_stream import stream_kernel
 from tests.helpers.compile_kernels import PDL_FROM, Entry
@@ -35,6 +34,11 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
+# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
+SHORT = (
+    *((8, 128, 8, 2), (8, 128, 64, 4), (16, 128, 64, 4), (24, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
+    *((24, 256, 8, 32), (8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4)),
+)
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
 FULL = (4096, True, 80, 1)
@@ -46,10 +50,10 @@ def entries(arch: int) -> Iterator[Entry]:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
-        for rows, split, pairs in ((8, 128, 8), (16, 128, 8), (8, 256, 8), (16, 256, 8), (8, 128, 128), (16, 128, 128)):
-            constants, options = attend.fragment_launch(rows, dim, split, pairs)
+        for rows, split, pairs, splits in SHORT:
+            kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant in (PLAIN, FULL):
-                yield _entry(fragment_kernel, 2, constants, options, variant, arch)
+                yield _entry(kernel, 2, constants, options, variant, arch)
         for rows in (4, 16, 24) if dim == 128 else (24,):
             constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):

@@ -90,6 +90,10 @@ class _Language:
     def arange(self, start: int, end: int, layout: object = None) -> Any:
         return tl.arange(start, end)
 
+    def num_warps(self) -> int:
+        """Of which only layouts depend."""
+        return 4
+
     def full(self, shape: list[int], value: float, dtype: Any, layout: object = None) -> Any:
         return tl.full(shape, value, dtype)
 

@@ -21,7 +21,7 @@ from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import TORCH_OPS, attend_long, triton_ops
+from fastspec.kernels import TORCH_OPS, attend_long, attend_short, triton_ops
 from fastspec.kernels import attend as attention
 from fastspec.kernels.embed import embed
 from fastspec.kernels.reference import KEY_BLOCK
@@ -29,15 +29,18 @@ from tests.helpers.gluon_on_cpu import interpreted
 from tests.unit.test_loop import run as decode
 from tests.unit.test_loop import texts
 
-CPU_FRAGMENTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragments")
-CPU_STREAM = (*CPU_FRAGMENTS[:2], "attend_stream_parts", "attend_stream", "attend_gather")
-KINDS = ("tiles", "fragments", "stream")
+CPU_PARTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragment_sums")
+CPU_FRAGMENTS = (*CPU_PARTS, "attend_fragments")
+CPU_STREAM = (*CPU_PARTS, "attend_stream_parts", "attend_stream", "attend_gather")
+CPU_BATCH = (*CPU_STREAM[:4], "attend_batch")
+MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "stream": CPU_STREAM}
+KINDS = ("tiles", *MODULES)
 LADDER = ((0, 128), (256, 64), (512, 192), (896, 256))  # every rung of it within reach of short rows
 
 
 @cache
-def _interpreted(kernel: str) -> Any:
-    return interpreted(*(CPU_FRAGMENTS if kernel == "fragment_kernel" else CPU_STREAM))
+def _interpreted(kind: str) -> Any:
+    return interpreted(*MODULES[kind])
 
 
 @pytest.fixture(params=KINDS)
@@ -48,10 +51,13 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind != "tiles" and not torch.cuda.is_available():
-        name = "fragment_kernel" if kind == "fragments" else "stream_kernel"
-        module = _interpreted(name)
-        monkeypatch.setattr(attention if kind == "fragments" else attend_long, name, getattr(module, name))
-        monkeypatch.setattr(attend_long, "gather_kernel", getattr(module, "gather_kernel", None))
+        module = _interpreted(kind)
+        for name in ("fragment_kernel", "batch_kernel", "stream_kernel", "gather_kernel"):
+            if hasattr(module, name):
+                monkeypatch.setattr(
+                    attend_long if name in attend_long.__all__ else attend_short, name, getattr(module, name)
+                )
+    monkeypatch.setattr(attend_short, "BATCH_TILES", dict.fromkeys((64, 128), 1 if kind == "batch" else 2**30))
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "STREAMED", 0 if kind == "stream" else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)

@@ -19,12 +19,14 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
     ("fragment_kernel", 128): 96,
+    ("batch_kernel", 168): 96,
+    ("batch_kernel", 255): 128,
     ("_groups_kernel", 80): 16,
     ("_laws_kernel", None): 96,
     ("_laws_kernel", 64): 512,
 }
 
-ATTENTION = ("_decode_kernel", "fragment_kernel", "_flash_kernel")
+ATTENTION = ("_decode_kernel", "fragment_kernel", "batch_kernel", "_flash_kernel")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,0 +1,214 @@
+"""The decoding kernel of attend.py for batches: what attend_fragments.py computes, several splits to a program.
+
+With many rows there are more splits than a device runs at a time, and a program of attend_fragments.py spends more
+instructions on its queries, positions and places than on a split of keys. So a program takes up to CHUNK neighbouring
+splits of its tile, one after another; as soon as a product has taken a split's keys or values out of its registers, the
+next one's loads begin. Where these are all splits of the tile it adds them up itself. The bits are the same.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+# tuples of blocks grow and shrink in unrolled loops
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attend_fragment_parts import (
+    EIGHT,
+    FAN,
+    KEYS,
+    advanced,
+    finish,
+    keep,
+    operands,
+    queries_of,
+    scored,
+    together,
+)
+from fastspec.kernels.attend_fragment_rows import (
+    NEVER,
+    NEW_ROWS,
+    angles,
+    append,
+    fed_positions,
+    head_layout,
+    reach,
+    slots_of,
+    turned,
+)
+from fastspec.kernels.attend_fragment_sums import settle
+from fastspec.kernels.attend_stream_parts import (
+    key_pages,
+    key_values,
+    load_keys,
+    load_values,
+    value_pages,
+    value_values,
+    words_of,
+)
+from fastspec.kernels.gluon_names import thread_barrier
+
+
+@gluon.jit(
+    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
+)
+def batch_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,  # None: no norms
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,
+    partial_ptr,
+    count_ptr,
+    num_queries,
+    num_pairs,  # B * Hkv
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    scale,
+    eps,
+    splits,  # that the pass has room for
+    SPLIT: gl.constexpr,
+    CHUNK: gl.constexpr,  # splits of a program, a divisor of FAN
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    G: gl.constexpr,  # groups of query rows of a program
+    S: gl.constexpr,  # parts of a split, each with a softmax of its own; a warp has one or two
+    PDL: gl.constexpr,
+):
+    """As `_decode_kernel` of attend.py, whose arguments these are."""
+    HALF: gl.constexpr = D // 2
+    BLOCK: gl.constexpr = S * KEYS
+    STEPS: gl.constexpr = SPLIT // BLOCK
+    TILE: gl.constexpr = G * EIGHT
+    HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
+    DTYPE: gl.constexpr = key_ptr.dtype.element_ty
+    WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = operands(WARPS)
+    rows = num_queries * GROUP  # of one kv head
+    tiles = (rows + TILE - 1) // TILE
+    tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
+    table_ptr += batch * table_stride
+    at_batch = batch * num_queries
+    if PDL:
+        gdc_launch_dependents()
+
+    # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
+    given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
+    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    first, last = oldest // SPLIT, newest // SPLIT
+    mine_first = gl.maximum(gl.program_id(1) * CHUNK, first)
+    mine_last = gl.minimum(gl.program_id(1) * CHUNK + CHUNK - 1, last)
+    if mine_first > mine_last:
+        return
+    begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
+    # what earlier passes stored is on its way now, the rest once this pass has stored it
+    key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
+    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S)
+    v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
+    old = gl.minimum(fresh, stop)
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S)
+    values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+    head_of: gl.constexpr = head_layout(HALF, WARPS)
+    held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
+    row = tile * TILE + held
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
+    valid = (row < rows) & (held < TILE)
+    at = batch * num_queries + row // GROUP
+    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
+    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    slots = slots_of(
+        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, begin, stop, num_queries,
+        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+    )  # fmt: skip
+    positions = ()
+    for g in gl.static_range(G):
+        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+        # a padding row sees nothing
+        fed = position_ptr + at_batch + of_group // GROUP
+        position = gl.load(fed, mask=of_group < rows, other=-1, cache_modifier=".cg")
+        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1),)
+    if PDL:
+        gdc_wait()
+
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
+    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
+    q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
+    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
+    qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        slots = slots_of(
+            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, begin, stop, num_queries,
+            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+        )  # fmt: skip
+        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+    thread_barrier()  # what other threads stored is read below
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S)
+    values = load_values(value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+    v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
+
+    groups = (splits + FAN - 1) // FAN
+    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    for split in range(mine_first, mine_last + 1):
+        top, totals, out = (), (), ()
+        for _g in gl.static_range(G):
+            top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
+            totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
+            out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
+        for i in gl.static_range(STEPS):
+            here = split * SPLIT + i * BLOCK
+            following = here + BLOCK
+            k = (key_values(keys[0], S, HALF, DTYPE), key_values(keys[1], S, HALF, DTYPE))
+            scores = ()
+            for g in gl.static_range(G):
+                b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
+                scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S),)
+            v = value_values(values, S, D, DTYPE)
+            new_top, new_totals, new_out = (), (), ()
+            for g in gl.static_range(G):
+                t, w, o = advanced(top[g], totals[g], out[g], scores[g], v, S)
+                if g == G - 1:  # not sooner: registers hold one block, or the sums of a group with its values
+                    keys = load_keys(
+                        key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S
+                    )
+                    k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+                    values = load_values(
+                        value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
+                    )
+                    v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
+                if i < STEPS - 1:
+                    new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
+                else:  # group after group: the sums of one leave their registers before those of the next take any
+                    mean, weight = together(t, gl.sum(w, axis=1), o)
+                    done = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
+                    if first == last:
+                        finish(out_ptr, batch, kv_head, done, num_queries, mean, KV_HEADS, GROUP)
+                    else:
+                        keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
+            top, totals, out = new_top, new_totals, new_out
+    if first < last:
+        settle(
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, mine_first, mine_last,
+            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
+        )  # fmt: skip
