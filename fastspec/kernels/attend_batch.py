@@ -203,7 +203,7 @@ def batch_kernel(
                     mean, weight = together(t, gl.sum(w, axis=1), o)
                     done = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
                     if first == last:
-                        finish(out_ptr, batch, kv_head, done, num_queries, mean, KV_HEADS, GROUP)
+                        finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
                     else:
                         keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
             top, totals, out = new_top, new_totals, new_out

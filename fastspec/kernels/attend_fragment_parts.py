@@ -216,11 +216,11 @@ def keep(mean_ptr, weight_ptr, at, valid, mean, weight):
 
 
 @gluon.jit
-def finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Stores the output of rows."""
+def finish(out_ptr, batch, kv_head, row, stop, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Stores the output of rows that are before `stop`."""
     D: gl.constexpr = mean.shape[1]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
-    mask = gl.expand_dims(row < num_queries * GROUP, 1)
+    mask = gl.expand_dims(row < stop, 1)
     at = gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0)
     gl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=mask)

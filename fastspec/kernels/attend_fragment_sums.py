@@ -75,7 +75,7 @@ def combine(
         mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, layout, D)
         row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
         if final:
-            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
+            finish(out_ptr, batch, kv_head, row, row_stop, num_queries, mean, KV_HEADS, GROUP)
         else:
             keep(mean_ptr, weight_ptr, target * rows + row, row < row_stop, mean, weight)
 
@@ -128,7 +128,7 @@ def _combine_few(
         means += (mean,)
     for g in gl.static_range(G):
         row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
-        finish(out_ptr, batch, kv_head, row, num_queries, means[g], KV_HEADS, GROUP)
+        finish(out_ptr, batch, kv_head, row, rows, num_queries, means[g], KV_HEADS, GROUP)
 
 
 @gluon.jit

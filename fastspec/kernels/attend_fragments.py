@@ -210,7 +210,7 @@ def fragment_kernel(
                 mean, weight = together(t, gl.sum(w, axis=1), o)
                 row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
                 if first == last:
-                    finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
+                    finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
                 else:
                     keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
         top, totals, out = new_top, new_totals, new_out

@@ -204,6 +204,6 @@ def stream_kernel(
         mean, weight = together(top[g], gl.sum(totals[g], axis=1), out[g])
         row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
         if first == last:
-            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP)
+            finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
         else:
             keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)

@@ -36,7 +36,7 @@ COUNTS = (
 )
 # (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
 SHORT = (
-    *((8, 128, 8, 2), (8, 128, 64, 4), (16, 128, 64, 4), (24, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
+    *((8, 128, 8, 2), (8, 128, 64, 8), (16, 128, 64, 4), (24, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
     *((24, 256, 8, 32), (8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
