@@ -18,7 +18,8 @@ __all__ = ["batch_kernel", "fragment_kernel", "short", "short_launch"]
 PARTS = 8  # of a block of keys, KEYS each, with a softmax of their own; part of what the bits of a row depend on
 GROUPS = 3  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)
-ALONE_PROGRAMS = 2 * MULTIPROCESSORS  # up to so many, half of them idle as a rule, programs have all the registers
+# by head_dim: up to so many programs, half of them idle as a rule, have all the registers
+ALONE_PROGRAMS = {64: MULTIPROCESSORS, 128: 2 * MULTIPROCESSORS}
 FEW_PROGRAMS = 3 * MULTIPROCESSORS  # up to so many, groups of 8 rows to themselves are faster than reading K and V once
 SHARED_REGISTERS = 128
 # by head_dim: tiles from which on programs take several splits, and registers of such a program of BATCH_WARPS
@@ -51,7 +52,7 @@ def short_launch(
         return batch_kernel, constants, {"num_warps": BATCH_WARPS, "maxnreg": BATCH_REGISTERS[dim]}
     constants |= {"AHEAD": 1 if groups > 1 and dim > 64 else 2}  # as far as registers go
     # of larger splits a program has several blocks in flight, and half the registers do not hold them
-    alone = tiles * splits <= ALONE_PROGRAMS or not one_block
+    alone = tiles * splits <= ALONE_PROGRAMS[dim] or not one_block
     return fragment_kernel, constants, {"num_warps": PARTS, "maxnreg": MAX_REGISTERS if alone else SHARED_REGISTERS}
 
 
