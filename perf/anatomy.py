@@ -19,7 +19,8 @@ from perf.trace import steps_of
 KINDS = (
     ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed")),
-    ("attention", ("fragment", "batch_kernel", "flash", "attend", "stream_kernel", "gather_kernel", "rotate", "fmha")),
+    ("attention", ("fragment", "batch_kernel", "_decode_kernel", "stream_kernel", "gather_kernel", "rotate")),
+    ("attention", ("flash", "attend", "fmha")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
