@@ -19,7 +19,7 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
     ("fragment_kernel", 128): 128,
-    ("fragment_kernel", 255): 16,
+    ("fragment_kernel", 255): 32,
     ("batch_kernel", 168): 96,
     ("batch_kernel", 255): 128,
     ("_groups_kernel", 80): 16,
