@@ -164,7 +164,7 @@ def measure(
         if restart:
             main.generator.close()
             main = _Opened(run, exact=True, k=max(ks, default=0))
-            facts["start_up_warm_s"] = round(main.start_up, 2)
+            facts["start_up_warm_s"] = round(main.start_up, 3)
         stack.enter_context(main.generator)
         ways: list[tuple[str, int, FastSpecGenerator]] = [(PLAIN, 0, main.generator)]
         ways += [(f"fastspec k={k}", k, main.generator) for k in ks]
