@@ -342,31 +342,30 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         return out
     splits = triton.cdiv(room, work.split_keys)
     groups = triton.cdiv(splits, FAN.value)
+    kernel: Any = _decode_kernel
     if fragments:
-        tiles = attend_short.tiles_of(num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
+        shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
+        kernel, constants, options = attend_short.short_launch(*shape)
+        rows, sizes = constants["G"] * 8, (*sizes, splits)
     else:
         constants, options = tile_launch(qkv.dtype, dim)
-        tiles = batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"])
+        constants["NORM"], rows = q_norm is not None, constants["ROWS"]
+        sizes = (work.split_keys, *sizes)
+    tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
     if splits > 1:
         _check_room(work, tiles * (1 + groups), row_size * (splits + groups))
-    if fragments:
-        given = (work.partials, work.counters, sizes, splits, work.split_keys, window, pdl)
-        attend_short.short(tensors, out, *given)
-        return out
     launch(
-        _decode_kernel,
-        (tiles, splits),
+        kernel,
+        (tiles, triton.cdiv(splits, constants.get("CHUNK", 1))),
         *tensors,
         out,
         work.partials,
         work.counters,
-        work.split_keys,
         *sizes,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,
         GROUP=group,
         PAGE_SIZE=page_size,
-        NORM=q_norm is not None,
         PDL=pdl,
         enable_fp_fusion=False,
         **constants,

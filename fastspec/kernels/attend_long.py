@@ -50,10 +50,15 @@ def splits_for(room: int) -> int:
     return number + -(-(room - position) // keys)
 
 
+def groups_of(num_rows: int, most: int) -> int:
+    """Groups of 8 rows in a program, at most `most`: tiles of about the same size."""
+    eights = -(-num_rows // 8)
+    return -(-eights // -(-eights // most))
+
+
 def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
-    eights = triton.cdiv(num_rows, 8)
-    groups = triton.cdiv(eights, triton.cdiv(eights, max(STREAM_REGISTERS)))  # tiles of about the same size
+    groups = groups_of(num_rows, max(STREAM_REGISTERS))
     constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS}
     return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS[groups]}
 
