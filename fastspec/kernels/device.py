@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fastspec.kernels.carveout import divide
+
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
@@ -29,11 +31,14 @@ def new_ids(count: int, device: torch.device) -> torch.Tensor:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), or no more than its compilation within `compiling()`."""
+    """kernel[grid](*args, **options), or no more than its compilation within `compiling()`.
+
+    A kernel's first launch on a device also says how much shared memory it is to have: see carveout.py.
+    """
     if _compiling.get():
         kernel.warmup(*args, grid=grid, **options)
     else:
-        kernel[grid](*args, **options)
+        divide(kernel[grid](*args, **options))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Microseconds a call from graph replays (perf.timing) over more layers of cache t
 in a step, with early launches and without. `share` is what part of the read ceiling, measured in the same run, the
 bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and nothing to store: it does less.
 --flex adds FlexAttention, compiled, on the same gathered keys.
---chain adds what a layer pays: the time of (qkv product, attend, o product) less that of the two products alone.
+--chain adds what a layer pays: the time of a chain of layers, all their products in it, less that of the products.
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
        [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--flex]
@@ -27,10 +27,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from fastspec.kernels import attend as attention
 from fastspec.kernels import attend_long, reference
-from fastspec.kernels.packed_linear import packed_linear
+from fastspec.kernels.triton_ops import TRITON_OPS
 from perf import timing
+from perf.kernels import linear
 
 PAGE_SIZE = 64
+IN_A_LAYER = 8  # layers of such a chain
 GPU_ONLY = True  # for perf.bench
 
 
@@ -149,27 +151,28 @@ def without_early_launches(case: Case, repeats: int) -> float:
         attention.has_pdl, attention.uses_fragments = kept
 
 
-def in_a_layer(case: Case, repeats: int) -> float:
-    """What attention adds to a layer's two products next to it, with early launches throughout."""
-    model, rows = case.model, case.batch * case.queries
+def in_a_layer(case: Case, name: str, repeats: int) -> float:
+    """What attention adds to a layer with all its products, with early launches throughout.
 
-    def weight(n: int, k: int) -> Tensor:
-        return torch.randn(n // 16, k // 32, 16, 32, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    All of them, for what attention leaves behind (of L2, of shared memory) slows down those furthest from it as well.
+    """
+    ops, products = TRITON_OPS, linear.MODELS[name][1]
+    chained = linear.layers_of(products, [linear.packed_weights(product, IN_A_LAYER) for product in products])
+    rows, hidden = case.batch * case.queries, case.model.hidden
+    start = torch.randn(rows, 1, hidden, device="cuda").bfloat16()
 
-    layers = max(case.layers, timing.copies_for(2 * model.hidden * (model.width + model.hidden)))
-    weights = [(weight(model.width, model.hidden), weight(model.hidden, model.hidden)) for _ in range(layers)]
-    x = torch.randn(rows, model.hidden, device="cuda", dtype=torch.bfloat16)
+    def chain(attending: bool) -> None:
+        x, epsilon = start, 1e-5
+        qkv = ops.linear(x, chained[0].qkv, None, reference.UNTILED, norm=(chained[0].input_norm, epsilon))
+        for index, (layer, following) in enumerate(zip(chained, [*chained[1:], None], strict=True)):
+            attended = start
+            if attending:
+                qkv = qkv.view(case.batch, case.queries, -1)
+                attended = case.call(index % case.layers, qkv=qkv).view(rows, 1, hidden)
+            x, qkv = ops.between(ops.linear, attended, x, layer, following, epsilon, reference.UNTILED)
 
-    def layer(attending: bool, index: int) -> Tensor:
-        qkv_weight, o_weight = weights[index]
-        qkv = packed_linear(x, qkv_weight, pdl=True)
-        out = x
-        if attending:
-            out = case.call(index % case.layers, qkv=qkv.view(case.batch, case.queries, -1)).view(rows, -1)
-        return packed_linear(out, o_weight, pdl=True)
-
-    both, alone = (timed([partial(layer, which, i) for i in range(layers)], repeats) for which in (True, False))
-    return both - alone
+    both, alone = (timed([partial(chain, which)], repeats) for which in (True, False))
+    return (both - alone) / IN_A_LAYER
 
 
 def decode_record(
@@ -203,7 +206,7 @@ def decode_record(
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:  # it refuses some shapes: no figure
             record["flex_error"] = str(error)[:200]
     if given.chain:
-        record["us_in_a_layer"] = round(in_a_layer(case, given.repeats), 2)
+        record["us_in_a_layer"] = round(in_a_layer(case, name, given.repeats), 2)
     return record
 
 
@@ -251,9 +254,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    parser.add_argument(
-        "--kernel", choices=["tiles", "fragments", "stream"], help="for steps; by default what the library takes"
-    )
+    kernels = ["tiles", "fragments", "stream"]
+    parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
         attention.uses_fragments = lambda *args: given.kernel != "tiles"

@@ -1,0 +1,66 @@
+"""How a multiprocessor's memory is divided while a kernel runs: shared memory as its programs need it, the rest L1.
+
+Values on their way from memory lie in L1, so a kernel with little of it reads slowly. A division lasts until a kernel
+that prefers another finds the multiprocessor idle, which with early launches no kernel without a preference does; and
+Triton prefers all shared memory as soon as a kernel needs more than 48 KiB. So one such kernel in a layer slows down
+all others: measured in docs/performance.md, and why each kernel gets a preference here.
+
+CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+RESERVED = 1024  # bytes of shared memory that the system takes for each program (compute capability 8.0 on)
+LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less do not have it divided anew between them
+
+
+def percent_of(programs: int, shared: int, room: int) -> int:
+    """Percent of a multiprocessor's `room` bytes that `programs` of `shared` bytes each need, from LEAST on."""
+    needed = -(-100 * programs * (shared + RESERVED) // room)
+    return min(100, max(LEAST, needed))
+
+
+def divide(compiled: Any) -> None:
+    """Sets the preference of a compiled kernel that has been launched on the current device: once, from then on.
+
+    Args:
+        compiled: what a launch returns: None from Triton's interpreter, which divides nothing.
+
+    Raises:
+        RuntimeError: the driver reports an error, of this call or of an earlier kernel.
+    """
+    if compiled is not None and compiled.metadata.target.backend == "cuda":
+        _divide(compiled.function, compiled.metadata.num_warps * 32, compiled.metadata.shared)
+
+
+@cache
+def _divide(function: int, threads: int, shared: int) -> None:
+    driver, programs = _driver(), ctypes.c_int()
+    handle = ctypes.c_void_p(function)
+    _check(
+        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(programs), handle, threads, ctypes.c_size_t(shared)
+        )
+    )
+    room = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+    _check(driver.cuFuncSetAttribute(handle, PREFERRED_CARVEOUT, percent_of(programs.value, shared, room)))
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(
+            f"the CUDA driver reports error {result} as a kernel's shared memory is set, of this call or of an earlier "
+            "kernel: CUDA_LAUNCH_BLOCKING=1 shows which"
+        )
