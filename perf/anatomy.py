@@ -20,7 +20,7 @@ KINDS = (
     ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "stream_kernel", "gather_kernel", "rotate")),
-    ("attention", ("flash", "attend", "fmha")),
+    ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),

@@ -17,9 +17,9 @@ the keys at positions s * split_keys and up. It stores the new K/V that fall amo
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
 `uses_fragments` names does the same out of registers: by way of attend_short.py as attend_fragments.py or, with several
-splits to a program, as attend_batch.py; in long caches by way of attend_long.py as attend_stream.py. `_decode_kernel`
-here is for all else. A prompt chunk (more rows) appends in one launch (rope.py) and attends in a second
-(paged_attention.py).
+splits to a program, as attend_batch.py; in long caches, by way of attend_long.py, as attend_ring.py or
+attend_stream.py. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one launch (rope.py) and
+attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
@@ -228,7 +228,7 @@ def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
     if max_positions <= 4096:
         return 128
-    return 256 if max_positions <= 16384 else 512
+    return 256 if max_positions <= 8192 else 512
 
 
 def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
@@ -338,7 +338,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     if fragments and attend_long.streams(work.split_keys):
         splits = attend_long.splits_for(room)
         _check_room(work, 0, row_size * splits if splits > 1 else 0)
-        attend_long.stream(tensors, out, work.partials, sizes, splits, window, pdl)
+        attend_long.long(tensors, out, work.partials, sizes, splits, window, pdl)
         return out
     splits = triton.cdiv(room, work.split_keys)
     groups = triton.cdiv(splits, FAN.value)

@@ -1,4 +1,4 @@
-"""The second launch of a decoding pass over a long cache: adds up what the splits of attend_stream.py left."""
+"""The second launch of a decoding pass over a long cache: adds up what splits left."""
 
 # mypy: disable-error-code="assignment, misc"
 # blocks change their layout under one name

@@ -1,33 +1,46 @@
-"""Decoding passes over long caches, by attend_stream.py: which caches, where their keys are split, the two launches."""
+"""Decoding passes over long caches: which caches, where their keys are split, which kernel, and the two launches.
+
+On sm_90 attend_ring.py, where pages allow it; elsewhere attend_stream.py.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from fastspec.kernels.attend_gather import FANS, gather_kernel
+from fastspec.kernels.attend_ring import ROWS, WARPS, shares_kernel
+from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
 from fastspec.kernels.attend_stream import stream_kernel
-from fastspec.kernels.device import launch
+from fastspec.kernels.device import described, has_warp_groups, launch, multiprocessors
 
-__all__ = ["gather_kernel", "rungs", "splits_for", "stream", "stream_kernel", "stream_launch", "streams"]
+__all__ = [
+    "gather_kernel",
+    "long",
+    "rungs",
+    "shares_kernel",
+    "splits_for",
+    "stream_kernel",
+    "stream_launch",
+    "streams",
+]
 
 STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
-# (first position, keys of a split from there on): whole splits of whole blocks, 64 keys, up to the next position.
+# (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
-LADDER: tuple[tuple[int, int], ...] = (
-    (0, 128),
-    (4096, 256),
-    (8192, 512),
-    (16384, 1024),
-    (32768, 2048),
-    (65536, 4096),
-)
+LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 512), (8192, 1024), (65536, 2048))
 STREAM_WARPS = 4  # along the keys; part of the bits as well
 # by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
 STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
-GATHER_REGISTERS = 168  # several such programs fit beside one of those that they wait for
+RING_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
+RING_BYTES = 112 * 1024  # of keys and values on their way: with queries and sums 132 KiB, a division that there is
+RING_REGISTERS = 128  # of five warps; the one that fetches leaves most of its own to the others
+MOST_SHARES = 8  # of a tile, where there are not too few tiles for the device
+START = 0.02  # of a tile's keys: what a program takes before and after its share
+GATHER_REGISTERS = 128  # two such programs fit beside one of those that they wait for
 
 
 def streams(split_keys: int) -> bool:
@@ -68,7 +81,25 @@ def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"RUNGS": rungs(), "D": dim, "TILE": tile}, {"num_warps": FANS.value, "maxnreg": GATHER_REGISTERS}
 
 
-def stream(
+def rings(device: torch.device, page_size: int) -> bool:
+    """Whether long caches are read by attend_ring.py: the copy engine brings 8 keys or more of a page at a time."""
+    return page_size % 8 == 0 and has_warp_groups(device)
+
+
+def ring_launch(dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(constants, options) of attend_ring.py."""
+    keys = RING_KEYS[dim]
+    constants = {"RUNGS": rungs(), "D": dim, "KEYS": keys, "STAGES": RING_BYTES // (keys * dim * 2)}
+    return constants, {"num_warps": WARPS.value, "maxnreg": RING_REGISTERS}
+
+
+def shares_of(tiles: int, programs: int) -> int:
+    """Programs for each tile, `programs` of all running at once: by rounds of them, and what a program costs anyway."""
+    most = max(programs // tiles, MOST_SHARES)
+    return min(range(1, most + 1), key=lambda shares: -(-tiles * shares // programs) * (1 / shares + START))
+
+
+def long(
     tensors: tuple[Any, ...],
     out: Tensor,
     partials: Tensor,
@@ -77,7 +108,7 @@ def stream(
     window: int | None,
     pdl: bool,
 ) -> None:
-    """Launches stream_kernel, then gather_kernel where there is more than one split.
+    """Launches shares_kernel or stream_kernel, then gather_kernel where there is more than one split.
 
     Args:
         tensors: `attend`'s, in its order.
@@ -86,17 +117,30 @@ def stream(
         sizes: what follows in the arguments of stream_kernel.
         splits: of the longest row that the pass has room for.
     """
-    keys, positions = tensors[5], tensors[8]
+    keys, values, positions = tensors[5], tensors[6], tensors[8]
     (batch, num_queries), (_pages, page_size, kv_heads, dim) = positions.shape, keys.shape
     group = out.shape[2] // (kv_heads * dim)
-    constants, options = stream_launch(num_queries * group, dim)
-    tile = constants["G"] * 8
+    num_rows, pairs = num_queries * group, batch * kv_heads
     common: dict[str, Any] = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": group, "PDL": pdl}
     common |= {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
-    tiles, rows = batch * kv_heads * triton.cdiv(num_queries * group, tile), batch * kv_heads * group * num_queries
-    given = {"PAGE_SIZE": page_size, **constants, **common, **options}
-    launch(stream_kernel, (tiles, splits), *tensors, out, partials, *sizes, **given)
+    if rings(keys.device, page_size):
+        tile = ROWS.value
+        constants, options = ring_launch(dim)
+        tiles = pairs * triton.cdiv(num_rows, tile)
+        grid = tiles, min(splits, shares_of(tiles, multiprocessors(keys.device)))
+        block = [piece_of(page_size, constants["KEYS"]), WIDTH.value]
+        slots = [described(cache.view(-1, kv_heads * dim), block) for cache in (keys, values)]
+        launch(shares_kernel, grid, *slots, *tensors, out, partials, splits, *sizes,
+            PAGE_SIZE=page_size, **constants, **common, **options,
+        )  # fmt: skip
+    else:
+        constants, options = stream_launch(num_rows, dim)
+        tile = constants["G"] * 8
+        grid = pairs * triton.cdiv(num_rows, tile), splits
+        launch(stream_kernel, grid, *tensors, out, partials, *sizes,
+            PAGE_SIZE=page_size, **constants, **common, **options,
+        )  # fmt: skip
     if splits > 1:
         constants, options = gather_launch(tile, dim)
-        counts = (num_queries, batch * kv_heads, splits)
-        launch(gather_kernel, (rows,), positions, out, partials, *counts, **constants, **common, **options)
+        counts = (num_queries, pairs, splits)
+        launch(gather_kernel, (pairs * num_rows,), positions, out, partials, *counts, **constants, **common, **options)

@@ -1,4 +1,4 @@
-"""The decoding kernel of attend.py for long caches: K and V read once for all query rows, and without a pause.
+"""The decoding kernel of attend.py for long caches where attend_ring.py does not run: K and V read once for all rows.
 
 What attend_fragments.py computes, in a loop: as soon as a product has taken a block of keys or values out of its
 registers, the next block's loads begin. G groups of 8 query rows share what is loaded, so that 24 rows (6 queries of 4

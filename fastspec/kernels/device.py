@@ -22,6 +22,18 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_warp_groups(device: torch.device) -> bool:
+    """Whether kernels on `device` multiply by warp groups (wgmma), which sm_90 alone does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def new_ids(count: int, device: torch.device) -> torch.Tensor:
     """int64 [count] for a kernel to write.
 

@@ -254,12 +254,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    kernels = ["tiles", "fragments", "stream"]
+    kernels = ["tiles", "fragments", "stream", "ring"]
     parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
         attention.uses_fragments = lambda *args: given.kernel != "tiles"
-        attend_long.STREAMED = 0 if given.kernel == "stream" else 2**30  # every cache, or none
+        attend_long.STREAMED = 0 if given.kernel in ("stream", "ring") else 2**30  # every cache, or none
+        attend_long.rings = lambda *args: given.kernel == "ring"
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +86,13 @@ def stored(given: dict[str, Any]) -> list[Tensor]:
     return [torch.nan_to_num(given[name][1:].float(), nan=1e30) for name in ("keys", "values")]
 
 
-def torch_error(given: dict[str, Any], window: int | None, exact: Tensor) -> float:
-    """What torch's own functions err by in the inputs' dtype: those of `reference`, then SDPA on gathered pages."""
+def torch_error(given: dict[str, Any], window: int | None, exact: Tensor, eager: bool = False) -> float:
+    """What torch's own functions err by in the inputs' dtype: those of `reference`, then SDPA on gathered pages.
+
+    Args:
+        eager: attention as transformers' eager one has it, for which weights are rounded to the dtype. So do kernels
+            that multiply by tensor cores, and SDPA on a GPU, but not SDPA on a CPU.
+    """
     mine = copied(given)
     reference.attend(*(mine[name] for name in TENSORS), window=window, **_options(mine))  # fills the cache
     keys, values, page_size, dim = mine["keys"], mine["values"], mine["keys"].shape[1], mine["keys"].shape[3]
@@ -103,9 +109,16 @@ def torch_error(given: dict[str, Any], window: int | None, exact: Tensor) -> flo
         seen = at <= mine["positions"][row][:, None]
         if window is not None:
             seen &= at > mine["positions"][row][:, None] - window
-        out = F.scaled_dot_product_attention(query[row].transpose(0, 1), k, v, attn_mask=seen, enable_gqa=True)
+        attend = _eager if eager else partial(F.scaled_dot_product_attention, enable_gqa=True)
+        out = attend(query[row].transpose(0, 1), k, v, attn_mask=seen)
         worst = max(worst, (out.transpose(0, 1).flatten(1).float() - exact[row]).abs().max().item())
     return worst
+
+
+def _eager(query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(len(query) // len(x), 0) for x in (keys, values))
+    scores = (query @ k.transpose(1, 2) * query.shape[2] ** -0.5).masked_fill(~attn_mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:

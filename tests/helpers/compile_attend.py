@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from fastspec.kernels import attend, attend_long, attend_short, paged_attention, rope
 from fastspec.kernels.attend_gather import gather_kernel
+from fastspec.kernels.attend_ring import ROWS as RING_ROWS
+from fastspec.kernels.attend_ring import shares_kernel
+from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
 from fastspec.kernels.attend_stream import stream_kernel
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 ELEMENT = {2: "*bf16", 4: "*fp32"}
 FRAGMENT_DIMS = (64, 128)  # that the kernel out of registers can take, whether or not it is used for them
+RING_ARCH = 90  # the one whose warp groups multiply
 LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
 
 ROWS = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr", "query_ptr")
@@ -58,7 +63,10 @@ def entries(arch: int) -> Iterator[Entry]:
             constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)
-        constants, options = attend_long.gather_launch(24, dim)
+        for variant in (PLAIN, FULL) if arch == RING_ARCH else ():
+            constants, options = attend_long.ring_launch(dim)
+            yield _entry(shares_kernel, 2, constants, options, variant, arch)
+        constants, options = attend_long.gather_launch(RING_ROWS.value if arch == RING_ARCH else 24, dim)
         for variant in (PLAIN, FULL):
             yield _entry(gather_kernel, 2, constants, options, variant, arch)
 
@@ -93,6 +101,9 @@ def _entry(
         given |= {"q_norm_ptr": None, "k_norm_ptr": None}
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
     known = {**dict.fromkeys(ROWS, ELEMENT[size]), **POINTERS, **dict.fromkeys(COUNTS, "i32")}
+    block = [piece_of(page_size, constants.get("KEYS", 64)), WIDTH.value]
+    slots = f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, 2)!r}>"
+    known |= dict.fromkeys(("key_desc", "value_desc"), slots)
     signature = {name: known[name] for name in kernel.arg_names if name not in given}
     if kernel is not paged_attention._flash_kernel:
         options = {**options, "enable_fp_fusion": False}

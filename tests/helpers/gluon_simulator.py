@@ -1,4 +1,4 @@
-"""Runs the Gluon kernels of the packed products on a CPU, where Triton has no interpreter for them.
+"""Runs Gluon kernels on a CPU that Triton has no interpreter for: packed products, attention over long caches.
 
 Their sources are executed with stand-ins for Gluon's language, in numpy. A tensor is an array; layouts say where its
 elements lie and are not modelled. Loads and stores outside of an array raise, shared memory begins as NaN, and an
@@ -22,11 +22,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.helpers.gluon_values import KINDS, OF_TORCH, Layout, Number, Pointer, Shared, Values, rounded, widened
+from tests.helpers.gluon_values import (
+    KINDS,
+    OF_TORCH,
+    Constant,
+    Layout,
+    Number,
+    Pointer,
+    Shared,
+    Values,
+    rounded,
+    widened,
+)
 
 WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
+ATTENTION = ["fragment_rows", "fragment_parts", "stream_parts", "ring_parts", "ring", "gather"]
 MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "layer", "linear", "pick"]
 
 
@@ -35,7 +47,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.ids, self.counts, self.late = (0, 0, 0), (1, 1, 1), True
-        self.turn = threading.Condition()
+        self.turn, self.stuck = threading.Condition(), threading.Event()
+        self.failed: list[BaseException] = []
         self.open: list[Any] = []
         self.groups: deque[list[Any]] = deque()
 
@@ -78,7 +91,10 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         """Until the phase of this parity is over: the one at hand has the other."""
-        assert MACHINE.turn.wait_for(lambda: self.phases % 2 != parity, WAIT), "warps wait for each other"
+        MACHINE.stuck.set()
+        over = MACHINE.turn.wait_for(lambda: self.phases % 2 != parity or MACHINE.failed, WAIT)
+        assert not MACHINE.failed, MACHINE.failed
+        assert over, "warps wait for each other"
 
 
 class Barriers:
@@ -100,7 +116,8 @@ class Described:
 
     def at(self, place: list[int]) -> Values:
         value = np.zeros(self.block, self.array.dtype)
-        there = self.array[tuple(slice(first, first + size) for first, size in zip(place, self.block, strict=True))]
+        firsts = [int(first) for first in place]
+        there = self.array[tuple(slice(first, first + size) for first, size in zip(firsts, self.block, strict=True))]
         value[tuple(slice(size) for size in there.shape)] = there
         return Values(value, self.kind)
 
@@ -116,8 +133,8 @@ def engine_copy(described: Described, place: list[int], barrier: Barrier, to: Sh
 
 
 def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    """The first part here, the others in threads."""
-    failed: list[BaseException] = []
+    """The first part here, the others in threads; these begin as late as may be, or run as far as they can before."""
+    failed = MACHINE.failed = []
 
     def worked(function: Any, given: tuple[Any, ...]) -> None:
         try:
@@ -126,10 +143,17 @@ def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
         except BaseException as error:
             failed.append(error)
             raise
+        finally:
+            MACHINE.stuck.set()
+            with MACHINE.turn:
+                MACHINE.turn.notify_all()
 
     threads = [threading.Thread(target=worked, args=part, daemon=True) for part in parts[1:]]
     for thread in threads:
+        MACHINE.stuck.clear()
         thread.start()
+        if not MACHINE.late:
+            MACHINE.stuck.wait(WAIT)
     try:
         worked(*parts[0])
     finally:
@@ -148,7 +172,8 @@ class BarrierLayout(Layout):
 
 def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any) -> Values:
     at, seen = pointer.chosen(mask)
-    return Values(np.where(seen, pointer.memory[at], np.asarray(other).astype(pointer.memory.dtype)), pointer.kind)
+    rest = other.array if isinstance(other, Values) else np.asarray(other).astype(pointer.memory.dtype)
+    return Values(np.where(seen, pointer.memory[at], rest), pointer.kind)
 
 
 def store(pointer: Pointer, value: Values, mask: Values | None = None) -> None:
@@ -159,7 +184,9 @@ def store(pointer: Pointer, value: Values, mask: Values | None = None) -> None:
 
 def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, pack: int) -> Any:
     """The few instructions that the kernels spell out, told by their names."""
-    if "barrier.cluster" in text or "griddepcontrol" in text or "prefetch" in text:
+    if "ex2.approx" in text:
+        return Values(np.exp2(given[0].array), "float32")
+    if "fence.proxy" in text or "barrier.cluster" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
     kind = "bfloat16" if "bf16x2" in text else "float16"
     halves = [[np.ascontiguousarray(each.array).view(KINDS[kind])[..., half::2] for half in (0, 1)] for each in given]
@@ -184,8 +211,8 @@ def mma(left: Values, right: Values, total: Values) -> Values:
     return Values(out, "float32")
 
 
-def group_mma(left: Values, right: Shared, total: Values, is_async: bool = False) -> Values:
-    """Of [R, 64], [64, BM] and [R, BM], 16 values of K at a time."""
+def group_mma(left: Values | Shared, right: Shared, total: Values, is_async: bool = False) -> Values:
+    """Of [R, K], [K, N] and [R, N], 16 values of K at a time."""
     a, b = widened(left.array, left.kind).astype(np.float64), widened(right.array, right.kind).astype(np.float64)
     out = total.array
     for first in range(0, a.shape[1], 16):
@@ -231,16 +258,29 @@ def _language() -> ModuleType:
 
         return apply
 
-    def where(mask: Values, left: Any, right: Any) -> Values:
+    def where(mask: Values | bool, left: Any, right: Any) -> Any:
+        if not isinstance(mask, Values):
+            return left if mask else right
         kind = next((each.kind for each in (left, right) if isinstance(each, Values)), "int64")
         return Values(np.where(mask.array, array(left), array(right)), kind)
+
+    def log2(value: Values) -> Values:
+        with np.errstate(divide="ignore"):
+            return Values(np.log2(value.array), value.kind)
+
+    def reduced(operation: Any) -> Any:
+        def apply(value: Values, axis: int) -> Any:
+            found = Values(operation(value.array, axis), value.kind)
+            return Number(found) if not found.shape and value.kind == "int32" else found
+
+        return apply
 
     def broadcast(left: Values, right: Values) -> tuple[Values, Values]:
         shape = np.broadcast_shapes(left.array.shape, right.array.shape)
         return tuple(Values(np.broadcast_to(each.array, shape), each.kind) for each in (left, right))  # type: ignore[return-value]
 
     plain = {
-        "constexpr": lambda value: value,
+        "constexpr": lambda value: Constant(value) if type(value) is int else value,
         "static_range": range,
         "static_assert": lambda *given: None,
         "program_id": lambda axis: Number(MACHINE.ids[axis]),
@@ -257,11 +297,16 @@ def _language() -> ModuleType:
         "full": full,
         "full_like": lambda value, fill: full(value.shape, fill, value.kind),
         "minimum": same(np.minimum),
+        "maximum": same(np.maximum),
         "where": where,
         "fma": fused,
         "exp": lambda value: Values(np.exp(value.array), value.kind),
         "rsqrt": lambda value: Values(1 / np.sqrt(value.array), value.kind),
-        "max": lambda value, axis: Values(value.array.max(axis), value.kind),
+        "exp2": lambda value: Values(np.exp2(value.array), value.kind),
+        "log2": log2,
+        "max": reduced(np.max),
+        "min": reduced(np.min),
+        "sum": reduced(np.sum),
         "load": load,
         "store": store,
         "inline_asm_elementwise": assembly,
@@ -291,7 +336,7 @@ def _stand_ins() -> dict[str, ModuleType]:
         async_copy_global_to_shared=MACHINE.copy, commit_group=MACHINE.commit, wait_group=MACHINE.wait
     )
     hopper.warpgroup_mma = group_mma  # type: ignore[attr-defined]
-    hopper.warpgroup_mma_wait = lambda pending, deps: deps  # type: ignore[attr-defined]
+    hopper.warpgroup_mma_wait = lambda pending, deps: deps if len(deps) > 1 else deps[0]  # type: ignore[attr-defined]
     hopper.fence_async_shared = lambda: None  # type: ignore[attr-defined]
     hopper.mbarrier = SimpleNamespace(  # type: ignore[attr-defined]
         MBarrierLayout=BarrierLayout,
@@ -303,6 +348,7 @@ def _stand_ins() -> dict[str, ModuleType]:
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
     names = ModuleType("names")
     names.load_block, names.thread_barrier = engine_copy, lambda: None  # type: ignore[attr-defined]
+    names.REINTERPRETS = False  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()  # type: ignore[attr-defined]
@@ -345,31 +391,45 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
 
 
 @contextmanager
-def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
-    """The modules packed_* by the part of their name behind it, run by stand-ins, as on a GPU of `capability`."""
-    names = [f"fastspec.kernels.packed_{name}" for name in MODULES]
+def _loaded(stems: list[str]) -> Iterator[list[Any]]:
+    """These files of fastspec/kernels, each of which may import from those before it, run by stand-ins."""
+    names = [f"fastspec.kernels.{stem}" for stem in stems]
     kept = {name: sys.modules.get(name) for name in (*_stand_ins(), *names)}
     sys.modules.update(_stand_ins())
-    loaded = {}
+    loaded = []
     try:
-        for name, full_name in zip(MODULES, names, strict=True):
-            spec = importlib.util.spec_from_file_location(full_name, KERNELS / f"packed_{name}.py")
+        for stem, name in zip(stems, names, strict=True):
+            spec = importlib.util.spec_from_file_location(name, KERNELS / f"{stem}.py")
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[full_name] = module
+            sys.modules[name] = module
             spec.loader.exec_module(module)
             for replaced, by in (("launch", launch), ("described", Described)):
                 if hasattr(module, replaced):
                     setattr(module, replaced, by)
-            loaded[name] = module
-        for part in ("launch", "layer"):
-            loaded[part].capability_of = lambda device: capability  # type: ignore[attr-defined]
-        MACHINE.late = late
-        yield SimpleNamespace(**loaded)
+            loaded.append(module)
+        yield loaded
     finally:
         for name, module in kept.items():  # type: ignore[assignment]
             if module is None:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+@contextmanager
+def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
+    """The modules packed_* by the part of their name behind it, run by stand-ins, as on a GPU of `capability`."""
+    with _loaded([f"packed_{name}" for name in MODULES]) as modules:
+        loaded = dict(zip(MODULES, modules, strict=True))
+        for part in ("launch", "layer"):
+            loaded[part].capability_of = lambda device: capability
+        MACHINE.late = late
+        yield SimpleNamespace(**loaded)
+
+
+def attention_by_ring() -> dict[str, Any]:
+    """The kernels of attend_ring.py and attend_gather.py, for `launch`; `MACHINE.late` says how copies land."""
+    with _loaded([f"attend_{name}" for name in ATTENTION]) as modules:
+        return {"shares_kernel": modules[-2].shares_kernel, "gather_kernel": modules[-1].gather_kernel}

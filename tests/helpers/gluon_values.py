@@ -13,6 +13,7 @@ KINDS = {
     "int16": np.int16,
     "int32": np.int32,
     "int64": np.int64,
+    "uint32": np.uint32,
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,
@@ -23,6 +24,7 @@ OF_TORCH = {
     torch.float32: "float32",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.bool: "int1",
 }
 
 
@@ -57,7 +59,10 @@ class Values:
 
     def __init__(self, array: Any, kind: str) -> None:
         self.array, self.kind = np.asarray(array, dtype=KINDS[kind]), kind
-        self.shape, self.type = list(self.array.shape), SimpleNamespace(layout=Layout())
+        self.shape, self.type, self.dtype = list(self.array.shape), SimpleNamespace(layout=Layout()), kind
+
+    def __index__(self) -> int:
+        return int(self.array)
 
     def to(self, kind: str, bitcast: bool = False) -> Values:
         if bitcast:
@@ -91,6 +96,9 @@ class Values:
     def __truediv__(self, other: Any) -> Values:
         return self._with(other, np.divide)
 
+    def __rtruediv__(self, other: Any) -> Values:
+        return self._with(other, lambda mine, theirs: theirs / mine)
+
     def __floordiv__(self, other: Any) -> Values:
         return self._with(other, np.floor_divide)
 
@@ -118,11 +126,20 @@ class Values:
     def __lt__(self, other: Any) -> Values:
         return self._with(other, np.less, "int1")
 
+    def __le__(self, other: Any) -> Values:
+        return self._with(other, np.less_equal, "int1")
+
+    def __gt__(self, other: Any) -> Values:
+        return self._with(other, np.greater, "int1")
+
     def __ge__(self, other: Any) -> Values:
         return self._with(other, np.greater_equal, "int1")
 
     def __eq__(self, other: Any) -> Values:  # type: ignore[override]
         return self._with(other, np.equal, "int1")
+
+    def __ne__(self, other: Any) -> Values:  # type: ignore[override]
+        return self._with(other, np.not_equal, "int1")
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -145,7 +162,21 @@ class Number(int):
     def __mul__(self, other: Any) -> Any:
         return self._kept(int.__mul__(self, other))
 
+    def __floordiv__(self, other: Any) -> Any:
+        return self._kept(int.__floordiv__(self, other))
+
+    def __mod__(self, other: Any) -> Any:
+        return self._kept(int.__mod__(self, other))
+
     __radd__, __rmul__ = __add__, __mul__
+
+
+class Constant(int):
+    """A number that is known when a kernel is compiled."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
 
 
 class Pointer:
@@ -188,9 +219,35 @@ class Shared:
         part.array, part.shape = self.array[place], self.shape[1:]
         return part
 
+    def _reinterpret(self, kind: str, shape: list[int], _: Layout) -> Pieces:
+        """Tiles [COUNT, ROWS, D] as pieces of fewer rows and values."""
+        return Pieces(self, shape)
+
     def slice(self, start: int, length: int) -> Shared:
         """Some of the first axis."""
         return Shared(self.kind, [length, *self.shape[1:]], Values(self.array[start : start + length], self.kind))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.kind, [self.shape[axis] for axis in order], Values(self.array.transpose(order), self.kind))
+
+
+class Pieces:
+    """Tiles [COUNT, ROWS, D] of 16-bit values, swizzled by 128 bytes, as they lie in memory: 64 values of all rows, and
+    so on; in pieces [size, rows, 64].
+    """
+
+    def __init__(self, tiles: Shared, shape: list[int]) -> None:
+        size, rows, width = shape
+        count, height, whole = tiles.shape
+        assert width == 64, shape
+        assert size * rows * width == count * height * whole, (shape, tiles.shape)
+        self.tiles, self.rows, self.across, self.shape = tiles, rows, whole // width, shape
+
+    def index(self, place: int) -> Shared:
+        """A piece that is written through."""
+        down = self.tiles.shape[1] // self.rows
+        tile, part, piece = place // (self.across * down), place // down % self.across, place % down
+        found = Shared(self.tiles.kind, [0])
+        rows, columns = slice(piece * self.rows, (piece + 1) * self.rows), slice(part * 64, part * 64 + 64)
+        found.array, found.shape = self.tiles.array[tile, rows, columns], [self.rows, 64]
+        return found
