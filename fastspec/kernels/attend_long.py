@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastspec.kernels.attend_gather import FANS, gather_kernel
+from fastspec.kernels.attend_gather import GATHER_WARPS, gather_kernel
 from fastspec.kernels.attend_ring import ROWS, WARPS, shares_kernel
 from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
 from fastspec.kernels.attend_stream import stream_kernel
@@ -31,7 +31,7 @@ __all__ = [
 STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
-LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 512), (8192, 1024), (65536, 2048))
+LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (2048, 512), (8192, 1024), (65536, 2048))
 STREAM_WARPS = 4  # along the keys; part of the bits as well
 # by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
 STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
@@ -40,7 +40,7 @@ RING_BYTES = 112 * 1024  # of keys and values on their way: with queries and sum
 RING_REGISTERS = 128  # of five warps; the one that fetches leaves most of its own to the others
 MOST_SHARES = 8  # of a tile, where there are not too few tiles for the device
 START = 0.02  # of a tile's keys: what a program takes before and after its share
-GATHER_REGISTERS = 128  # two such programs fit beside one of those that they wait for
+GATHER_REGISTERS = 255  # of one warp, which has 32 partial sums on their way
 
 
 def streams(split_keys: int) -> bool:
@@ -78,7 +78,7 @@ def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, An
 
 def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_gather.py behind tiles of `tile` rows."""
-    return {"RUNGS": rungs(), "D": dim, "TILE": tile}, {"num_warps": FANS.value, "maxnreg": GATHER_REGISTERS}
+    return {"RUNGS": rungs(), "D": dim, "TILE": tile}, {"num_warps": GATHER_WARPS.value, "maxnreg": GATHER_REGISTERS}
 
 
 def rings(device: torch.device, page_size: int) -> bool:
