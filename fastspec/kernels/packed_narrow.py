@@ -148,7 +148,7 @@ def narrow_kernel(
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [65] or None
+    keys_ptr,  # int64 [M + 1] or None
     M,
     N,
     eps,

@@ -281,13 +281,17 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit):
 
 @gluon.jit
 def settle_keys(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
-    """In the last program of a launch: keys become tokens, and all is zero again for the next launch."""
+    """In the last program of a launch: keys become tokens, and all is zero again for the next launch.
+
+    keys_ptr: int64 [M + 1], of which the last counts programs.
+    """
     # every warp's maxima are in place before one thread counts this program as done
     thread_barrier()
-    done = gl.atomic_add(keys_ptr + 64, 1, sem="acq_rel")
+    done = gl.atomic_add(keys_ptr + M, 1, sem="acq_rel")
     if done == gl.num_programs(0) * gl.num_programs(1) - 1:
-        row = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [warps], [0]))
-        none = gl.full_like(row, 0).to(gl.int64)
-        key = gl.atomic_xchg(keys_ptr + row, none, mask=row < M, sem="relaxed")
-        gl.store(out_ptr + row * out_stride, 0x7FFFFFFF - (key & 0x7FFFFFFF), mask=row < M)
-        gl.atomic_xchg(keys_ptr + 64, 0, sem="relaxed")
+        for first in range(0, M, 64):
+            row = first + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [warps], [0]))
+            none = gl.full_like(row, 0).to(gl.int64)
+            key = gl.atomic_xchg(keys_ptr + row, none, mask=row < M, sem="relaxed")
+            gl.store(out_ptr + row * out_stride, 0x7FFFFFFF - (key & 0x7FFFFFFF), mask=row < M)
+        gl.atomic_xchg(keys_ptr + M, 0, sem="relaxed")

@@ -2,12 +2,12 @@
 
     out[r] = argmax_{id < limit} logits[r, id],    logits = rms_norm(x) weight^T in fp32, as `packed_linear` has them
 
-| argument | shape, dtype                    | notes                                                       |
-|----------|---------------------------------|-------------------------------------------------------------|
-| x        | [R, K] bf16 or fp16             |                                                             |
-| weight   | [V/16, K/32, 16, 32], x's dtype | packed, not gated                                           |
-| scratch  | int64 [65]                      | `pick_scratch`; zero before and after, one launch at a time |
-| out      | int64 [R], any stride           |                                                             |
+| argument | shape, dtype                    | notes                                            |
+|----------|---------------------------------|--------------------------------------------------|
+| x        | [R, K] bf16 or fp16             |                                                  |
+| weight   | [V/16, K/32, 16, 32], x's dtype | packed, not gated                                |
+| scratch  | int64 [R + 1] or more           | zero before and after, for one launch at a time  |
+| out      | int64 [R], any stride           |                                                  |
 
 Of equal logits the lowest id wins, and NaN counts as the largest, both as in torch.argmax. Every program enters the
 largest of its rows by one integer maximum for each row of x; the last to arrive writes the ids and clears the
@@ -21,13 +21,6 @@ from torch import Tensor
 
 from fastspec.kernels.packed_launch import Call, run
 from fastspec.kernels.packed_linear import checked_rows
-
-MAX_ROWS = 64  # of one launch
-
-
-def pick_scratch(device: torch.device) -> Tensor:
-    """What `packed_pick` works in: int64 [65], zeros. Calls that can run at the same time need one each."""
-    return torch.zeros(MAX_ROWS + 1, dtype=torch.int64, device=device)
 
 
 def packed_pick(
@@ -44,6 +37,7 @@ def packed_pick(
 
     Args:
         limit: ids below it count; at least 1.
+        scratch: calls that can run at the same time need one each.
         pdl: as in `packed_linear`.
 
     Raises:
@@ -55,13 +49,12 @@ def packed_pick(
     rows = checked_rows(x, weight, norm)
     if limit < 1:
         raise ValueError(f"limit is {limit}; at least one id must count")
-    if scratch.shape != (MAX_ROWS + 1,) or scratch.dtype != torch.int64:
-        raise ValueError(f"scratch is {scratch.dtype} {tuple(scratch.shape)}; take it from `pick_scratch`")
+    if scratch.dtype != torch.int64 or scratch.numel() <= len(rows):
+        raise ValueError(f"scratch is {scratch.dtype} {tuple(scratch.shape)}; wanted int64 [{len(rows) + 1}] or longer")
     if out is None:
         out = torch.empty(len(rows), dtype=torch.int64, device=x.device)
     if out.shape != (len(rows),) or out.dtype != torch.int64:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; it must be int64 [{len(rows)}]")
-    for some, ids in zip(rows.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
-        if len(some) > 0:
-            run(Call(some, weight, ids, norm=norm, keys=scratch, limit=limit), pdl)
+    if len(rows) > 0:
+        run(Call(rows, weight, out, norm=norm, keys=scratch, limit=limit), pdl)
     return out

@@ -237,7 +237,7 @@ def ring_kernel(
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [65] or None
+    keys_ptr,  # int64 [M + 1] or None
     parts_ptr,  # fp32 [S, M, N] or None: where it is given nothing else is written
     M,
     N,

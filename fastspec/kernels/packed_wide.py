@@ -186,7 +186,7 @@ def wide_kernel(
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [65] or None; C is 1 then
+    keys_ptr,  # int64 [M + 1] or None; C is 1 then
     parts_ptr,  # fp32 [blocks of rows, tiles, GROUPS, S, GROUP, R], None where C is 1
     M,
     N,

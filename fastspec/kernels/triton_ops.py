@@ -20,7 +20,7 @@ from fastspec.kernels.packed_launch import supported
 from fastspec.kernels.packed_layer import between as packed_between
 from fastspec.kernels.packed_layer import in_a_ring
 from fastspec.kernels.packed_linear import packed_linear
-from fastspec.kernels.packed_pick import MAX_ROWS, packed_pick
+from fastspec.kernels.packed_pick import packed_pick
 from fastspec.kernels.prefill_linear import prefill_linear
 from fastspec.kernels.publish import publish
 from fastspec.kernels.reference import UNTILED, Tiling
@@ -40,7 +40,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 zeros, of the pick: one for each row and one more, and as many as `packed_pick` wants at least.
+        pick: int64 zeros, of the pick: one for each row and one more.
     """
 
     attend: AttendWork
@@ -51,17 +51,13 @@ def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    pick = torch.zeros(_pick_size(batch), dtype=torch.int64, device=device)
+    pick = torch.zeros(batch + 1, dtype=torch.int64, device=device)
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), pick)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
     """Bytes of `workspace`."""
-    return 8 * _pick_size(batch) + attend_work_bytes(batch * max_queries, max_positions, heads)
-
-
-def _pick_size(batch: int) -> int:
-    return max(batch, MAX_ROWS) + 1
+    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
 def store(weight: Tensor, gated: bool) -> Tensor:
@@ -120,7 +116,7 @@ def pick(
 ) -> None:
     """As `reference.pick`, which defines it."""
     if weight.dim() == 4:
-        packed_pick(x, weight, limit, work.pick[: MAX_ROWS + 1], norm=norm, pdl=has_pdl(x.device), out=out)
+        packed_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device), out=out)
     elif x.dtype == torch.float32 or tiling.rows is None:
         reference.pick(x, weight, limit, tiling, norm=norm, out=out)
     else:

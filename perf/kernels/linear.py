@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.kernels.device import has_pdl
 from fastspec.kernels.packed_linear import packed_linear
-from fastspec.kernels.packed_pick import packed_pick, pick_scratch
+from fastspec.kernels.packed_pick import packed_pick
 from fastspec.kernels.packing import unpack
 from fastspec.kernels.reference import UNTILED
 from fastspec.kernels.triton_ops import TRITON_OPS
@@ -75,7 +75,7 @@ def call_of(product: Product, rows: int, plain: bool) -> tuple[Callable[[Tensor]
     if "norm" in fused:
         given["norm"] = (torch.ones(product.k, device=device).bfloat16(), 1e-5)
     if "pick" in fused:
-        scratch = pick_scratch(device)
+        scratch = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         return lambda weight: packed_pick(x, weight, product.n, scratch, **given), partial(F.linear, x)
     if "residual" in fused:
         given["residual"] = torch.randn(rows, width, device=device).bfloat16()

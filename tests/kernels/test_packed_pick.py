@@ -12,14 +12,19 @@ from tests.helpers.devices import devices
 from tests.kernels.test_packed_linear import NAN, PDL, case, modules
 
 
+def room(rows: int, device: str) -> torch.Tensor:
+    """Just what a pick of so many rows needs."""
+    return torch.zeros(rows + 1, dtype=torch.int64, device=device)
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("epilogue", ["plain", "norm"])
 def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
     """Of exactly those that `packed_linear` gives, whatever the rows, and of as many of them as count."""
     vocab, k = 304, 384
     with modules(device) as packed:
-        scratch = packed.pick.pick_scratch(torch.device(device))
-        for rows in (1, 5, 13, 40, 64, 70):
+        scratch = room(170, device)
+        for rows in (1, 5, 13, 40, 64, 70, 170):
             x, weight, arguments = case(rows, vocab, k, torch.bfloat16, device, epilogue)
             logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
             for limit in (1, 2, 100, vocab, 10**6):
@@ -31,8 +36,8 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
 def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 16 rows, of heads with many ids and with few."""
     with modules("cpu") as packed:
-        scratch = packed.pick.pick_scratch(torch.device("cpu"))
-        for rows, many in ((17, 304), (40, 304), (64, 16384)):
+        scratch = room(200, "cpu")
+        for rows, many in ((17, 304), (40, 304), (64, 16384), (70, 304), (200, 16384)):
             monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", many)
             assert isinstance(packed.launch.tile_of(304, 512, rows, (9, 0), True), packed.launch.Ring)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
@@ -73,7 +78,7 @@ def test_ties_zeros_and_values_that_are_not_numbers(
 ) -> None:
     with modules(device) as packed:
         x, head = rigged(values, device)
-        scratch = packed.pick.pick_scratch(torch.device(device))
+        scratch = room(39, device)
         for rows in (x, x.repeat(5, 1), x.repeat(13, 1)):
             picked = packed.pick.packed_pick(rows, head, limit, scratch, pdl=PDL[device])
             assert picked.tolist() == [expected] * len(rows)
@@ -86,7 +91,7 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
     with modules(device) as packed:
         x, weight, _ = case(6, 64, 128, torch.bfloat16, device)
         table = torch.full((6, 3), -7, dtype=torch.int64, device=device)
-        scratch = packed.pick.pick_scratch(torch.device(device))
+        scratch = room(6, device)
         expected = packed.pick.packed_pick(x, weight, 64, scratch, pdl=PDL[device])
         given = packed.pick.packed_pick(x, weight, 64, scratch, pdl=PDL[device], out=table[:, 1])
         assert given.data_ptr() == table[:, 1].data_ptr()
@@ -98,10 +103,10 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
 @pytest.mark.parametrize(("vocab", "k"), [(128256, 2048), (151936, 896), (128256, 4096)])
 def test_real_heads(vocab: int, k: int) -> None:
     from fastspec.kernels.packed_linear import packed_linear
-    from fastspec.kernels.packed_pick import packed_pick, pick_scratch
+    from fastspec.kernels.packed_pick import packed_pick
 
-    scratch = pick_scratch(torch.device("cuda"))
-    for rows in (1, 6, 13, 40, 64):
+    scratch = room(200, "cuda")
+    for rows in (1, 6, 13, 40, 64, 70, 160, 200):
         x, weight, arguments = case(rows, vocab, k, torch.bfloat16, "cuda", "norm")
         logits = packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=False)
         for _ in range(20):
@@ -113,8 +118,8 @@ def test_real_heads(vocab: int, k: int) -> None:
     ("change", "match"),
     [
         ({"limit": 0}, "limit is 0"),
-        ({"scratch": torch.zeros(64, dtype=torch.int64)}, "take it from"),
-        ({"scratch": torch.zeros(65, dtype=torch.int32)}, "take it from"),
+        ({"scratch": torch.zeros(3, dtype=torch.int64)}, r"wanted int64 \[4\] or longer"),
+        ({"scratch": torch.zeros(65, dtype=torch.int32)}, r"wanted int64 \[4\] or longer"),
         ({"out": torch.zeros(2, dtype=torch.int64)}, "out is"),
         ({"out": torch.zeros(3, dtype=torch.int32)}, "out is"),
         ({"x": torch.zeros(1, 3, 128, dtype=torch.bfloat16)}, "must be"),
@@ -123,6 +128,6 @@ def test_real_heads(vocab: int, k: int) -> None:
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], match: str) -> None:
     with modules("cpu") as packed:
         x, head = rigged({}, "cpu")
-        given = {"x": x, "weight": head, "limit": 5, "scratch": packed.pick.pick_scratch(torch.device("cpu"))}
+        given = {"x": x, "weight": head, "limit": 5, "scratch": room(3, "cpu")}
         with pytest.raises(ValueError, match=match):
             packed.pick.packed_pick(**{**given, **change}, pdl=False)
