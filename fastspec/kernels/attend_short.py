@@ -21,8 +21,9 @@ MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/
 ALONE_PROGRAMS = {64: MULTIPROCESSORS, 128: 2 * MULTIPROCESSORS}
 FEW_PROGRAMS = 3 * MULTIPROCESSORS  # up to so many, groups of 8 rows to themselves are faster than reading K and V once
 SHARED_REGISTERS = 128
-# by head_dim: tiles from which on programs take several splits, and registers of such a program of BATCH_WARPS
-BATCH_TILES = {64: 128, 128: 192}
+# by head_dim: tiles from which on programs take several splits, in rooms of up to ROOMY splits and in larger ones, and
+# registers of such a program of BATCH_WARPS
+BATCH_TILES, ROOMY = {64: (128, 128), 128: (192, 128)}, 8
 BATCH_REGISTERS = {64: 168, 128: MAX_REGISTERS}
 BATCH_WARPS, BATCH_SPLITS = 4, 4
 
@@ -40,7 +41,7 @@ def short_launch(
     groups = groups_of(num_rows, GROUPS if pairs * eights * splits > FEW_PROGRAMS else 1)
     tiles = pairs * triton.cdiv(eights, groups)
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
-    if tiles >= BATCH_TILES[dim] and one_block:
+    if tiles >= BATCH_TILES[dim][splits > ROOMY] and one_block:
         constants |= {"CHUNK": BATCH_SPLITS}
         return batch_kernel, constants, {"num_warps": BATCH_WARPS, "maxnreg": BATCH_REGISTERS[dim]}
     constants |= {"AHEAD": 1 if groups > 1 and dim > 64 else 2}  # as far as registers go

@@ -65,7 +65,8 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
                 )
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
-    monkeypatch.setattr(attend_short, "BATCH_TILES", dict.fromkeys((64, 128), 1 if kind == "batch" else 2**30))
+    from_tiles = 1 if kind == "batch" else 2**30
+    monkeypatch.setattr(attend_short, "BATCH_TILES", dict.fromkeys((64, 128), (from_tiles, from_tiles)))
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "STREAMED", 0 if kind in ("stream", "ring") else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)
