@@ -114,13 +114,20 @@ def by_kind(traced: Sequence[Row]) -> list[Row]:
     ]
 
 
+def _shaped(row: Row) -> Row:
+    """A row of a kernel, with the shape and the rows that those of attention had none of once."""
+    if "context" not in row:
+        return row
+    return {"shape": f"{row['model']}, {row['batch']} x {row['context']}", "rows": row["queries"], **row}
+
+
 def sections(rows: Sequence[Row]) -> list[str]:
     """Headings and tables of whatever there is."""
     ended = newest(rows)
     started = [
         row for row in ended if row.get("start_up_s") and row["engine"] == "fastspec plain" and row.get("planned_mib")
     ]
-    kernels = [row for row in rows if row.get("file") == "kernels" and row.get("us")]
+    kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
     last_kernels = list({(row["op"], row.get("shape"), row.get("rows")): row for row in kernels}.values())
     gates = [row for row in rows if row.get("bench") == "gate"]
     found = []

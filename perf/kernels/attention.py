@@ -185,6 +185,8 @@ def decode_record(
     us, heads = took.us, MODELS[name]
     record = {
         "op": "attend",
+        "shape": f"{name}, {batch} x {context}",
+        "rows": queries,
         "model": name,
         "batch": batch,
         "queries": queries,
@@ -238,8 +240,7 @@ def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                 if batch * context > 2**18:
                     continue  # more cache than fits
                 record = decode_record(name, batch, queries, context, None, ceiling, given)
-                shape = f"{name}, {batch} x {context}"
-                yield {**record, "shape": shape, "rows": queries, "torch_us": record["sdpa_us"]}
+                yield {**record, "torch_us": record["sdpa_us"]}
         torch.cuda.empty_cache()
 
 

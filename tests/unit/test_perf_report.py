@@ -60,6 +60,7 @@ def trace_row() -> Row:
 def files(tmp_path: Path) -> list[str]:
     kernel = {"bench": "linear", "op": "8b qkv", "shape": "6144x4096", "rows": 5, "us": 12.5, "bytes": 50331648}
     gate = {"bench": "gate", "workload": "shipped", "k": 4, "ratio": 1.1, "planted": 0.1, "verdict": "REGRESSION"}
+    attend = {"bench": "attention", "op": "attend", "model": "8b", "batch": 1, "context": 1024, "queries": 6, "us": 8.0}
     old = {**step_row(0), "tok_s": 111.0, "commit": "0ld"}
     del old["case"]  # as rows had none once
     for name, rows in {
@@ -69,7 +70,11 @@ def files(tmp_path: Path) -> list[str]:
             trace_row(),
             {**step_row(0), "device": "cpu", "commit": "cpu"},
         ],
-        "kernels": [{**HERE, **kernel, "operations": 5 * kernel["bytes"], "share": 0.9}],
+        "kernels": [
+            {**HERE, **kernel, "operations": 5 * kernel["bytes"], "share": 0.9},
+            {**HERE, **attend},
+            {**HERE, **attend, "shape": "8b, 1 x 1024", "rows": 6, "us": 7.0},
+        ],
         "gate": [{**HERE, **gate}],
     }.items():
         records.append(tmp_path / f"{name}.jsonl", rows)
@@ -93,6 +98,8 @@ def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in text
     assert "27 (3)" in text
     assert "REGRESSION" in text
+    assert text.count("| attend |") == 1  # an older row had no shape of its own
+    assert "| attend | 8b, 1 x 1024 | 6 | 7 |" in text
     pictures = sorted((document.parent / "figures").glob("*.png"))
     assert [path.stem for path in pictures] == ["gain_over_acceptance", "roofline", "step", "tokens_over_k"]
     assert all(f"figures/{path.name}" in text and 5000 < path.stat().st_size < MOST_BYTES for path in pictures)
