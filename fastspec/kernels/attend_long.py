@@ -44,7 +44,7 @@ GATHER_REGISTERS = 255  # of one warp, which has 32 partial sums on their way
 
 
 def streams(split_keys: int) -> bool:
-    """Whether what `uses_fragments` names runs as attend_stream.py: never by how much of a cache is in use."""
+    """Whether what `uses_fragments` names runs by way of `long`: never by how much of a cache is in use."""
     return split_keys >= STREAMED
 
 

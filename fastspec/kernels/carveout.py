@@ -21,27 +21,28 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each program
 LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less do not have it divided anew between them
 
 
-def percent_of(programs: int, shared: int, room: int) -> int:
-    """Percent of a multiprocessor's `room` bytes that `programs` of `shared` bytes each need, from LEAST on."""
+def percent_of(programs: int, shared: int, room: int, least: int) -> int:
+    """Percent of a multiprocessor's `room` bytes that `programs` of `shared` bytes each need, from `least` on."""
     needed = -(-100 * programs * (shared + RESERVED) // room)
-    return min(100, max(LEAST, needed))
+    return min(100, max(least, needed))
 
 
-def divide(compiled: Any) -> None:
+def divide(compiled: Any, least: int = LEAST) -> None:
     """Sets the preference of a compiled kernel that has been launched on the current device: once, from then on.
 
     Args:
         compiled: what a launch returns: None from Triton's interpreter, which divides nothing.
+        least: percent of it that are shared memory.
 
     Raises:
         RuntimeError: the driver reports an error, of this call or of an earlier kernel.
     """
     if compiled is not None and compiled.metadata.target.backend == "cuda":
-        _divide(compiled.function, compiled.metadata.num_warps * 32, compiled.metadata.shared)
+        _divide(compiled.function, compiled.metadata.num_warps * 32, compiled.metadata.shared, least)
 
 
 @cache
-def _divide(function: int, threads: int, shared: int) -> None:
+def _divide(function: int, threads: int, shared: int, least: int) -> None:
     driver, programs = _driver(), ctypes.c_int()
     handle = ctypes.c_void_p(function)
     _check(
@@ -50,7 +51,7 @@ def _divide(function: int, threads: int, shared: int) -> None:
         )
     )
     room = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
-    _check(driver.cuFuncSetAttribute(handle, PREFERRED_CARVEOUT, percent_of(programs.value, shared, room)))
+    _check(driver.cuFuncSetAttribute(handle, PREFERRED_CARVEOUT, percent_of(programs.value, shared, room, least)))
 
 
 @cache

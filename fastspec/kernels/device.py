@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastspec.kernels.carveout import divide
+from fastspec.kernels.carveout import LEAST, divide
 
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
@@ -42,15 +42,16 @@ def new_ids(count: int, device: torch.device) -> torch.Tensor:
     return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=torch.int64, device=device)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
     """kernel[grid](*args, **options), or no more than its compilation within `compiling()`.
 
-    A kernel's first launch on a device also says how much shared memory it is to have: see carveout.py.
+    A kernel's first launch on a device also says how much shared memory it is to have, in percent `least_shared` at
+    least: see carveout.py.
     """
     if _compiling.get():
         kernel.warmup(*args, grid=grid, **options)
     else:
-        divide(kernel[grid](*args, **options))
+        divide(kernel[grid](*args, **options), least_shared)
 
 
 @contextmanager

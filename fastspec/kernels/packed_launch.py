@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from fastspec.kernels.carveout import LEAST
 from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
@@ -128,6 +129,9 @@ NARROW_16 = {
     (2048, 8192): Narrow(32, 16, 3, 1, False),
 }
 
+# weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
+L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
+
 
 def supported(capability: tuple[int, int]) -> bool:
     """Whether the packed products run on a GPU of this compute capability: sm_80 and newer."""
@@ -235,6 +239,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         eps = 0.0 if call.norm is None else call.norm[1]
         shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
+        options["least_shared"] = 0 if (n, k) in L1_FIRST else LEAST
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))

@@ -22,6 +22,7 @@ in k. Squares are added in an order that is written out instead of following fro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -314,13 +315,13 @@ def _normed(
     return weighted_rows, None, scale, eps
 
 
-def _sums(dtype: torch.dtype) -> dict[str, float]:
+def _sums(dtype: torch.dtype) -> dict[str, Any]:
     """How squares are added."""
     block_k = BLOCK_K[dtype.itemsize]
     return {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": SHRINK.get(dtype, 1.0)}
 
 
-def _constants(dtype: torch.dtype, tile: Tile, pdl: bool) -> dict[str, float]:
+def _constants(dtype: torch.dtype, tile: Tile, pdl: bool) -> dict[str, Any]:
     """The tile, in the words of the dtype's kernels."""
     shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **_options(pdl)}
     if dtype == torch.float32:

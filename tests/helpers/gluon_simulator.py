@@ -366,7 +366,7 @@ def _stand_ins() -> dict[str, ModuleType]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
     """Every program in turn, the last one first: they may not depend on an order."""
-    for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg"):
+    for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg", "least_shared"):
         options.pop(name, None)
     arguments = [_argument(each) for each in given]
     MACHINE.counts = (*grid, 1, 1)[:3]

@@ -26,7 +26,7 @@ H200 = 228 * KIB
     ],
 )
 def test_a_kernel_prefers_what_its_programs_need(programs, shared, percent):
-    assert carveout.percent_of(programs, shared, H200) == percent
+    assert carveout.percent_of(programs, shared, H200, carveout.LEAST) == percent
 
 
 class Driver:
@@ -74,8 +74,10 @@ class Kernel:
 def test_a_launch_sets_it_once_for_each_kernel(driver):
     for function in (7, 7, 8, 7):
         device.launch(Kernel(compiled(function)), (1,))
-    assert driver.asked == [(7, 128, 18 * KIB), (8, 128, 18 * KIB)]
-    assert driver.set == [(7, 9, 17), (8, 9, 17)]
+    device.launch(Kernel(compiled(9, shared=0)), (1,))
+    device.launch(Kernel(compiled(10, shared=0)), (1,), least_shared=0)
+    assert driver.asked == [(7, 128, 18 * KIB), (8, 128, 18 * KIB), (9, 128, 0), (10, 128, 0)]
+    assert driver.set == [(7, 9, 17), (8, 9, 17), (9, 9, 14), (10, 9, 1)]
 
 
 def test_what_runs_without_the_cuda_driver_is_left_alone(driver):
@@ -98,7 +100,7 @@ def test_the_driver_holds_what_a_launch_asked_for(monkeypatch):
     from fastspec.kernels.packed_linear import packed_linear
 
     seen = []
-    monkeypatch.setattr(device, "divide", lambda kernel: (carveout.divide(kernel), seen.append(kernel)))
+    monkeypatch.setattr(device, "divide", lambda *given: (carveout.divide(*given), seen.append(given[0])))
     weight = torch.randn(4, 8, 16, 32, device="cuda", dtype=torch.bfloat16)
     packed_linear(torch.randn(1, 256, device="cuda", dtype=torch.bfloat16), weight, pdl=False)
     (kernel,) = seen
