@@ -101,6 +101,9 @@ def _add_case_options(made: argparse.ArgumentParser, workload: str | None) -> No
     made.add_argument("--batch", type=int, default=1, help="prompts at once")
     made.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     made.add_argument("--new", type=int, default=256, help="new tokens a prompt")
+    made.add_argument(
+        "--max-length", type=int, help="of the generator; by default just what prompts and new tokens take"
+    )
     made.add_argument("--prompts", type=int, default=8, help="prompts in all, cut into batches")
     made.add_argument("--k", type=_numbers, default=(0, 4), help="drafts per step, such as 0,4,5")
     made.add_argument("--sampled", action="store_true", help="temperature 1, whole vocabulary; else greedy")

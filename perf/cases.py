@@ -32,6 +32,7 @@ class Case:
         restart: also time making the generator a second time.
         peers: other engines are measured on it too, when they are asked for.
         acceptance: of a planted pair.
+        max_length: of the generator; None: just what the prompts and what is new take.
     """
 
     workload: str
@@ -45,13 +46,15 @@ class Case:
     restart: bool = False
     peers: bool = False
     acceptance: float = ACCEPTED
+    max_length: int | None = None
 
     @property
     def name(self) -> str:
-        """Workload, batch, prompt and law: no two cases share them."""
+        """Workload, batch, prompt, law and length: no two cases share them."""
         law = "sampled" if self.sampled else "greedy"
         planted = "" if self.acceptance == ACCEPTED else f", acceptance {self.acceptance:g}"
-        return f"{self.workload}, batch {self.batch}, prompt {self.prompt}, {law}{planted}"
+        length = f", max_length {self.max_length}" if self.max_length else ""
+        return f"{self.workload}, batch {self.batch}, prompt {self.prompt}, {law}{planted}{length}"
 
     @property
     def pair(self) -> tuple[str, float]:
@@ -61,6 +64,7 @@ class Case:
 
 CORE = (
     Case("8b+1b", 1, 128, 256, (0, 1, 2, 3, 4, 5, 6, 8), traced=(0, 4), restart=True, peers=True),
+    Case("8b+1b", 1, 128, 256, (0, 4), calls=2, traced=(0, 4), max_length=131072),  # as where memory allows it
     Case("8b+1b", 1, 128, 256, (0, 4), sampled=True, calls=2, traced=(4,)),
     Case("8b+1b", 8, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
     Case("8b+1b", 32, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
@@ -76,7 +80,7 @@ CORE = (
 SMOKE = (
     Case("tiny", 1, 16, 8, (0, 2), calls=2, traced=(2,), restart=True, peers=True),
     Case("tiny", 2, 16, 8, (0, 2), calls=1, sampled=True),
-    Case("shipped", 1, 16, 8, (0, 2), calls=1),
+    Case("shipped", 1, 16, 8, (0, 2), calls=1, max_length=512),
 )
 """Seconds on a CPU: shows that the measuring works, and measures nothing."""
 

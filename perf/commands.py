@@ -45,6 +45,7 @@ def case_of(given: argparse.Namespace) -> Case:
         restart=given.restart,
         peers=True,
         acceptance=given.acceptance,
+        max_length=given.max_length,
     )
 
 
@@ -104,7 +105,10 @@ def one_pair(given: argparse.Namespace, *, save: bool = False) -> Iterator[tuple
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     with opened(case.workload, **options, save=save, say=say) as models:
         work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
-        yield case, models, models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=given.device)
+        run = models.run(
+            work, new=case.new, ks=case.ks, sampled=case.sampled, device=given.device, max_length=case.max_length
+        )
+        yield case, models, run
 
 
 def command_peers(given: argparse.Namespace) -> Rows:

@@ -34,7 +34,7 @@ class Run:
         batches: prompts of each call, all of one length.
         new: tokens per prompt. ks: drafts per step; 0 is plain decoding, and always measured.
         sampled: draw at temperature 1 from the whole vocabulary, else greedy.
-        device, dtype: for the generators.
+        device, dtype, max_length: for the generators; None: just what prompts and new tokens take.
     """
 
     target: Any
@@ -45,6 +45,7 @@ class Run:
     sampled: bool
     device: str
     dtype: torch.dtype
+    max_length: int | None = None
 
     def options(self, call: int) -> dict[str, Any]:
         """Keywords of a call of `generate`."""
@@ -86,13 +87,14 @@ def _wait(device: str) -> None:
 
 
 def generator_of(run: Run, *, k: int, exact: bool = True, nvtx: bool = False) -> FastSpecGenerator:
-    """A generator for up to k drafts that has just the room that a run needs."""
+    """A generator for up to k drafts that has just the room that a run needs, where it does not say how much."""
+    needed = max(len(prompt) for batch in run.batches for prompt in batch) + run.new
     return FastSpecGenerator(
         run.target,
         run.draft if k else None,
         num_speculative_tokens=k,
         max_batch_size=max(len(batch) for batch in run.batches),
-        max_length=max(len(prompt) for batch in run.batches for prompt in batch) + run.new,
+        max_length=run.max_length or needed,
         dtype=run.dtype,
         device=run.device,
         exact=exact,

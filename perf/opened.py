@@ -43,10 +43,19 @@ class Models:
     configs: tuple[PretrainedConfig, PretrainedConfig]
     report: Row
 
-    def run(self, batches: list[list[list[int]]], *, new: int, ks: tuple[int, ...], sampled: bool, device: str) -> Run:
+    def run(
+        self,
+        batches: list[list[list[int]]],
+        *,
+        new: int,
+        ks: tuple[int, ...],
+        sampled: bool,
+        device: str,
+        max_length: int | None = None,
+    ) -> Run:
         """What is measured, from disk where the models lie there: starting up is then what a user waits for."""
         target, draft = self.directories or (self.target, self.draft)
-        return Run(target, draft, batches, new, ks, sampled, device, WORKLOADS[self.workload].dtype)
+        return Run(target, draft, batches, new, ks, sampled, device, WORKLOADS[self.workload].dtype, max_length)
 
 
 @contextmanager

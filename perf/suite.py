@@ -110,7 +110,7 @@ def case_rows(
 ) -> Iterator[Row]:
     """All rows of one case: our own ways, traces of steps, then the peers asked for."""
     work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
-    run = models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=device)
+    run = models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=device, max_length=case.max_length)
 
     def traces(generator: FastSpecGenerator) -> list[Row]:
         return [traced_row(generator, run, k, models.configs, ceiling) for k in case.traced]
@@ -170,6 +170,7 @@ def labelled(rows: list[Row], case: Case, models: Models, run: e2e.Run, ceiling:
             "prompt": case.prompt,
             "new": case.new,
             "sampled": case.sampled,
+            "max_length": case.max_length,
             "pair": models.report,
             "source": "disk" if models.directories else "live",
             "read_gb_s": round(ceiling),

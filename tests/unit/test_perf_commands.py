@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from perf import __main__ as cli
-from perf import bench, commands, records, suite
+from perf import bench, commands, e2e, records, suite
 from perf.cases import SMOKE, Case
 from perf.opened import batches_of
 from perf.records import Row
@@ -168,7 +169,15 @@ def test_a_set_of_cases_is_measured_once_part_by_part(tmp_path: Path, capsys: py
     assert again == first
     assert "recorded already" in capsys.readouterr().err
     other = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "shipped")
-    assert {row["case"] for row in other[len(first) :]} == {SMOKE[2].name}
+    roomy = other[len(first) :]
+    assert {row["case"] for row in roomy} == {"shipped, batch 1, prompt 16, greedy, max_length 512"}
+    assert {row["max_length"] for row in roomy} == {512}
+
+
+def test_a_generator_has_the_room_that_its_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "FastSpecGenerator", lambda *models, **options: options["max_length"])
+    run = e2e.Run(None, None, [[[1, 2, 3], [4, 5, 6]]], 5, (0,), False, "cpu", torch.float32)
+    assert [e2e.generator_of(one, k=0) for one in (run, replace(run, max_length=64))] == [8, 64]
 
 
 def test_cases_can_be_listed_and_bounded_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
