@@ -15,7 +15,7 @@ import torch
 from perf import bench, cases, nsys, phases, records, suite
 from perf.cases import Case
 from perf.e2e import Run, generator_of
-from perf.opened import Models, batches_of, opened
+from perf.opened import Models, opened
 from perf.pairs import plant
 from perf.records import Row
 from perf.timing import read_ceiling
@@ -104,11 +104,7 @@ def one_pair(given: argparse.Namespace, *, save: bool = False) -> Iterator[tuple
     case = case_of(given)
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     with opened(case.workload, **options, save=save, say=say) as models:
-        work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
-        run = models.run(
-            work, new=case.new, ks=case.ks, sampled=case.sampled, device=given.device, max_length=case.max_length
-        )
-        yield case, models, run
+        yield case, models, suite.run_of(case, models, given.device)
 
 
 def command_peers(given: argparse.Namespace) -> Rows:

@@ -147,8 +147,8 @@ def sections(rows: Sequence[Row]) -> list[str]:
 
 def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
     """Draws what there are rows for; what each shows, and its file."""
-    # what has more room than it needs is told apart in the tables alone
-    ended = [row for row in newest(rows) if row["engine"].startswith(OURS) and not row.get("max_length")]
+    rows = [row for row in rows if not row.get("max_length")]  # other room is told apart in the tables alone
+    ended = [row for row in newest(rows) if row["engine"].startswith(OURS)]
     exact = [row for row in ended if "exact=False" not in row["engine"]]
     usual = [row for row in exact if not row["sampled"] and row["prompt"] == 128]
     main = [
@@ -156,8 +156,7 @@ def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
         for row in ended
         if (row["workload"], row["batch"], row["prompt"], row["sampled"]) == (plots.MAIN, 1, 128, False)
     ]
-    traced = [row for row in traces(rows) if not row.get("max_length")]
-    steps = [row for row in traced if row["k"]] or traced
+    steps = [row for row in traces(rows) if row["k"]] or traces(rows)
     kernels = [row for row in rows if row.get("file") == "kernels"]
     drawn = [
         (

@@ -105,12 +105,17 @@ def _fits(case: Case, end: float | None, say: Say, before: float = 0.0) -> bool:
     return False
 
 
+def run_of(case: Case, models: Models, device: str) -> e2e.Run:
+    """What a case measures on its models."""
+    work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
+    return models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=device, max_length=case.max_length)
+
+
 def case_rows(
     case: Case, models: Models, device: str, ceiling: float, engines: Sequence[str], say: Say
 ) -> Iterator[Row]:
     """All rows of one case: our own ways, traces of steps, then the peers asked for."""
-    work = batches_of(models.prompts(case.batch * case.calls, case.prompt), case.batch)
-    run = models.run(work, new=case.new, ks=case.ks, sampled=case.sampled, device=device, max_length=case.max_length)
+    run = run_of(case, models, device)
 
     def traces(generator: FastSpecGenerator) -> list[Row]:
         return [traced_row(generator, run, k, models.configs, ceiling) for k in case.traced]

@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.carveout import LEAST
 from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
@@ -239,7 +238,8 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         eps = 0.0 if call.norm is None else call.norm[1]
         shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
-        options["least_shared"] = 0 if (n, k) in L1_FIRST else LEAST
+        if (n, k) in L1_FIRST:
+            options["least_shared"] = 0
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels import prefill_hopper as hopper
+from fastspec.kernels.device import has_warp_groups, multiprocessors
 from fastspec.kernels.device import launch as start
 
 
@@ -186,8 +187,8 @@ def prefill_linear(
         return out
     if norm is not None:
         rows = _rms_norm(rows, *norm)
-    if _is_hopper(x.device):
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    if has_warp_groups(x.device):
+        programs = multiprocessors(x.device)
         hopper.run(rows, weight, bias, residual, out, gated, hopper.tile_of(rows.shape[0], n, programs), programs)
     else:
         run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], _shared_memory(x.device)))
@@ -231,11 +232,6 @@ def _rms_norm(rows: Tensor, gamma: Tensor, eps: float) -> Tensor:
     warps = min(max(block // 1024, 1), 8)
     start(_rms_norm_kernel, (rows.shape[0],), rows, gamma, out, eps, K=rows.shape[1], BLOCK=block, num_warps=warps)
     return out
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

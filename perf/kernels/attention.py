@@ -27,7 +27,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from fastspec.kernels import attend as attention
 from fastspec.kernels import attend_long, reference
-from fastspec.kernels.triton_ops import TRITON_OPS
 from perf import timing
 from perf.kernels import linear
 
@@ -156,22 +155,16 @@ def in_a_layer(case: Case, name: str, repeats: int) -> float:
 
     All of them, for what attention leaves behind (of L2, of shared memory) slows down those furthest from it as well.
     """
-    ops, products = TRITON_OPS, linear.MODELS[name][1]
+    products = linear.MODELS[name][1]
     chained = linear.layers_of(products, [linear.packed_weights(product, IN_A_LAYER) for product in products])
     rows, hidden = case.batch * case.queries, case.model.hidden
     start = torch.randn(rows, 1, hidden, device="cuda").bfloat16()
 
-    def chain(attending: bool) -> None:
-        x, epsilon = start, 1e-5
-        qkv = ops.linear(x, chained[0].qkv, None, reference.UNTILED, norm=(chained[0].input_norm, epsilon))
-        for index, (layer, following) in enumerate(zip(chained, [*chained[1:], None], strict=True)):
-            attended = start
-            if attending:
-                qkv = qkv.view(case.batch, case.queries, -1)
-                attended = case.call(index % case.layers, qkv=qkv).view(rows, 1, hidden)
-            x, qkv = ops.between(ops.linear, attended, x, layer, following, epsilon, reference.UNTILED)
+    def attend(index: int, qkv: Tensor) -> Tensor:
+        return case.call(index % case.layers, qkv=qkv.view(case.batch, case.queries, -1)).view(rows, 1, hidden)
 
-    both, alone = (timed([partial(chain, which)], repeats) for which in (True, False))
+    ways = (attend, lambda index, qkv: start)
+    both, alone = (timed([partial(linear.in_turn, chained, start, way)], repeats) for way in ways)
     return (both - alone) / IN_A_LAYER
 
 

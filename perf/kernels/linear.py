@@ -109,6 +109,14 @@ def layers_of(products: list[Product], weights: list[list[Tensor]]) -> list[Any]
     return [SimpleNamespace(**dict(zip(names, each, strict=True)), **rest) for each in zip(*weights, strict=True)]
 
 
+def in_turn(layers: list[Any], x: Tensor, attend: Callable[[int, Tensor], Tensor]) -> None:
+    """A pass through `layers_of` products, x [R, 1, hidden]; attend(index, qkv) stands in attention's place."""
+    ops, eps = TRITON_OPS, 1e-5
+    qkv = ops.linear(x, layers[0].qkv, None, UNTILED, norm=(layers[0].input_norm, eps))
+    for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+        x, qkv = ops.between(ops.linear, attend(index, qkv), x, layer, following, eps, UNTILED)
+
+
 def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats: int) -> list[dict[str, Any]]:
     """A model's layers one after the other, each with weights of its own, for each number of rows of x.
 
@@ -116,7 +124,7 @@ def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats
     """
     layers, products = MODELS[model]
     weights = [packed_weights(product, layers) for product in products]
-    chained, ops = layers_of(products, weights), TRITON_OPS
+    chained = layers_of(products, weights)
     records = []
     for count in rows:
         calls = [call_of(product, count, plain) for product in products]
@@ -128,11 +136,7 @@ def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats
                     weight = each[place]
                     call[which](weight if which == 0 else weight.view(product.n, product.k))
 
-        def chain(x: Tensor = start, attended: Tensor = attended) -> None:
-            ops.linear(x, chained[0].qkv, None, UNTILED, norm=(chained[0].input_norm, 1e-5))
-            for layer, following in zip(chained, [*chained[1:], None], strict=True):
-                x, _ = ops.between(ops.linear, attended, x, layer, following, 1e-5, UNTILED)
-
+        chain = partial(in_turn, chained, start, lambda index, qkv, attended=attended: attended)
         mine = timing.graph_time(partial(one_by_one, 0) if plain else chain, repeats=repeats)
         torchs = timing.graph_time(partial(one_by_one, 1), repeats=repeats)
         records.append(record(f"{model} chain", products * layers, count, mine, torchs, ceiling))
