@@ -6,29 +6,24 @@ the ring by stand-ins.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import gluon_simulator, tiny
+from tests.helpers import gluon_simulator
 from tests.helpers.attention import case, copied, rows_of, run, stored, torch_error, twin
 from tests.helpers.devices import devices
-from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import TORCH_OPS, attend_long, attend_short, triton_ops
 from fastspec.kernels import attend as attention
+from fastspec.kernels import attend_long, attend_short
 from fastspec.kernels.embed import embed
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
-from tests.unit.test_loop import run as decode
-from tests.unit.test_loop import texts
 
 CPU_PARTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragment_sums")
 CPU_FRAGMENTS = (*CPU_PARTS, "attend_fragments")
@@ -227,87 +222,6 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
     for name in ("keys", "values"):
         moved[name] = torch.cat((given[name][:1], given[name][1:][order]))
     assert torch.equal(fed(moved, 8, window=window)[0], whole[0])
-
-
-@pytest.mark.parametrize("window", [None, 70])
-def test_copies_of_the_ring_may_land_early_or_late(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins fetch as much as they may before anything is stored, or nothing."""
-    choose("ring", monkeypatch)
-    simulate_ring(monkeypatch)
-    given = case("cpu", lengths=[700, 131, 64], queries=11, heads=14, kv_heads=2, dim=128, dtype=torch.bfloat16)
-    found = []
-    for late in (True, False):
-        monkeypatch.setattr(gluon_simulator.MACHINE, "late", late)
-        found.append(fed(given, 11, window=window))
-    assert_same(*found)
-    check(given, 128, window)
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_bits_over_a_ladder(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the pass and the room: rows that end in each rung, the longest at both edges of a split."""
-    dtype = dtype_for(device, choose(long, monkeypatch))
-    given = case(device, lengths=[1155, 518, 259], queries=3, heads=1, kv_heads=1, dim=64, dtype=dtype)
-    whole = fed(given, 3)
-    check(given, 128, None)
-    assert_same(fed(given, 1), whole)
-    assert_same(fed({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
-    alone = [attend({**rows_of(copied(given), [row]), "num_blocks": room}) for row, room in enumerate((5, 3, 2))]
-    assert torch.equal(torch.cat(alone), whole[0])
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_splits_of_the_ladder_that_a_window_reaches(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own ladder, where its rungs meet: only the splits of the two sides leave sums."""
-    ladder = attend_long.LADDER
-    choose(long, monkeypatch)
-    monkeypatch.setattr(attend_long, "LADDER", ladder)
-    edges = [position for position, _keys in ladder[1:]]
-    dtype = dtype_for(device, long)
-    given = case(device, lengths=[edge + 1 for edge in edges], queries=2, heads=1, kv_heads=1, dim=64, dtype=dtype)
-    check(given, 128, 70)
-    work = work_for(given)
-    alone = fed(rows_of(given, [-1]), 1, window=70)[0]
-    assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
-    splits = attend_long.splits_for(given["num_blocks"] * KEY_BLOCK)
-    weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
-    numbers = {position: number for position, _keys, number in attend_long.rungs()}
-    for row, edge in enumerate(edges):
-        left = (~weights[row].isnan().all(dim=1)).nonzero().flatten().tolist()
-        assert left == [numbers[edge] - 1, numbers[edge]]
-
-
-def test_splits_of_the_ladder_are_counted() -> None:
-    """Splits tile the positions: a room of one position more has a split more just where one begins."""
-    starts, position = [], 0
-    for (_edge, keys), (stop, _keys) in pairwise((*attend_long.LADDER, (131072, 0))):
-        while position < stop:
-            starts.append(position)
-            position += keys
-        assert position == stop
-        assert keys % 128 == 0
-    for number, start in enumerate(starts):
-        assert attend_long.splits_for(start + 1) == number + 1
-        assert start == 0 or attend_long.splits_for(start) == number
-    assert attend_long.splits_for(131072) == len(starts)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in fp32, which no kernel of 16-bit words takes there")
-def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop with these kernels, work of the size that it gives them, and a row in its second split."""
-    choose("stream", monkeypatch)
-    monkeypatch.setattr(attend_long, "STREAMED", 512)
-    mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
-    monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
-    found = []
-    for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):
-        monkeypatch.setattr(tiny, "ops_for", lambda device, ops=ops: ops)  # type: ignore[misc]
-        engine = tiny.tiny_engine(k=2, batch=1, max_length=17_000, page_size=64)
-        found.append(texts(decode(engine, [[place % 101 for place in range(190)]], 6, k=k)))
-    assert found[1] == found[0]
-    assert found[2] == found[1]
 
 
 @pytest.mark.parametrize("device", devices())
