@@ -207,12 +207,14 @@ def together(top, total, out):
 
 
 @gluon.jit
-def keep(mean_ptr, weight_ptr, at, valid, mean, weight):
-    """Stores what `together` returned of rows, as numbers `at`."""
+def keep(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
+    """Stores what `together` returned of rows, as numbers `at`; LASTING: whatever else streams through L2 meanwhile."""
+    policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
-    gl.store(weight_ptr + at, weight, mask=valid)
+    gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
-    gl.store(mean_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0), mean, mask=gl.expand_dims(valid, 1))
+    places = mean_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0)
+    gl.store(places, mean, mask=gl.expand_dims(valid, 1), eviction_policy=policy)
 
 
 @gluon.jit

@@ -31,16 +31,18 @@ __all__ = [
 STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
-LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (2048, 512), (8192, 1024), (65536, 2048))
+LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 STREAM_WARPS = 4  # along the keys; part of the bits as well
 # by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
 STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
 RING_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
-RING_BYTES = 112 * 1024  # of keys and values on their way: with queries and sums 132 KiB, a division that there is
+# (programs on a multiprocessor, bytes of keys and values on their way to each): for passes of up to FEW_TILES tiles,
+# which have few splits for many programs, and of more, where one of two reads while the other one begins or ends
+RINGS, FEW_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
 RING_REGISTERS = 128  # of five warps; the one that fetches leaves most of its own to the others
 MOST_SHARES = 8  # of a tile, where there are not too few tiles for the device
 START = 0.02  # of a tile's keys: what a program takes before and after its share
-GATHER_REGISTERS = 255  # of one warp, which has 32 partial sums on their way
+GATHER_REGISTERS = 255  # of warps that have twice EACH partial sums on their way
 
 
 def streams(split_keys: int) -> bool:
@@ -86,11 +88,12 @@ def rings(device: torch.device, page_size: int) -> bool:
     return page_size % 8 == 0 and has_warp_groups(device)
 
 
-def ring_launch(dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(constants, options) of attend_ring.py."""
+def ring_launch(dim: int, tiles: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """(programs on a multiprocessor, constants, options) of attend_ring.py for so many tiles, each of one kv head."""
     keys = RING_KEYS[dim]
-    constants = {"RUNGS": rungs(), "D": dim, "KEYS": keys, "STAGES": RING_BYTES // (keys * dim * 2)}
-    return constants, {"num_warps": WARPS.value, "maxnreg": RING_REGISTERS}
+    programs, held = RINGS[tiles > FEW_TILES]
+    constants = {"RUNGS": rungs(), "D": dim, "KEYS": keys, "STAGES": held // (keys * dim * 2)}
+    return programs, constants, {"num_warps": WARPS.value, "maxnreg": RING_REGISTERS}
 
 
 def shares_of(tiles: int, programs: int) -> int:
@@ -125,9 +128,9 @@ def long(
     common |= {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
     if rings(keys.device, page_size):
         tile = ROWS.value
-        constants, options = ring_launch(dim)
         tiles = pairs * triton.cdiv(num_rows, tile)
-        grid = tiles, min(splits, shares_of(tiles, multiprocessors(keys.device)))
+        programs, constants, options = ring_launch(dim, tiles)
+        grid = tiles, min(splits, shares_of(tiles, programs * multiprocessors(keys.device)))
         block = [piece_of(page_size, constants["KEYS"]), WIDTH.value]
         slots = [described(cache.view(-1, kv_heads * dim), block) for cache in (keys, values)]
         launch(shares_kernel, grid, *slots, *tensors, out, partials, splits, *sizes,

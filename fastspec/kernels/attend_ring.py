@@ -6,9 +6,9 @@ multiply as one warp group, whose products have ROWS rows: 16 queries of 4 heads
     scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V
 
 Splits lie as in attend_stream.py and leave their sums to `gather_kernel`, which is launched next. They are dealt out to
-as many programs as there is room for, and from one split to the next the ring does not run dry. Half of a
-multiprocessor's memory is enough to read at full speed; the rest stays L1, where the products of the layer have their
-weights on their way (carveout.py).
+as many programs as there is room for, and from one split to the next the ring does not run dry. Half to three quarters
+of a multiprocessor's memory are enough to read at full speed; the rest stays L1, where the products of the layer have
+their weights on their way (carveout.py).
 
 Rows of a product do not touch each other, and which program has a split changes no bit of what it leaves: a row's bits
 are those of the row alone.
@@ -165,7 +165,8 @@ def _attended(
         if only:
             finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
         else:
-            keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total))
+            # K and V stream through L2, more of them than it holds; this is to be there when it is gathered
+            keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True)
 
 
 @gluon.jit
@@ -238,12 +239,11 @@ def _multiply(
     _keep_queries(qs, q1, q2)
     fence_async_shared()
     thread_barrier()
-    if mine > 0:
-        _attended(
-            qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
-            tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-            RUNGS, WINDOW, KV_HEADS, GROUP,
-        )  # fmt: skip
+    _attended(
+        qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
+        tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
+        RUNGS, WINDOW, KV_HEADS, GROUP,
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -299,6 +299,8 @@ def shares_kernel(
     share, shares = gl.program_id(1), gl.num_programs(1)
     begin, stop = oldest // KEYS * KEYS, newest + 1
     mine = splits_of(share, shares, last - first + 1)
+    if mine == 0:  # what is launched next waits for those that have some
+        return
 
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)

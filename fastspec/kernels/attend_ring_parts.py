@@ -129,14 +129,19 @@ def fetch(
     PIECES: gl.constexpr = KEYS // PIECE
     pieces = in_pieces(ring, PIECE)
     step = 0
+    first, end = keys_of(split_number(0, share, shares, last), begin, stop, RUNGS)
+    slots = _slots_at(table_ptr, first, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
     for i in range(mine):
-        first, end = keys_of(split_number(i, share, shares, last), begin, stop, RUNGS)
-        slots = _slots_at(table_ptr, first, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
+        # where the tile behind this one lies is looked up while this one is asked for, in another split as well
+        then = split_number(gl.minimum(i + 1, mine - 1), share, shares, last)
+        next_first, next_end = keys_of(then, begin, stop, RUNGS)
         for here in range(first, end, KEYS):
-            following = _slots_at(table_ptr, here + KEYS, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
+            behind = gl.where(here + KEYS < end, here + KEYS, next_first)
+            following = _slots_at(table_ptr, behind, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
             if here + KEYS > fresh:
                 mbarrier.wait(stored.index(0), 0)
             _ask(key_desc, pieces, full, free, step, slots, column, PARTS, STAGES)
             _ask(value_desc, pieces, full, free, step + 1, slots, column, PARTS, STAGES)
             slots = following
             step += 2
+        first, end = next_first, next_end

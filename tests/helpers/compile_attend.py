@@ -63,9 +63,10 @@ def entries(arch: int) -> Iterator[Entry]:
             constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)
-        for variant in (PLAIN, FULL) if arch == RING_ARCH else ():
-            constants, options = attend_long.ring_launch(dim)
-            yield _entry(shares_kernel, 2, constants, options, variant, arch)
+        for tiles in (8, 64) if arch == RING_ARCH else ():
+            _, constants, options = attend_long.ring_launch(dim, tiles)
+            for variant in (PLAIN, FULL):
+                yield _entry(shares_kernel, 2, constants, options, variant, arch)
         constants, options = attend_long.gather_launch(RING_ROWS.value if arch == RING_ARCH else 24, dim)
         for variant in (PLAIN, FULL):
             yield _entry(gather_kernel, 2, constants, options, variant, arch)

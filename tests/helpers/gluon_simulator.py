@@ -176,7 +176,7 @@ def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any)
     return Values(np.where(seen, pointer.memory[at], rest), pointer.kind)
 
 
-def store(pointer: Pointer, value: Values, mask: Values | None = None) -> None:
+def store(pointer: Pointer, value: Values, mask: Values | None = None, **_: Any) -> None:
     assert value.kind == pointer.kind or pointer.kind == "int64", (value.kind, pointer.kind)
     at, seen = pointer.chosen(mask)
     pointer.memory[at[seen]] = np.broadcast_to(value.array, seen.shape)[seen]

@@ -22,7 +22,6 @@ SPILLS = {
     ("fragment_kernel", 255): 32,
     ("batch_kernel", 168): 96,
     ("batch_kernel", 255): 128,
-    ("gather_kernel", 255): 32,  # on sm_100 alone
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
     ("_laws_kernel", None): 96,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -91,6 +92,12 @@ def test_graph_times_are_plausible_on_a_gpu() -> None:
     assert took.how == "graph"
     assert 50 < took.gb_s(data.nbytes) < 20000
     assert timing.event_time(lambda: data.amax(), flush=True, repeats=5).how == "events"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests take the GPU in turn with what is timed")
+def test_a_comparison_finds_four_times_the_work() -> None:
+    data = torch.ones(2**26, device="cuda")
     long, short = (lambda: [data.amax() for _ in range(4)]), (lambda: data.amax())
     assert timing.compare(short, long, blocks=3).ratio == pytest.approx(4, rel=0.3)
 
