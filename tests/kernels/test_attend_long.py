@@ -15,7 +15,7 @@ from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import TORCH_OPS, attend_long, triton_ops
+from fastspec.kernels import TORCH_OPS, attend_gather, attend_long, triton_ops
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.kernels.test_attend import assert_same, attend, check, choose, dtype_for, fed, simulate_ring, work_for
 from tests.unit.test_loop import run as decode
@@ -48,6 +48,24 @@ def test_bits_over_a_ladder(device: str, long: str, monkeypatch: pytest.MonkeyPa
     assert_same(fed({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
     alone = [attend({**rows_of(copied(given), [row]), "num_blocks": room}) for row, room in enumerate((5, 3, 2))]
     assert torch.equal(torch.cat(alone), whole[0])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 1600])
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_more_splits_than_are_added_up_at_once(
+    device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """39 splits of a row, and 34; with the window those from number 25, or for one of its queries 26, and 20 on."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    monkeypatch.setattr(attend_long, "LADDER", ((0, 128),))
+    assert attend_gather.GATHER_WARPS.value * attend_gather.EACH.value == 32
+    given = case(device, lengths=[4928, 4250], queries=2, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    check(given, 128, window)
+    whole = fed(given, 2, window=window)
+    assert_same(fed(given, 1, window=window), whole)
+    for row in range(2):
+        assert torch.equal(fed(rows_of(given, [row]), 2, window=window)[0], whole[0][[row]])
 
 
 @pytest.mark.parametrize("device", devices())
