@@ -163,12 +163,20 @@ def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.con
 
 
 @gluon.jit
+def shift_of(top):
+    """What to take from logarithms of weights of which `top` is the largest.
+
+    Of nothing top = -inf; taking 0 makes its weights exp2(-inf) = 0, not NaN.
+    """
+    return gl.where(top == -float("inf"), 0.0, top)
+
+
+@gluon.jit
 def advanced(top, totals, out, scores, v, S: gl.constexpr):
     """The online softmax (top, totals, out) with another block of keys."""
     mma: gl.constexpr = operands(gl.num_warps())
     new_top = gl.maximum(top, gl.max(scores, axis=1))
-    # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
-    shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+    shift = shift_of(new_top)
     weights = gl.exp2(scores - gl.expand_dims(shift, 1))
     fade = gl.expand_dims(gl.exp2(top - shift), 1)
     right = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(1, mma, 2))
@@ -193,7 +201,7 @@ def together(top, total, out):
     D: gl.constexpr = out.shape[1]
     R: gl.constexpr = out.shape[2]
     all_top = gl.max(top, axis=0)
-    shift = gl.where(all_top == -float("inf"), 0.0, all_top)
+    shift = shift_of(all_top)
     weights = gl.exp2(top - gl.expand_dims(shift, 0))
     out = out * gl.expand_dims(weights, 1)
     lanes: gl.constexpr = [1, 1, 32] if D == 128 else [1, 2, 16]

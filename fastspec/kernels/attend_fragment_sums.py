@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, _along, _averaged, finish, keep
+from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, _along, _averaged, finish, keep, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
 
@@ -34,7 +34,7 @@ def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, layout: gl.cons
         mask = gl.expand_dims(there, 2)
         means = gl.load(mean_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(weights, axis=1))
-        shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+        shift = shift_of(new_top)
         weights = gl.exp2(weights - gl.expand_dims(shift, 1))
         fade = gl.exp2(top - shift)
         total = total * fade + gl.sum(weights, axis=1)
@@ -93,7 +93,7 @@ def _merged_few(mean_ptr, weight_ptr, group_start, first, last, rows, row, layou
     at = gl.expand_dims(at, 2) * D + _along(D, 2, layout)
     means = gl.load(mean_ptr + at, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
     top = gl.max(weights, axis=1)
-    shift = gl.where(top == -float("inf"), 0.0, top)
+    shift = shift_of(top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))
     total = gl.sum(weights, axis=1)
     out = gl.sum(means * gl.expand_dims(weights, 2), axis=1)

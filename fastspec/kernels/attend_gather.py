@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attend_fragment_parts import _along
+from fastspec.kernels.attend_fragment_parts import _along, shift_of
 from fastspec.kernels.attend_fragment_rows import fed_positions, reach
 from fastspec.kernels.attend_stream_parts import split_of, start_of
 
@@ -35,17 +35,11 @@ def _left(
 
 
 @gluon.jit
-def _shift(top):
-    """What to take from logarithms whose largest is `top`: of nothing 0, so that its weight is 0 and not NaN."""
-    return gl.where(top == -float("inf"), 0.0, top)
-
-
-@gluon.jit
 def _taken(top, total, out, means, weights):
     """(top, total, out) of each warp with what `_left` returned."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
-    weights = gl.exp2(weights - gl.expand_dims(_shift(new_top), 1))
-    fade = gl.exp2(top - _shift(new_top))
+    weights = gl.exp2(weights - gl.expand_dims(shift_of(new_top), 1))
+    fade = gl.exp2(top - shift_of(new_top))
     return new_top, total * fade + gl.sum(weights, axis=1), out * fade + gl.sum(means * weights, axis=1)
 
 
@@ -53,7 +47,7 @@ def _taken(top, total, out, means, weights):
 def _average(top, total, out):
     """The average [D] of all warps' sums, added up from the first warp to the last."""
     WARPS: gl.constexpr = out.shape[0]
-    fade = gl.exp2(top - gl.expand_dims(_shift(gl.max(top, axis=0)), 0))
+    fade = gl.exp2(top - gl.expand_dims(shift_of(gl.max(top, axis=0)), 0))
     # a thread then has all warps' sums of a column
     columns: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
     out = gl.sum(gl.convert_layout(out * fade, columns), axis=0)

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from fastspec.kernels.attend_fragment_parts import shift_of
 from fastspec.kernels.attend_stream_parts import start_of
 from fastspec.kernels.gluon_names import REINTERPRETS, load_block
 
@@ -77,8 +78,7 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 def rescaled(top, scores, scale):
     """The online softmax's maximum with another tile of scores: (maximum, what to shift by, what fades sums before)."""
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
-    # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights 2^-inf = 0, not NaN
-    shift = gl.where(new_top == -float("inf"), 0.0, new_top)
+    shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
 
 
