@@ -75,6 +75,7 @@ class Ring:
 
     Attributes:
         rest: more rows of x, which a second product multiplies.
+        weight_rows: of a program, a multiple of 16 and the sum of at most three powers of two.
         apart: a program takes one way through K, and another kernel adds up what they give.
         registers: a thread may have on average, so that two programs fit on a multiprocessor.
     """
@@ -86,6 +87,17 @@ class Ring:
     rest: int = 0
     apart: bool = False
     registers: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Weight rows that there is shared memory for: a power of two, of which warp groups multiply 64."""
+        return max(64, 1 << (self.weight_rows - 1).bit_length())
+
+    @property
+    def boxes(self) -> list[int]:
+        """Weight rows that the copy engine brings at once: three powers of two, the largest first, or zeros."""
+        sizes = [1 << bit for bit in range(self.weight_rows.bit_length() - 1, 3, -1) if self.weight_rows >> bit & 1]
+        return sizes + [0] * (3 - len(sizes))
 
 
 Tile = Narrow | Wide | Ring
@@ -128,6 +140,9 @@ NARROW_16 = {
     (2048, 8192): Narrow(32, 16, 3, 1, False),
 }
 
+# weights that another number of weight rows to a program suits better, up to 64 rows of x, by (N, K)
+RING_OWN = {(4096, 4096): 128}
+
 # weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
@@ -151,7 +166,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     """
     split = split_of(n, k)
     if rows > NARROW_ROWS and capability == (9, 0):
-        return _ring_of(n, rows, split, whole or gated)
+        return _ring_of(n, k, rows, split, whole or gated)
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY
@@ -170,7 +185,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
-def _ring_of(n: int, rows: int, split: Split, whole: bool) -> Ring:
+def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool) -> Ring:
     """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, a program for every way."""
     rows = triton.cdiv(rows, triton.cdiv(rows, RING_ROWS))
     group = 1 << (rows.bit_length() - 1)
@@ -179,14 +194,19 @@ def _ring_of(n: int, rows: int, split: Split, whole: bool) -> Ring:
         group, rest = 2 * group, 0
     few = group + rest <= 64
     if n >= MANY_WEIGHT_ROWS:
-        weight_rows, roomy, apart = 128, not few, False
+        weight_rows, roomy, apart = _shared_out(n, 1) if few else 128, not few, False
     elif whole or n >= 64 * ONE_EACH * 2 // 3:
         weight_rows, roomy, apart = 64, n <= 64 * ONE_EACH, False
     else:
-        weight_rows, roomy, apart = 128 if few and n * split.ways >= 128 * 128 else 64, False, True
+        weight_rows, roomy, apart = RING_OWN.get((n, k)) or _shared_out(n, split.ways) if few else 64, False, True
     warps = 8 if roomy and weight_rows == 128 else 4
-    stages = min(20, RING_BYTES[not roomy] // ((weight_rows + group + rest) * 128))
-    return Ring(group, weight_rows, warps, stages, rest, apart, None if roomy else 128)
+    tile = Ring(group, weight_rows, warps, 0, rest, apart, None if roomy else 128)
+    return replace(tile, stages=min(20, RING_BYTES[not roomy] // ((tile.room + group + rest) * 128)))
+
+
+def _shared_out(n: int, ways: int) -> int:
+    """Weight rows of a program, 64 to 128 of n: as many as leave no multiprocessor more than its share, of two each."""
+    return min(range(128, 63, -16), key=lambda own: triton.cdiv(triton.cdiv(n, own) * ways, 2 * ONE_EACH) * own)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -292,10 +312,10 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         (*blocks, split.ways if tile.apart else 1),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
-        described(words, [tile.weight_rows // 16, 16, 32]),
+        *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
         *(squares, call.bias, call.residual, call.out, call.keys, parts),
         *(rows, n, eps, call.limit, stride),
-        **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows},
+        **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.room, "OWN": tile.weight_rows},
         **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
         **{"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},
         num_warps=tile.warps,

@@ -201,22 +201,38 @@ def _width(N, GATED: gl.constexpr):
         return N
 
 
+@gluon.constexpr_function
+def _owned(tile, OWN):
+    """Weight rows that are a tile's own: OWN of those that it has room for, or all."""
+    return OWN or tile.shape[0] * 16
+
+
 @gluon.jit
-def _columns(like, tile_id, GATED: gl.constexpr):
-    """Column of the output that a weight row's sums go to, for a tile whose weight rows start at tile_id * 16 A."""
+def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
+    """Column of the output that a weight row's sums go to, for a tile behind tile_id others."""
     if GATED:
-        return weight_numbers(like, tile_id * (like.shape[0] * 8), 8, 0)
+        return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
-        return weight_numbers(like, tile_id * (like.shape[0] * 16), 16, 8)
+        return weight_numbers(like, tile_id * _owned(like, OWN), 16, 8)
 
 
 @gluon.jit
-def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr = False):
+def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
+    """The first column that is no more the tile's own, of `width`."""
+    if _owned(like, OWN) < like.shape[0] * 16:
+        width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
+    return width
+
+
+@gluon.jit
+def _offsets(
+    like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr, REGROUP: gl.constexpr = False
+):  # fmt: skip
     """Offsets from the first row of the output and whether they are in it: [A, 2, 8, BM], or [A, 8, BM] where gated."""
     row = row_numbers(like)
-    column = _columns(like, tile_id, GATED)
+    column = _columns(like, tile_id, GATED, OWN)
     width = _width(N, GATED)
-    valid = (row < M - first_row) & (column < width)
+    valid = (row < M - first_row) & (column < _columns_end(like, tile_id, width, GATED, OWN))
     if REGROUP:
         column = 2 * regrouped(column // 2) + column % 2
     at = row * width + column
@@ -227,17 +243,19 @@ def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, REGROUP: gl.co
 
 
 @gluon.jit
-def addends(like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr):
+def addends(
+    like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
+):  # fmt: skip
     """What `write_tile` adds, loaded ahead of time: the bias and the residual, of those that there are."""
     loaded = ()
     if bias_ptr is not None:
-        column = _columns(like, tile_id, GATED)
+        column = _columns(like, tile_id, GATED, OWN)
         place = column
         if GATED:
-            place = weight_numbers(like, tile_id * (like.shape[0] * 8), 8, N // 2)
+            place = weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, N // 2)
         loaded = loaded + (gl.load(bias_ptr + place, mask=column < _width(N, GATED), other=0.0),)
     if residual_ptr is not None:
-        at, valid = _offsets(like, tile_id, first_row, M, N, GATED)
+        at, valid = _offsets(like, tile_id, first_row, M, N, GATED, OWN)
         base = residual_ptr + first_row.to(gl.int64) * _width(N, GATED)
         loaded = loaded + (gl.load(base + at, mask=valid, other=0.0),)
     return loaded
@@ -246,10 +264,13 @@ def addends(like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.co
 @gluon.jit
 def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    REGROUP: gl.constexpr = False,
+    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0,
 ):  # fmt: skip
-    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it."""
-    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, REGROUP)
+    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it.
+
+    OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
+    """
+    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN, REGROUP)
     if BIAS:
         total += loaded[0].to(gl.float32)
     if GATED:
@@ -262,18 +283,19 @@ def write_tile(
 
 
 @gluon.jit
-def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit):
+def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
     """Enters the largest logit of each row of a tile [A, 2, 8, BM] among `keys`.
 
     A key grows with the logit and, between equal ones, falls with the id: 32 bits that order floats as integers
     (NaN above all, both zeros alike) over 31 bits of 2^31 - 1 - id. It is above zero, so zero means none yet.
     """
     A: gl.constexpr = total.shape[0]
-    token = weight_numbers(total, tile_id * (A * 16), 16, 8)
+    token = _columns(total, tile_id, False, OWN)
     bits = gl.where(total == 0.0, 0.0, total).to(gl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) | -0x80000000)).to(gl.int64) & 0xFFFFFFFF
     order = gl.where(total == total, order, 0xFFFFFFFF)
-    key = gl.where(token < gl.minimum(limit, N), (order << 31) | (0x7FFFFFFF - token), 0)
+    end = gl.minimum(limit, _columns_end(total, tile_id, N, False, OWN))
+    key = gl.where(token < end, (order << 31) | (0x7FFFFFFF - token), 0)
     best = gl.max(gl.reshape(key, [A * 16, total.shape[3]]), axis=0)
     row = first_row + gl.arange(0, total.shape[3], layout=best.type.layout)
     gl.atomic_max(keys_ptr + row, best, mask=row < M, sem="relaxed")

@@ -70,15 +70,37 @@ def _steps_in_all(STEPS, S, apart):
     return STEPS if apart else STEPS * S
 
 
+@gluon.constexpr_function
+def _boxes(OWN):
+    """In groups of 16: OWN weight rows as powers of two, the largest first."""
+    return [1 << bit for bit in range(OWN.bit_length() - 5, -1, -1) if OWN // 16 >> bit & 1]
+
+
+@gluon.constexpr_function
+def _box_first(OWN, index):
+    return sum(_boxes(OWN)[:index])
+
+
+@gluon.constexpr_function
+def _box_size(OWN, index):
+    return _boxes(OWN)[index]
+
+
 @gluon.jit
 def _ask_for_weights(
-    weight_desc, ws, full, step, way, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr
-):
+    weight_descs, ws, full, step, way, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr,
+    OWN: gl.constexpr,
+):  # fmt: skip
     """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
     slot = step % ws.shape[0]
-    block = [gl.program_id(0) * ws.shape[1], (way * SLAB + place_of(step, STEPS, SLAB, S)) // 2, 0]
+    at = (way * SLAB + place_of(step, STEPS, SLAB, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
-    load_block(weight_desc, block, full.index(slot), ws.index(slot))
+    for i in gl.static_range(len(weight_descs)):
+        rows = ws.index(slot)
+        if 16 * ws.shape[1] > OWN:
+            rows = rows.slice(_box_first(OWN, i), _box_size(OWN, i))
+        block = [gl.program_id(0) * (OWN // 16) + _box_first(OWN, i), at, 0]
+        load_block(weight_descs[i], block, full.index(slot), rows)
 
 
 @gluon.jit
@@ -95,15 +117,15 @@ def _ask_for_rows(
 
 @gluon.jit
 def _fetch(
-    x_descs, weight_desc, xs, ws, full, free, first_row, way,
+    x_descs, weight_descs, xs, ws, full, free, first_row, way,
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr,
-    BYTES: gl.constexpr,
+    BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What the warp does that fetches: weights need not wait for the kernel before this one, x does."""
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
     for step in range(AHEAD):
-        _ask_for_weights(weight_desc, ws, full, step, way, STEPS, SLAB, S, BYTES)
+        _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -111,7 +133,7 @@ def _fetch(
         _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
     for step in range(AHEAD, EACH):
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask_for_weights(weight_desc, ws, full, step, way, STEPS, SLAB, S, BYTES)
+        _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
         _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
 
 
@@ -158,14 +180,16 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _leave(accs, parts, way, first_row, M, N):
+def _leave(accs, parts, way, first_row, M, N, OWN: gl.constexpr):
     """Stores a way's sums: parts [S, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
-        n = gl.expand_dims(gl.program_id(0) * accs[i].shape[0] + n, 1)
+        first = gl.program_id(0) * OWN
+        there = gl.expand_dims(n < gl.minimum(OWN, N - first), 1)
+        n = gl.expand_dims(first + n, 1)
         m = gl.expand_dims(gl.arange(0, accs[i].shape[1], layout=gl.SliceLayout(0, accs[i].type.layout)), 0)
         base = parts + (way * M + first_row).to(gl.int64) * N
-        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & (n < N))
+        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & there)
         first_row += accs[i].shape[1]
 
 
@@ -182,7 +206,7 @@ def _factor(squares_ptr, first_row, M, like, eps, K: gl.constexpr, S: gl.constex
 @gluon.jit
 def _end(
     totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit,
-    K: gl.constexpr, S: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
+    K: gl.constexpr, S: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What becomes of complete sums."""
     tile = gl.program_id(0)
@@ -191,12 +215,12 @@ def _end(
         if squares_ptr is not None:
             total = total * _factor(squares_ptr, first_row, M, total, eps, K, S)
         if keys_ptr is not None:
-            enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
+            enter_keys(total, tile, first_row, keys_ptr, M, N, limit, OWN)
         else:
-            loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+            loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED, OWN)
             write_tile(
                 *(total, loaded, tile, first_row, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None, REGROUP),
+                *(bias_ptr is not None, residual_ptr is not None, REGROUP, OWN),
             )
         first_row += totals[i].shape[1]
 
@@ -206,7 +230,7 @@ def _multiply(
     xs, ws, full, free, first_row, way,
     squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, eps, limit,
     EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
-    GATED: gl.constexpr, REGROUP: gl.constexpr,
+    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     nil = M >> 31
@@ -214,7 +238,7 @@ def _multiply(
     words = _weights_of(step, ws, full, nil, WARPS)
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
     if parts_ptr is not None:
-        _leave(totals, parts_ptr, way, first_row, M, N)
+        _leave(totals, parts_ptr, way, first_row, M, N, OWN)
     else:
         for _ in range(1, EACH // STEPS):
             step, words, accs = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
@@ -224,7 +248,7 @@ def _multiply(
             totals = sums
         _end(
             *(totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit),
-            *(K, S, GATED, REGROUP),
+            *(K, S, GATED, REGROUP, OWN),
         )
 
 
@@ -232,7 +256,9 @@ def _multiply(
 def ring_kernel(
     x_desc,  # [M, K] by [GROUP, 64], regrouped
     rest_desc,  # the same by [REST, 64], or None
-    weight_desc,  # int32 words [N / 16, K / 4, 32] by [R / 16, 16, 32]
+    weight_desc,  # int32 words [N / 16, K / 4, 32] by [largest of `_boxes`, 16, 32]
+    second_desc,  # the same by the second of them, or None
+    third_desc,  # and by the third
     squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
@@ -247,7 +273,8 @@ def ring_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    R: gl.constexpr,
+    R: gl.constexpr,  # weight rows that there is room for: warp groups multiply 64, and shapes are powers of two
+    OWN: gl.constexpr,  # and that a program has; of the others' sums, made of whatever is there, nothing is stored
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     REST: gl.constexpr,  # and more of them; 0 for none
     STAGES: gl.constexpr,
@@ -257,10 +284,10 @@ def ring_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """R weight rows by GROUP + REST rows of x: all of K, or one way where parts_ptr is given."""
+    """OWN weight rows by GROUP + REST rows of x: all of K, or one way where parts_ptr is given."""
     SLAB: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
-    BYTES: gl.constexpr = (R + GROUP + REST) * 128
+    BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
     way = gl.program_id(2)
     EACH: gl.constexpr = _steps_in_all(STEPS, S, parts_ptr is not None)
@@ -268,7 +295,11 @@ def ring_kernel(
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     xs = (gl.allocate_shared_memory(DTYPE, [STAGES, GROUP, 64], rows),)
-    x_descs = (x_desc,)
+    x_descs, weight_descs = (x_desc,), (weight_desc,)
+    if second_desc is not None:
+        weight_descs = weight_descs + (second_desc,)
+    if third_desc is not None:
+        weight_descs = weight_descs + (third_desc,)
     if REST > 0:
         xs = xs + (gl.allocate_shared_memory(DTYPE, [STAGES, REST, 64], rows),)
         x_descs = x_descs + (rest_desc,)
@@ -284,13 +315,13 @@ def ring_kernel(
         [
             (_multiply, (
                 xs, ws, full, free, first_row, way, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP,
+                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP, OWN,
             )),
             (_fetch, (
-                x_descs, weight_desc, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES,
+                x_descs, weight_descs, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
             )),
         ],
-        [1], [24],  # a warp more, and how many registers its threads need
+        [1], [32],  # a warp more, and how many registers its threads need
     )
     # fmt: on
     if keys_ptr is not None:

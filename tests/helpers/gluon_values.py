@@ -224,8 +224,10 @@ class Shared:
         return Pieces(self, shape)
 
     def slice(self, start: int, length: int) -> Shared:
-        """Some of the first axis."""
-        return Shared(self.kind, [length, *self.shape[1:]], Values(self.array[start : start + length], self.kind))
+        """Some of the first axis, written through."""
+        part = Shared(self.kind, [0])
+        part.array, part.shape = self.array[start : start + length], [length, *self.shape[1:]]
+        return part
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.kind, [self.shape[axis] for axis in order], Values(self.array.transpose(order), self.kind))

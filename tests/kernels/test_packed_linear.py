@@ -106,7 +106,10 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
 
 @pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated+bias+residual", "norm+fp32"])
 def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group of rows and two, a ring shorter and longer than a pass, all ways in a program and one."""
+    """One group of rows and two, a ring shorter and longer than a pass, all ways in a program and one.
+
+    Weight rows come in one box and in several, for all that there is room for and for less.
+    """
     with modules("cpu") as packed:
         launch = packed.launch
         ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
@@ -119,9 +122,12 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
                 (9, launch.Ring(16, 64, 4, 2)),
                 (38, launch.Ring(32, 128, 4, 3, 8)),
                 (70, launch.Ring(32, 64, 4, 5)),
+                (20, launch.Ring(32, 112, 4, 3)),
+                (40, launch.Ring(64, 48, 4, 4)),
             ]
             if "gated" not in epilogue:
                 tiles += [(30, launch.Ring(32, 128, 8, 4, apart=True)), (70, launch.Ring(64, 64, 4, 9, 16, apart=True))]
+                tiles += [(30, launch.Ring(32, 80, 4, 4, apart=True))]
             for rows, tile in tiles:
                 monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
@@ -299,6 +305,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert tile.rest < tile.rows <= 128
                     assert tile.rows + tile.rest <= launch.RING_ROWS
                     assert tile.stages >= 3
+                    assert sum(tile.boxes) == tile.weight_rows <= tile.room
                     assert tile.warps % 4 == 0
                 else:
                     assert rows > 16

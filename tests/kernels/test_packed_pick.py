@@ -34,12 +34,16 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
 
 
 def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than 16 rows, of heads with many ids and with few."""
+    """More than 16 rows, of heads with many ids and with few; programs with fewer weight rows than fit."""
     with modules("cpu") as packed:
         scratch = room(200, "cpu")
-        for rows, many in ((17, 304), (40, 304), (64, 16384), (70, 304), (200, 16384)):
+        cases = [(17, 304, 1), (40, 304, 132), (64, 16384, 132), (70, 304, 132), (200, 16384, 132)]
+        for rows, many, multiprocessors in cases:
             monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", many)
-            assert isinstance(packed.launch.tile_of(304, 512, rows, (9, 0), True), packed.launch.Ring)
+            monkeypatch.setattr(packed.launch, "ONE_EACH", multiprocessors)
+            tile = packed.launch.tile_of(304, 512, rows, (9, 0), True)
+            assert isinstance(tile, packed.launch.Ring)
+            assert (tile.weight_rows < tile.room) == (multiprocessors == 1)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
             logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
             for limit in (1, 100, 304):
