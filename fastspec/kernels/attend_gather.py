@@ -38,8 +38,9 @@ def _left(
 def _taken(top, total, out, means, weights):
     """(top, total, out) of each warp with what `_left` returned."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
-    weights = gl.exp2(weights - gl.expand_dims(shift_of(new_top), 1))
-    fade = gl.exp2(top - shift_of(new_top))
+    shift = shift_of(new_top)
+    weights = gl.exp2(weights - gl.expand_dims(shift, 1))
+    fade = gl.exp2(top - shift)
     return new_top, total * fade + gl.sum(weights, axis=1), out * fade + gl.sum(means * weights, axis=1)
 
 

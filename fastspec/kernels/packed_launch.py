@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
-from fastspec.kernels.packed_ring import ring_kernel
+from fastspec.kernels.packed_ring import boxes, ring_kernel
 from fastspec.kernels.packed_sum import add_up, given_rows
 from fastspec.kernels.packed_wide import wide_kernel
 
@@ -91,12 +91,13 @@ class Ring:
     @property
     def room(self) -> int:
         """Weight rows that there is shared memory for: a power of two, of which warp groups multiply 64."""
-        return max(64, 1 << (self.weight_rows - 1).bit_length())
+        whole: int = triton.next_power_of_2(self.weight_rows)
+        return max(64, whole)
 
     @property
     def boxes(self) -> list[int]:
-        """Weight rows that the copy engine brings at once: three powers of two, the largest first, or zeros."""
-        sizes = [1 << bit for bit in range(self.weight_rows.bit_length() - 1, 3, -1) if self.weight_rows >> bit & 1]
+        """`boxes` of the weight rows, three with zeros behind."""
+        sizes: list[int] = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 
 

@@ -71,19 +71,20 @@ def _steps_in_all(STEPS, S, apart):
 
 
 @gluon.constexpr_function
-def _boxes(OWN):
-    """In groups of 16: OWN weight rows as powers of two, the largest first."""
-    return [1 << bit for bit in range(OWN.bit_length() - 5, -1, -1) if OWN // 16 >> bit & 1]
+def boxes(OWN):
+    """OWN weight rows, a multiple of 16, as the copy engine brings them: powers of two, the largest first."""
+    return [1 << bit for bit in range(OWN.bit_length() - 1, 3, -1) if OWN >> bit & 1]
 
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    return sum(_boxes(OWN)[:index])
+    """In groups of 16 rows, as `_box_size`."""
+    return sum(boxes(OWN)[:index]) // 16
 
 
 @gluon.constexpr_function
 def _box_size(OWN, index):
-    return _boxes(OWN)[index]
+    return boxes(OWN)[index] // 16
 
 
 @gluon.jit
@@ -256,7 +257,7 @@ def _multiply(
 def ring_kernel(
     x_desc,  # [M, K] by [GROUP, 64], regrouped
     rest_desc,  # the same by [REST, 64], or None
-    weight_desc,  # int32 words [N / 16, K / 4, 32] by [largest of `_boxes`, 16, 32]
+    weight_desc,  # int32 words [N / 16, K / 4, 32] by [first of `boxes(OWN)` / 16, 16, 32]
     second_desc,  # the same by the second of them, or None
     third_desc,  # and by the third
     squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
