@@ -13,6 +13,7 @@ from fastspec.engine import Engine
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
 from fastspec.proposers.base import GREEDY
+from tests.helpers.devices import needs_idle_gpu
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +95,7 @@ def test_two_steps_stay_under_way() -> None:
     assert set(lags) == {1}, lags
 
 
+@needs_idle_gpu
 def test_times_come_from_the_clock_of_the_host() -> None:
     """The median interval is that of a step: replays in a row take as long, within what the host adds."""
     engine = engine_of()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
@@ -19,6 +18,7 @@ from perf.runs import Call, same_text, summary
 from perf.stats import rate_interval, ratio_interval
 from perf.timing import Comparison, Timing, summarise
 from perf.workloads import WORKLOADS, Bytes, step_bytes
+from tests.helpers.devices import needs_idle_gpu
 
 SHAPED = sorted(set(WORKLOADS) - {"shipped"})
 
@@ -95,7 +95,7 @@ def test_graph_times_are_plausible_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests take the GPU in turn with what is timed")
+@needs_idle_gpu
 def test_a_comparison_finds_four_times_the_work() -> None:
     data = torch.ones(2**26, device="cuda")
     long, short = (lambda: [data.amax() for _ in range(4)]), (lambda: data.amax())
