@@ -24,11 +24,13 @@ GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
 NARROW_ROWS = 16
 RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
+SOME_ROWS = 128  # up to here programs are shared out: with more of them what multiplies is busy, whatever it is given
 MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
 WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
 RING_BYTES = (224_000, 115_000)  # of shared memory for the ring of one program on a multiprocessor, and of two
 ONE_EACH = 132  # programs that have a multiprocessor each on an H200, and all of its shared memory
+ROUND_ROWS = 16  # weight rows that take as long as the beginning and the end of one program more
 LONG = 16  # slabs: longer sums take a loop, and with it registers
 # bytes of shared memory that one program may have; 99 KiB elsewhere (CUDA programming guide, compute capabilities)
 ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
@@ -193,21 +195,28 @@ def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool) -> Ring:
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
     if rest == group:
         group, rest = 2 * group, 0
-    few = group + rest <= 64
+    few, some = group + rest <= 64, group + rest <= SOME_ROWS
     if n >= MANY_WEIGHT_ROWS:
-        weight_rows, roomy, apart = _shared_out(n, 1) if few else 128, not few, False
+        weight_rows, roomy, apart = _shared_out(n, 1, few) if some else 128, not few, False
     elif whole or n >= 64 * ONE_EACH * 2 // 3:
         weight_rows, roomy, apart = 64, n <= 64 * ONE_EACH, False
     else:
-        weight_rows, roomy, apart = RING_OWN.get((n, k)) or _shared_out(n, split.ways) if few else 64, False, True
-    warps = 8 if roomy and weight_rows == 128 else 4
+        own = RING_OWN.get((n, k)) if few else None
+        weight_rows, roomy, apart = own or (_shared_out(n, split.ways) if some else 64), False, True
+    warps = 8 if roomy and weight_rows > 64 else 4
     tile = Ring(group, weight_rows, warps, 0, rest, apart, None if roomy else 128)
     return replace(tile, stages=min(20, RING_BYTES[not roomy] // ((tile.room + group + rest) * 128)))
 
 
-def _shared_out(n: int, ways: int) -> int:
-    """Weight rows of a program, 64 to 128 of n: as many as leave no multiprocessor more than its share, of two each."""
-    return min(range(128, 63, -16), key=lambda own: triton.cdiv(triton.cdiv(n, own) * ways, 2 * ONE_EACH) * own)
+def _shared_out(n: int, ways: int, two: bool = True) -> int:
+    """Weight rows of a program of n: as many as leave no multiprocessor more than its share.
+
+    Args:
+        two: programs of 64 to 128 weight rows on a multiprocessor, or one of more than 64.
+    """
+    places = (1 + two) * ONE_EACH
+    sizes = range(128, 64 - two, -16)
+    return min(sizes, key=lambda own: triton.cdiv(triton.cdiv(n, own) * ways, places) * (own + ROUND_ROWS))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -120,15 +120,20 @@ def _ask_for_rows(
 def _fetch(
     x_descs, weight_descs, xs, ws, full, free, first_row, way,
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr,
-    BYTES: gl.constexpr, OWN: gl.constexpr,
+    BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that fetches: weights need not wait for the kernel before this one, x does."""
+    """What the warp does that fetches: weights need not wait for the kernel before this one, x does.
+
+    Where ways are left apart the next kernel only adds them up. It has little to do before they are there, and begun
+    early most of its programs would wait on the few multiprocessors that are free first.
+    """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
     for step in range(AHEAD):
         _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
     if PDL:
-        gdc_launch_dependents()
+        if not APART:
+            gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
         _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
@@ -136,6 +141,8 @@ def _fetch(
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
         _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
         _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
+    if PDL and APART:
+        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -320,6 +327,7 @@ def ring_kernel(
             )),
             (_fetch, (
                 x_descs, weight_descs, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
+                parts_ptr is not None,
             )),
         ],
         [1], [32],  # a warp more, and how many registers its threads need

@@ -15,9 +15,11 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
+from fastspec.kernels.gluon_names import thread_barrier
 from fastspec.kernels.packed_parts import (
     add_squares,
     folded,
@@ -30,20 +32,33 @@ from fastspec.kernels.packed_parts import (
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
+PLACES = 264  # programs, two to a multiprocessor of an H200
+SHARED_BYTES = (112_000, 74_000)  # of shared memory, for two and for three programs to a multiprocessor
 
 
 @gluon.jit
 def _sums(
     parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M, N: gl.constexpr, WAYS: gl.constexpr
 ):  # fmt: skip
-    """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there."""
+    """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there.
+
+    Ways come by way of shared memory: of loads into registers the compiler leaves few under way at a time.
+    """
     at = row.to(gl.int64) * N + n
-    ways = ()
+    held = ()
     for i in gl.static_range(WAYS):
-        ways = ways + (gl.load(parts_ptr + ((i * M + row).to(gl.int64) * N + n), mask=there, other=0.0),)
+        held = held + (gl.allocate_shared_memory(gl.float32, [n.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
+        from_way = parts_ptr + ((i * M + row).to(gl.int64) * N + n)
+        async_copy.async_copy_global_to_shared(held[i], from_way, mask=there)
+    if WAYS > 0:
+        async_copy.commit_group()
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + at, mask=there, other=0.0).to(gl.float32)
     if WAYS > 0:
+        async_copy.wait_group(0)
+        ways = ()
+        for i in gl.static_range(WAYS):
+            ways = ways + (held[i].load(n.type.layout),)
         total = in_order(ways)
         if factor is not None:
             total = total * factor
@@ -103,6 +118,7 @@ def given_kernel(
     S: gl.constexpr,  # of the product behind
     KT: gl.constexpr,
     ROOM: gl.constexpr,  # words, a power of two
+    SHARED: gl.constexpr,  # words of shared memory, ROOM at least: with more of them fewer programs share it
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -130,7 +146,9 @@ def given_kernel(
     else:
         normed = times_gamma(words, gamma, DTYPE)
         gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2)
-        mine = gl.allocate_shared_memory(gl.int32, [ROOM], gl.SwizzledSharedLayout(1, 1, 1, [0]), words)
+        mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mine.slice(0, ROOM).store(words)
+        thread_barrier()
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
         squares = no_squares(gl.full([SLAB // 4, 4], 0, gl.int32, layout=lanes))
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
@@ -197,16 +215,27 @@ def given_rows(
     out = x if parts is None else torch.empty_like(x)
     squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
     room = triton.next_power_of_2(triton.cdiv(k, ways * slab)) * slab // 2
+    before = 0 if parts is None else parts.shape[0]
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
         given_kernel,
         (ways, rows),
         *(parts, bias, x, None if parts is None else out, gamma, given.view(torch.int32), squares, rows),
-        **{"WAYS": 0 if parts is None else parts.shape[0], "K": k, "S": ways, "KT": slab, "ROOM": room},
-        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        **{"WAYS": before, "K": k, "S": ways, "KT": slab, "ROOM": room, "WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        **{"SHARED": shared_words(room, before, ways * rows)},
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
     return out, given, squares
+
+
+def shared_words(room: int, ways: int, programs: int) -> int:
+    """Words of shared memory, `room` at least, for one of so many programs that add up so many ways.
+
+    Such that two or three of them share a multiprocessor. Begun early, as many as fit would wait on the multiprocessors
+    that are free first, and others would have none of them.
+    """
+    left = max(0, SHARED_BYTES[programs > PLACES] - 8 * ways * room) // 4
+    return max(room, 1 << max(0, left.bit_length() - 1))

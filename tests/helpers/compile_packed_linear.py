@@ -46,6 +46,7 @@ LAYERS = [
     (3584, 18944, "residual"),
     (16, 128, "norm+bias"),
 ]
+OUTER = [(90, 14336), (90, 8192)]  # architecture and K of weights that are compiled for more rows of x
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
@@ -100,9 +101,10 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
 
 
 def facts(kernel: str, ptx: str) -> dict[str, Any]:
-    wait = ptx.find("griddepcontrol.wait")
+    wait, next_one = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
     before = ptx[: max(wait, 0)]
-    early = {"starts_early": 0 < ptx.find("griddepcontrol.launch_dependents") < wait, "mma": None}
+    early = {"starts_early": wait > 0, "lets_next": "no" if next_one < 0 else "first" if next_one < wait else "later"}
+    early["mma"] = None
     if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):
         return early
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
@@ -118,7 +120,7 @@ def facts(kernel: str, ptx: str) -> dict[str, Any]:
 
 def entries(arch: int) -> Iterator[tuple[str, Launch]]:
     for n, k, fused in LAYERS if arch == 90 else FEW:
-        for rows in (8, 16, 32, 64) + (40, 160) * (arch == 90):
+        for rows in (8, 16, 32, 64) + (40, 160) * (arch == 90) + (96, 128) * ((arch, k) in OUTER):
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
     for rows in (8, 64):
@@ -139,6 +141,7 @@ def main() -> None:
         report = {
             "name": name,
             "kernel": kernel.__name__,
+            "apart": dict(zip(kernel.arg_names, given, strict=False)).get("parts_ptr") is not None,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
             **facts(kernel.__name__, code.asm["ptx"]),
