@@ -32,8 +32,10 @@ from fastspec.kernels.packed_parts import (
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
-PLACES = 264  # programs, two to a multiprocessor of an H200
-SHARED_BYTES = (112_000, 74_000)  # of shared memory, for two and for three programs to a multiprocessor
+FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
+# words of shared memory of a program, of few and of more of them: three and six share a multiprocessor. Begun early, as
+# many as fit would wait on the multiprocessors that are free first, and others would have none of them
+SPREAD = (16384, 8192)
 
 
 @gluon.jit
@@ -118,7 +120,7 @@ def given_kernel(
     S: gl.constexpr,  # of the product behind
     KT: gl.constexpr,
     ROOM: gl.constexpr,  # words, a power of two
-    SHARED: gl.constexpr,  # words of shared memory, ROOM at least: with more of them fewer programs share it
+    SHARED: gl.constexpr,  # words of shared memory, ROOM at least; more than that for fewer programs to share it
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -215,27 +217,17 @@ def given_rows(
     out = x if parts is None else torch.empty_like(x)
     squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
     room = triton.next_power_of_2(triton.cdiv(k, ways * slab)) * slab // 2
-    before = 0 if parts is None else parts.shape[0]
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
         given_kernel,
         (ways, rows),
         *(parts, bias, x, None if parts is None else out, gamma, given.view(torch.int32), squares, rows),
-        **{"WAYS": before, "K": k, "S": ways, "KT": slab, "ROOM": room, "WARPS": warps, "PDL": pdl, "DTYPE": dtype},
-        **{"SHARED": shared_words(room, before, ways * rows)},
+        **{"WAYS": 0 if parts is None else parts.shape[0], "K": k, "S": ways, "KT": slab, "ROOM": room},
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
     return out, given, squares
-
-
-def shared_words(room: int, ways: int, programs: int) -> int:
-    """Words of shared memory, `room` at least, for one of so many programs that add up so many ways.
-
-    Such that two or three of them share a multiprocessor. Begun early, as many as fit would wait on the multiprocessors
-    that are free first, and others would have none of them.
-    """
-    left = max(0, SHARED_BYTES[programs > PLACES] - 8 * ways * room) // 4
-    return max(room, 1 << max(0, left.bit_length() - 1))

@@ -6,9 +6,11 @@ Usage: python -m tests.helpers.compile_packed_linear 90
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastspec.kernels import packed_launch, packed_norm, packed_sum
+from fastspec.kernels import packed_launch, packed_layer, packed_norm, packed_sum
 from fastspec.kernels.packed_launch import Call
 from tests.helpers.compile_kernels import spilled_bytes
 
@@ -46,6 +48,7 @@ LAYERS = [
     (3584, 18944, "residual"),
     (16, 128, "norm+bias"),
 ]
+LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
 OUTER = [(90, 14336), (90, 8192)]  # architecture and K of weights that are compiled for more rows of x
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
@@ -70,11 +73,30 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
         empty(65, of=torch.int64) if "pick" in words else None,
         gated="gated" in words,
     )
+    return _caught(lambda: packed_launch.run(call, arch >= 90), arch)
+
+
+def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launch]:
+    """What lies between two attentions, on sm_90, caught in the same way."""
+
+    def weight(n: int, k: int) -> Tensor:
+        return torch.empty(n // 16, k // 32, 16, 32, dtype=torch.bfloat16, device="meta")
+
+    x, norm = (torch.empty(*shape, hidden, dtype=torch.bfloat16, device="meta") for shape in ((rows, 1), ()))
+    names = {"o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (qkv, hidden)}
+    given: dict[str, Tensor | None] = {name: weight(*shape) for name, shape in names.items()}
+    given |= {f"{name}_bias": None for name in names} | {"input_norm": norm, "post_norm": norm}
+    layer: Any = SimpleNamespace(**given)
+    return _caught(lambda: packed_layer.between(x, x, layer, layer, 1e-5, True), 90)
+
+
+def _caught(call: Callable[[], object], arch: int) -> list[Launch]:
     caught: list[Launch] = []
     for module in (packed_launch, packed_norm, packed_sum):
         module.launch = lambda kernel, grid, *given, **options: caught.append((kernel, grid, given, options))  # type: ignore[attr-defined]
-    packed_launch.capability_of = lambda device: divmod(arch, 10)
-    packed_launch.run(call, arch >= 90)
+    for module in (packed_launch, packed_layer):
+        module.capability_of = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
+    call()
     return caught
 
 
@@ -123,6 +145,10 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
         for rows in (8, 16, 32, 64) + (40, 160) * (arch == 90) + (96, 128) * ((arch, k) in OUTER):
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
+    for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
+        for rows in (32, 160):
+            for launch in between_launches(hidden, inner, qkv, rows):
+                yield f"{hidden}, {inner} {rows}", launch
     for rows in (8, 64):
         for launch in launches(3072, 2048, "norm+gated+bias+residual", rows, torch.float16, arch):
             yield f"fp16 {rows}", launch
@@ -131,17 +157,19 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
 def main() -> None:
     arch = int(sys.argv[1])
     seen = set()
-    for name, (kernel, _, given, options) in entries(arch):
+    for name, (kernel, grid, given, options) in entries(arch):
         kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
         key = (kernel.__name__, kinds, str(options))
         if key in seen:
             continue
         seen.add(key)
-        code = compiled(kernel, given, options, arch)
+        code, arguments = compiled(kernel, given, options, arch), dict(zip(kernel.arg_names, given, strict=False))
         report = {
             "name": name,
             "kernel": kernel.__name__,
-            "apart": dict(zip(kernel.arg_names, given, strict=False)).get("parts_ptr") is not None,
+            "programs": math.prod(grid),
+            "apart": arguments.get("parts_ptr") is not None,
+            "norm": arguments.get("gamma_ptr") is not None,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
             **facts(kernel.__name__, code.asm["ptx"]),
