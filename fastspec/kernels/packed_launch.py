@@ -214,8 +214,7 @@ def _shared_out(n: int, ways: int, two: bool = True) -> int:
     Args:
         two: programs of 64 to 128 weight rows on a multiprocessor, or one of more than 64.
     """
-    places = (1 + two) * ONE_EACH
-    sizes = range(128, 64 - two, -16)
+    places, sizes = (2 * ONE_EACH, (128, 112, 96, 80, 64)) if two else (ONE_EACH, (128, 112, 96, 80))
     return min(sizes, key=lambda own: triton.cdiv(triton.cdiv(n, own) * ways, places) * (own + ROUND_ROWS))
 
 

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
-from fastspec.kernels.gluon_names import thread_barrier
 from fastspec.kernels.packed_parts import (
     add_squares,
     folded,
@@ -150,7 +149,6 @@ def given_kernel(
         gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2)
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
-        thread_barrier()
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
         squares = no_squares(gl.full([SLAB // 4, 4], 0, gl.int32, layout=lanes))
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])

@@ -49,7 +49,6 @@ LAYERS = [
     (16, 128, "norm+bias"),
 ]
 LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
-OUTER = [(90, 14336), (90, 8192)]  # architecture and K of weights that are compiled for more rows of x
 FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
@@ -125,8 +124,8 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
 def facts(kernel: str, ptx: str) -> dict[str, Any]:
     wait, next_one = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
     before = ptx[: max(wait, 0)]
-    early = {"starts_early": wait > 0, "lets_next": "no" if next_one < 0 else "first" if next_one < wait else "later"}
-    early["mma"] = None
+    lets_next = "no" if next_one < 0 else "first" if next_one < wait else "later"
+    early = {"starts_early": wait > 0, "lets_next": lets_next, "mma": None}
     if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):
         return early
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
@@ -142,11 +141,11 @@ def facts(kernel: str, ptx: str) -> dict[str, Any]:
 
 def entries(arch: int) -> Iterator[tuple[str, Launch]]:
     for n, k, fused in LAYERS if arch == 90 else FEW:
-        for rows in (8, 16, 32, 64) + (40, 160) * (arch == 90) + (96, 128) * ((arch, k) in OUTER):
+        for rows in (8, 16, 32, 64) + (40, 96, 128, 160) * (arch == 90):
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
     for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in (32, 160):
+        for rows in (32, 96, 160):
             for launch in between_launches(hidden, inner, qkv, rows):
                 yield f"{hidden}, {inner} {rows}", launch
     for rows in (8, 64):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import packing, reference
+from fastspec.kernels.carveout import RESERVED
 from tests.helpers.devices import devices
 from tests.helpers.gluon_simulator import simulated
 from tests.helpers.products import product_case, widened
@@ -316,7 +317,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert tile.cluster == 1 or (capability >= (9, 0) and not whole)
 
 
-MULTIPROCESSOR, RESERVED = 233_472, 1024  # bytes of an H200's, and of each program's that the system takes
+MULTIPROCESSOR = 233_472  # bytes of shared memory that an H200's has
 # what one program may have of shared memory, in bytes (CUDA programming guide, compute capabilities table)
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 

@@ -86,10 +86,9 @@ def test_a_revision_is_laid_out_and_goes_again() -> None:
 
 def test_both_trees_are_measured_and_a_planted_delay_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
     # twice as slow, so that no load of this machine hides it
-    options = ["gate", "--base", str(ROOT), *FAST, "--rounds", "5", "--most", "11", "--tests", "", "--plant", "1.0"]
+    options = ["gate", "--base", str(ROOT), *FAST, "--rounds", "5", "--most", "5", "--tests", "", "--plant", "1.0"]
     (row,) = cli.main(options)
     assert row["verdict"] == REGRESSION
     assert row["ratio"] > 1.3
-    assert (row["planted"], row["tokens_ratio"]) == (1.0, 1)
-    assert 5 <= row["rounds"] <= 11  # more where other work makes the first ones noisy
+    assert (row["planted"], row["rounds"], row["tokens_ratio"]) == (1.0, 5, 1)
     assert "no tests were run, as asked" in capsys.readouterr().err
