@@ -3,7 +3,8 @@
 With many rows there are more splits than a device runs at a time, and a program of attend_fragments.py spends more
 instructions on its queries, positions and places than on a split of keys. So a program takes up to CHUNK neighbouring
 splits of its tile, one after another; as soon as a product has taken a split's keys or values out of its registers, the
-next one's loads begin. Where these are all splits of the tile it adds them up itself. The bits are the same.
+next one's loads begin. Where these are all splits of the tile it joins each to those before as it goes, in shared
+memory, and nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -20,11 +21,16 @@ from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     FAN,
     KEYS,
+    ROWS,
     advanced,
+    begun,
     finish,
+    held_rows,
+    hold,
     keep,
     operands,
     queries_of,
+    rows_of,
     scored,
     together,
 )
@@ -39,14 +45,13 @@ from fastspec.kernels.attend_fragment_rows import (
     slots_of,
     turned,
 )
-from fastspec.kernels.attend_fragment_sums import settle
+from fastspec.kernels.attend_fragment_sums import join, room_for, settle
 from fastspec.kernels.attend_stream_parts import (
     key_pages,
-    key_values,
     load_keys,
     load_values,
     value_pages,
-    value_values,
+    values_of,
     words_of,
 )
 from fastspec.kernels.gluon_names import thread_barrier
@@ -94,7 +99,7 @@ def batch_kernel(
     BLOCK: gl.constexpr = S * KEYS
     STEPS: gl.constexpr = SPLIT // BLOCK
     TILE: gl.constexpr = G * EIGHT
-    HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
+    HELD: gl.constexpr = held_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
@@ -119,10 +124,10 @@ def batch_kernel(
     begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
     key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
-    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S)
+    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
     v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
     old = gl.minimum(fresh, stop)
-    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S)
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
@@ -137,12 +142,11 @@ def batch_kernel(
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
     positions = ()
-    for g in gl.static_range(G):
-        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+    for p in gl.static_range(HELD // ROWS):
+        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
         # a padding row sees nothing
-        fed = position_ptr + at_batch + of_group // GROUP
-        position = gl.load(fed, mask=of_group < rows, other=-1, cache_modifier=".cg")
-        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1),)
+        position = gl.load(position_ptr + at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
+        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
     if PDL:
         gdc_wait()
 
@@ -152,9 +156,7 @@ def batch_kernel(
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
     append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
-    qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
+    queries = hold(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, begin, stop, num_queries,
@@ -162,52 +164,63 @@ def batch_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S)
-    values = load_values(value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+    if (G > 2) | (begin + BLOCK > fresh):  # (a branch costs larger programs registers)
+        keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+        values = load_values(
+            value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D
+        )
+    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
     v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
 
     groups = (splits + FAN - 1) // FAN
     nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    alone = (mine_first == first) & (mine_last == last)  # all splits of the tile are this program's
+    rooms = ()
+    for p in gl.static_range(HELD // ROWS):
+        rooms += (room_for(rows_of(G, p), D),)
     for split in range(mine_first, mine_last + 1):
         top, totals, out = (), (), ()
-        for _g in gl.static_range(G):
-            top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
-            totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
-            out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
         for i in gl.static_range(STEPS):
             here = split * SPLIT + i * BLOCK
             following = here + BLOCK
-            k = (key_values(keys[0], S, HALF, DTYPE), key_values(keys[1], S, HALF, DTYPE))
+            k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
             scores = ()
-            for g in gl.static_range(G):
-                b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
-                scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S),)
-            v = value_values(values, S, D, DTYPE)
+            for p in gl.static_range(HELD // ROWS):
+                q = queries_of(queries, p, S, HALF)
+                scores += (scored(q, k, here, positions[p], scale, WINDOW, S),)
+            keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+            k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
+            v = values_of(values, D, DTYPE)
             new_top, new_totals, new_out = (), (), ()
-            for g in gl.static_range(G):
-                t, w, o = advanced(top[g], totals[g], out[g], scores[g], v, S)
-                if g == G - 1:  # not sooner: registers hold one block, or the sums of a group with its values
-                    keys = load_keys(
-                        key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S
-                    )
-                    k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+            for p in gl.static_range(HELD // ROWS):
+                if i == 0:
+                    t, w, o = begun(scores[p], v, S)
+                else:
+                    t, w, o = advanced(top[p], totals[p], out[p], scores[p], v)
+                if (
+                    p == HELD // ROWS - 1
+                ):  # not sooner: registers hold one block, or the sums of a product with its values
                     values = load_values(
                         value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
                     )
                     v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
                 if i < STEPS - 1:
                     new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
-                else:  # group after group: the sums of one leave their registers before those of the next take any
-                    mean, weight = together(t, gl.sum(w, axis=1), o)
-                    done = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
+                else:  # product after product: the sums of one leave their registers before those of the next take any
+                    mean, weight = together(t, w, o, rows_of(G, p))
+                    done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
+                    done += tile * TILE + p * ROWS
                     if first == last:
                         finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+                    elif alone:
+                        mean = join(rooms[p], weight, mean, rows_of(G, p), D)
+                        if split == last:
+                            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
                     else:
                         keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
             top, totals, out = new_top, new_totals, new_out
-    if first < last:
+    if (first < last) & (alone == 0):
         settle(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, mine_first, mine_last,
             splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,

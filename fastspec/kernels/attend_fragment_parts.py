@@ -1,13 +1,18 @@
 """Pieces of the kernel of attend_fragments.py: products over keys out of registers, and what they leave."""
 
+# mypy: disable-error-code="assignment"
+# tuples grow in unrolled loops
+
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda.libdevice import fast_log2f
 
-KEYS = gl.constexpr(16)  # keys of one warp's product
-EIGHT = gl.constexpr(8)  # rows of a group of queries: the columns of a product
+KEYS = gl.constexpr(32)  # of one warp's products
+ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
+EIGHT = gl.constexpr(8)  # that rows of a tile come in
 FAN = gl.constexpr(16)  # partial sums that one program adds up
 FEW = gl.constexpr(4)  # as many of them as short rows have
 
@@ -31,20 +36,38 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def operands(WARPS):
-    """Layout of scores [S, KEYS, R] and of out [S, D, R]: a warp has every WARPS-th of the S."""
+    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]: a warp has every WARPS-th of the S."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
-def value_layout(S, D):
-    """V [S, D, KEYS]: 8 neighbours of a key in a lane, of 8 lanes 64 of them, 4 keys to a load."""
-    chunks = [[0, 64, 0]] if D == 128 else []
+def _bits(first, stop):
+    """The powers of two from `first` on that are less than `stop`."""
+    return [1 << bit for bit in range(first.bit_length() - 1, stop.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def key_layout(WARPS, D, RUN):
+    """K [WARPS, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], *chunks],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 8, 0], [0, 16, 0], [0, 32, 0]],
-        warp_bases=[[1 << i, 0, 0] for i in range(S.bit_length() - 1)],
+        reg_bases=[*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]],
+        lane_bases=[[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[s, 0, 0] for s in _bits(1, WARPS)],
         block_bases=[],
-        shape=[S, D, 16],
+        shape=[WARPS, 32, D],
+    )
+
+
+@gluon.constexpr_function
+def value_layout(WARPS, D, RUN):
+    """V [WARPS, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load."""
+    neighbours, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*neighbours, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]],
+        warp_bases=[[s, 0, 0] for s in _bits(1, WARPS)],
+        block_bases=[],
+        shape=[WARPS, 32, D],
     )
 
 
@@ -89,19 +112,15 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Where K [S, KEYS, D / 2] (first halves) and V [S, D, KEYS] of the keys first.. are, and which keys they are."""
-    kl: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps()), 8)
-    s = _along(S, 0, kl)
-    n = _along(KEYS, 1, kl)
-    d = _along(D // 2, 2, kl)
+    """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
+    kl: gl.constexpr = key_layout(S, D // 2, 8)
+    s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
-    k_at, k_key = key_ptr + slot + (offset + d), first + s * KEYS + n
-    vl: gl.constexpr = value_layout(S, D)
-    s = _along(S, 0, vl)
-    n = _along(KEYS, 2, vl)
-    d = _along(D, 1, vl)
+    k_at, k_key = key_ptr + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
+    vl: gl.constexpr = value_layout(S, D, 8)
+    s, n = _along(S, 0, vl), _along(KEYS, 1, vl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
-    return k_at, k_key, value_ptr + slot + (offset + d), first + s * KEYS + n
+    return k_at, k_key, value_ptr + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
 
 
 @gluon.jit
@@ -131,34 +150,76 @@ def values_at(places, low, high, old):
 
 
 @gluon.jit
-def _rows_of_values(v, layout: gl.constexpr):
-    """V [S, D, KEYS] as left operand, its rows d = (c, g, e) as (c, e, g): no instruction moves it."""
+def _key_operand(k):
+    """Half of K [S, KEYS, N] as right operand [S, N, KEYS], values (c, t, j, p) as (c, j, t, p): none of it moves.
+
+    What a lane, t, has loaded of a key are parts of two products, side by side.
+    """
+    S: gl.constexpr = k.shape[0]
+    N: gl.constexpr = k.shape[2]
+    apart = gl.permute(gl.reshape(k, [S, KEYS, N // 32, 4, 4, 2]), (0, 2, 4, 3, 5, 1))
+    return gl.convert_layout(gl.reshape(apart, [S, N, KEYS]), gl.DotOperandLayout(1, operands(gl.num_warps()), 2))
+
+
+@gluon.jit
+def _in_order(q):
+    """Halves of queries [rows, N], their values in the order of `_key_operand`."""
+    apart = gl.permute(gl.reshape(q, [q.shape[0], q.shape[1] // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
+    return gl.reshape(apart, [q.shape[0], q.shape[1]])
+
+
+@gluon.jit
+def value_operand(v):
+    """V [S, KEYS, D] as right operand, its columns d = (c, g, e) as (c, e, g): pairs of keys come together, no more."""
     S: gl.constexpr = v.shape[0]
-    D: gl.constexpr = v.shape[1]
-    apart = gl.permute(gl.reshape(v, [S, D // 64, 8, 8, KEYS]), (0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.reshape(apart, [S, D, KEYS]), layout)
+    D: gl.constexpr = v.shape[2]
+    apart = gl.permute(gl.reshape(v, [S, KEYS, D // 64, 8, 8]), (0, 1, 2, 4, 3))
+    return gl.convert_layout(gl.reshape(apart, [S, KEYS, D]), gl.DotOperandLayout(1, operands(gl.num_warps()), 2))
+
+
+@gluon.constexpr_function
+def held_rows(G):
+    """Rows of queries that are held for G groups of EIGHT: of whole products, and a power of two."""
+    return 16 if G <= 2 else 32
+
+
+@gluon.constexpr_function
+def rows_of(G, P):
+    """Of product P, those that G groups have: ROWS, or EIGHT where there is no other half."""
+    return 16 if G > 2 * P + 1 else 8
 
 
 @gluon.jit
-def queries_of(qs, G: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Group G of the queries in shared memory [rows, HALF], as right operand [S, HALF, 8]."""
-    right: gl.constexpr = gl.DotOperandLayout(1, operands(gl.num_warps()), 8)
-    part = qs.slice(G * EIGHT, EIGHT).permute((1, 0)).load(gl.SliceLayout(0, right))
-    same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, HALF, EIGHT], part.dtype, right))
-    return same
+def hold(q1, q2):
+    """Halves of queries [rows, D / 2] in shared memory, for `queries_of`."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
+    return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
 
 
 @gluon.jit
-def scored(keys, q1, q2, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Scores [S, KEYS, R] of the keys first.., times log2(e); -inf where a row does not see a key."""
+def queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+    """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
+    left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps()), 2)
+    found = ()
+    for i in gl.static_range(2):
+        part = held[i].slice(P * ROWS, ROWS).load(gl.SliceLayout(0, left))
+        same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, ROWS, HALF], part.dtype, left))
+        found += (same,)
+    return found
+
+
+@gluon.jit
+def scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
+    """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps())
-    scores = mma_v2(keys[0], q1, gl.zeros([S, KEYS, q1.shape[2]], gl.float32, mma))
-    scores = mma_v2(keys[1], q2, scores) * scale
-    s = _along(S, 0, mma)
-    n = _along(KEYS, 1, mma)
-    at = first + s * KEYS + n
-    # how far back a key lies: of a later one, and of any for a padding row, negative and so beyond every reach
-    seen = (position - at).to(gl.uint32) < (WINDOW if WINDOW > 0 else 2**31)
+    scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
+    scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scale
+    newest = position - first - _along(S, 0, mma) * KEYS  # of a warp's keys; of a padding row before them all
+    key = _along(KEYS, 2, mma)
+    seen = key <= newest
+    if WINDOW > 0:
+        seen = seen & (key > newest - WINDOW)
     return gl.where(seen, scores, -float("inf"))
 
 
@@ -172,44 +233,109 @@ def shift_of(top):
 
 
 @gluon.jit
-def advanced(top, totals, out, scores, v, S: gl.constexpr):
-    """The online softmax (top, totals, out) with another block of keys."""
+def begun(scores, v, S: gl.constexpr):
+    """The online softmax (top, totals, out) of a first block of keys."""
     mma: gl.constexpr = operands(gl.num_warps())
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    top = gl.max(scores, axis=2)
+    weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
+    left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
+    return top, weights, mma_v2(left, value_operand(v), gl.zeros([S, ROWS, v.shape[2]], gl.float32, mma))
+
+
+@gluon.jit
+def advanced(top, totals, out, scores, v):
+    """The same with another block: as `begun` for what has seen nothing."""
+    mma: gl.constexpr = operands(gl.num_warps())
+    new_top = gl.maximum(top, gl.max(scores, axis=2))
     shift = shift_of(new_top)
-    weights = gl.exp2(scores - gl.expand_dims(shift, 1))
-    fade = gl.expand_dims(gl.exp2(top - shift), 1)
-    right = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(1, mma, 2))
-    out = mma_v2(_rows_of_values(v, gl.DotOperandLayout(0, mma, 2)), right, out * fade)
-    return new_top, totals * fade + weights, out
+    weights = gl.exp2(scores - gl.expand_dims(shift, 2))
+    fade = gl.expand_dims(gl.exp2(top - shift), 2)
+    left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
+    return new_top, totals * fade + weights, mma_v2(left, value_operand(v), out * fade)
 
 
 @gluon.jit
 def _averaged(out, top, total):
     """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
-    average = out / gl.expand_dims(gl.where(total == 0.0, 1.0, total), 1)
-    return average, top + gl.log2(total)
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    return out * gl.expand_dims(share, 1), top + fast_log2f(total)
+
+
+@gluon.constexpr_function
+def _meeting_place(S, R, D):
+    """Shared memory of sums [S, R, D] as they lie in the registers of products: what a lane has of one side by side."""
+    pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
+
+
+@gluon.constexpr_function
+def _meeting(S, R, D):
+    """Sums [S, R, D] of columns (c, e, g) in the lanes of products again: all S of one, and four neighbours e."""
+    apart = [[0, 0, 32], [0, 0, 64] if D == 128 else ([0, 8, 0] if R == 16 else [0, 0, 1])]
+    own = [[0, 0, 8], [0, 0, 16], [0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*[each for each in own if each not in apart], *[[s, 0, 0] for s in _bits(1, S)]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=apart,
+        block_bases=[],
+        shape=[S, R, D],
+    )
+
+
+@gluon.constexpr_function
+def met(R, D):
+    """The same once S are added up, its columns the values (c, g, e) of a head."""
+    apart = [[0, 4], [0, 64] if D == 128 else ([8, 0] if R == 16 else [0, 8])]
+    own = [[0, 1], [0, 2], [0, 8], *[[r, 0] for r in _bits(8, R)]]
+    return gl.DistributedLinearLayout(
+        reg_bases=[each for each in own if each not in apart],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=apart,
+        block_bases=[],
+        shape=[R, D],
+    )
 
 
 @gluon.jit
-def together(top, total, out):
+def _upper(x):
+    """The first EIGHT of ROWS [S, ROWS] or [S, ROWS, N]."""
+    S: gl.constexpr = x.shape[0]
+    if len(x.shape) == 2:
+        halves = gl.permute(gl.reshape(x, [S, 2, EIGHT]), (0, 2, 1))
+    else:
+        halves = gl.permute(gl.reshape(x, [S, 2, EIGHT, x.shape[2]]), (0, 2, 3, 1))
+    upper, _lower = gl.split(halves)
+    return upper
+
+
+@gluon.jit
+def together(top, totals, out, R: gl.constexpr):
     """(averages [R, D], their weights as log2 [R]) of what the S warps have, added up from the first to the last.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
+
+    Args:
+        R: as `rows_of` has it.
     """
     S: gl.constexpr = out.shape[0]
-    D: gl.constexpr = out.shape[1]
-    R: gl.constexpr = out.shape[2]
+    D: gl.constexpr = out.shape[2]
+    total = gl.sum(totals, axis=2)
+    if R == EIGHT:
+        out, top, total = _upper(out), _upper(top), _upper(total)
+    place = gl.allocate_shared_memory(gl.float32, [S, R, D], _meeting_place(S, R, D), out)
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    tops = gl.allocate_shared_memory(gl.float32, [S, R], few, top)
+    sums = gl.allocate_shared_memory(gl.float32, [S, R], few, total)
+    layout: gl.constexpr = _meeting(S, R, D)
+    top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
     all_top = gl.max(top, axis=0)
-    shift = shift_of(all_top)
-    weights = gl.exp2(top - gl.expand_dims(shift, 0))
-    out = out * gl.expand_dims(weights, 1)
-    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [1, 2, 16]
-    layout: gl.constexpr = gl.BlockedLayout([S, 1, 4], lanes, [1, gl.num_warps(), 1], [2, 1, 0])
-    # rows (c, e, g) of the products are the values (c, g, e) of a head
-    heads = gl.permute(gl.reshape(out, [S, D // 64, 8, 8, R]), (0, 4, 1, 3, 2))
-    out = gl.sum(gl.convert_layout(gl.reshape(heads, [S, R, D]), layout), axis=0)
-    row: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
+    out = gl.sum(place.load(layout) * gl.expand_dims(weights, 2), axis=0)
+    # columns (c, e, g) of the products are the values (c, g, e) of a head
+    out = gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 8, 8]), (0, 1, 3, 2)), [R, D])
+    out = gl.convert_layout(out, met(R, D))
+    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
     total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
     return _averaged(out, gl.convert_layout(all_top, row), total)
 

@@ -8,40 +8,47 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, _along, _averaged, finish, keep, shift_of
+from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, _averaged, finish, keep, met, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
 
 @gluon.jit
-def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, layout: gl.constexpr, D: gl.constexpr):
-    """Numbers `first` .. `last` of what `keep` stored of rows [M], together in ascending order.
+def joined(top, total, out, weight, mean):
+    """An average so far, out [R, D] / total [R], with that of another split, as `keep` has it; [R] as log2.
 
-    Read past L1, where an older content of the same memory may lie. A lane has all FAN of a sum.
+    Of a split that a row sees nothing of, weight = -inf, nothing is joined, to the bit.
     """
-    M: gl.constexpr = row.shape[0]
-    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
-    part = gl.arange(0, FAN, layout=gl.SliceLayout(0, of_parts))
-    d = _along(D, 2, layout)
-    top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, of_parts))
-    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, of_parts))
-    out = gl.zeros([M, D], gl.float32, gl.SliceLayout(1, layout))
-    for begin in range(first // FAN * FAN, last + 1, FAN):
-        number = gl.expand_dims(begin + part, 0)
-        there = gl.expand_dims(valid, 1) & (number >= first) & (number <= last)
-        at = number * rows + gl.expand_dims(row, 1)
-        weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        mask = gl.expand_dims(there, 2)
-        means = gl.load(mean_ptr + (gl.expand_dims(at, 2) * D + d), mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(weights, axis=1))
-        shift = shift_of(new_top)
-        weights = gl.exp2(weights - gl.expand_dims(shift, 1))
-        fade = gl.exp2(top - shift)
-        total = total * fade + gl.sum(weights, axis=1)
-        fade = gl.expand_dims(gl.convert_layout(fade, of_rows), 1)
-        out = out * fade + gl.sum(means * gl.expand_dims(weights, 2), axis=1)
-        top = new_top
-    return _averaged(out, gl.convert_layout(top, of_rows), gl.convert_layout(total, of_rows))
+    new_top = gl.maximum(top, weight)
+    fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
+    out = out * gl.expand_dims(fade, 1) + mean * gl.expand_dims(share, 1)
+    return new_top, total * fade + share, out
+
+
+@gluon.jit
+def _merged(
+    mean_ptr, weight_ptr, first, last, rows, row, valid, AT_ONCE: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Numbers `first` .. `last` of what `keep` stored of rows [M], joined in ascending order; AT_ONCE on their way.
+
+    Read past L1, where an older content of the same memory may lie.
+    """
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
+    top = gl.full([row.shape[0]], -float("inf"), gl.float32, of_rows)
+    total = gl.zeros([row.shape[0]], gl.float32, of_rows)
+    out = gl.zeros([row.shape[0], D], gl.float32, layout)
+    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
+        weights, means = (), ()
+        for i in gl.static_range(AT_ONCE):
+            there = valid & (begin + i >= first) & (begin + i <= last)
+            at = (begin + i) * rows + row
+            weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+            at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
+            means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(AT_ONCE):
+            if (begin + i >= first) & (begin + i <= last):
+                top, total, out = joined(top, total, out, weights[i], means[i])
+    return _averaged(out, top, total)
 
 
 @gluon.jit
@@ -66,38 +73,17 @@ def combine(
     WARPS: gl.constexpr,
 ):
     """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
-    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
-    layout: gl.constexpr = gl.BlockedLayout([1, FAN, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
+    lanes: gl.constexpr = [1, 32] if D == 128 else [2, 16]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], lanes, [WARPS, 1], [1, 0])
     M: gl.constexpr = WARPS * lanes[0]
     source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
     for first_row in range(row_start, row_stop, M):
-        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, layout, D)
-        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
+        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, FAN, D, layout)
         if final:
             finish(out_ptr, batch, kv_head, row, row_stop, num_queries, mean, KV_HEADS, GROUP)
         else:
             keep(mean_ptr, weight_ptr, target * rows + row, row < row_stop, mean, weight)
-
-
-@gluon.jit
-def _merged_few(mean_ptr, weight_ptr, group_start, first, last, rows, row, layout: gl.constexpr, D: gl.constexpr):
-    """What `_merged` returns where all there is lies among the first FEW of a group: the same sums, but for zeros."""
-    of_parts: gl.constexpr = gl.SliceLayout(2, layout)
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, layout))
-    part = gl.arange(0, FEW, layout=gl.SliceLayout(0, of_parts))
-    number = gl.expand_dims(group_start + part, 0)
-    there = gl.expand_dims(row < rows, 1) & (number >= first) & (number <= last)
-    at = number * rows + gl.expand_dims(row, 1)
-    weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-    at = gl.expand_dims(at, 2) * D + _along(D, 2, layout)
-    means = gl.load(mean_ptr + at, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
-    top = gl.max(weights, axis=1)
-    shift = shift_of(top)
-    weights = gl.exp2(weights - gl.expand_dims(shift, 1))
-    total = gl.sum(weights, axis=1)
-    out = gl.sum(means * gl.expand_dims(weights, 2), axis=1)
-    return _averaged(out, gl.convert_layout(top, of_rows), gl.convert_layout(total, of_rows))
 
 
 @gluon.jit
@@ -118,17 +104,47 @@ def _combine_few(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The output of a tile of G groups of rows, as `combine`, out of splits first .. last that `_merged_few` takes."""
-    lanes: gl.constexpr = [1, 1, 32] if D == 128 else [2, 1, 16]
-    layout: gl.constexpr = gl.BlockedLayout([1, FEW, 4], lanes, [WARPS, 1, 1], [2, 1, 0])
+    """The output of a tile of G groups of rows, as `combine`, out of splits that are among the first FEW of a group."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32] if D == 128 else [2, 16], [WARPS, 1], [1, 0])
     means = ()
     for g in gl.static_range(G):  # all that is read is on its way before the first is there
-        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        mean, _w = _merged_few(mean_ptr, weight_ptr, first // FAN * FAN, first, last, rows, row, layout, D)
+        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
+        mean, _w = _merged(mean_ptr, weight_ptr, first, last, rows, row, row < rows, FEW, D, layout)
         means += (mean,)
     for g in gl.static_range(G):
-        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
+        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
         finish(out_ptr, batch, kv_head, row, rows, num_queries, means[g], KV_HEADS, GROUP)
+
+
+@gluon.constexpr_function
+def _place(R, D):
+    """Shared memory of averages [R, D] as `met` lays them out: what a warp has side by side."""
+    rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
+    return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest])
+
+
+@gluon.jit
+def room_for(R: gl.constexpr, D: gl.constexpr):
+    """Shared memory for what `joined` returns of rows, with nothing joined yet."""
+    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    top = gl.allocate_shared_memory(gl.float32, [R], few, gl.full([R], -float("inf"), gl.float32, row))
+    total = gl.allocate_shared_memory(gl.float32, [R], few, gl.zeros([R], gl.float32, row))
+    out = gl.zeros([R, D], gl.float32, met(R, D))
+    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], _place(R, D), out)
+
+
+@gluon.jit
+def join(room, weight, mean, R: gl.constexpr, D: gl.constexpr):
+    """Joins another split to what is in a room; returns the average [R, D] of all of them."""
+    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
+    top, total, out = room[0].load(row), room[1].load(row), room[2].load(met(R, D))
+    top, total, out = joined(top, total, out, weight, mean)
+    room[0].store(top)
+    room[1].store(total)
+    room[2].store(out)
+    average, _weight = _averaged(out, top, total)
+    return average
 
 
 @gluon.jit

@@ -1,14 +1,14 @@
 """The decoding kernel of attend.py for 16-bit caches with heads of 64 or 128, out of registers.
 
 K and V go from the cache straight into the operands of the tensor core: 16 contiguous bytes of a lane are its part of
-a product, and nothing of them passes through shared memory. S warps share a block of S * KEYS keys, each with an
-online softmax of its own; what they end with is added up in order. Rows of queries come in eights, the columns of
-every product: their number changes no bit of a row.
+two products, and nothing of them passes through shared memory. S warps share a block of S * KEYS keys, each with an
+online softmax of its own; what they end with is added up in order. Queries come ROWS to a product, of which all but
+the tile's own are padding: their number changes no bit of a row.
 
-    scores^T [KEYS, R] = K [KEYS, D] q^T [D, R];   out^T [D, R] += V^T [D, KEYS] weights^T [KEYS, R]
+    scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
 
 A product may take its inner index in any order, as long as both sides agree: K and q are read in runs of 8 values of
-a head. And the rows of V^T in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
+a head. And the columns of V in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -25,13 +25,18 @@ from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     FAN,
     KEYS,
+    ROWS,
     advanced,
+    begun,
     finish,
+    held_rows,
+    hold,
     keep,
     keys_at,
     operands,
     places_of,
     queries_of,
+    rows_of,
     scored,
     together,
     values_at,
@@ -50,12 +55,6 @@ from fastspec.kernels.attend_fragment_rows import (
 )
 from fastspec.kernels.attend_fragment_sums import settle
 from fastspec.kernels.gluon_names import thread_barrier
-
-
-@gluon.constexpr_function
-def _power_of_two(count):
-    """The smallest one that is not less than count."""
-    return 1 << (count - 1).bit_length()
 
 
 @gluon.jit(
@@ -92,16 +91,14 @@ def fragment_kernel(
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
     S: gl.constexpr,  # warps, along the keys
-    AHEAD: gl.constexpr,  # blocks of keys in flight
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     BLOCK: gl.constexpr = S * KEYS
     STEPS: gl.constexpr = SPLIT // BLOCK
-    FIRST: gl.constexpr = min(AHEAD, STEPS)
     TILE: gl.constexpr = G * EIGHT
-    HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
+    HELD: gl.constexpr = held_rows(G)
     mma: gl.constexpr = operands(gl.num_warps())
     split = gl.program_id(1)
     rows = num_queries * GROUP  # of one kv head
@@ -129,19 +126,15 @@ def fragment_kernel(
     stop = gl.minimum(start + SPLIT, newest + 1)
 
     # what earlier passes stored is on its way now, the rest once this pass has stored it
-    places, keys, values = (), (), ()
-    for i in gl.static_range(FIRST):
-        where = places_of(
-            key_ptr, value_ptr, table_ptr, start + i * BLOCK, kv_head, table_width, num_pages,
-            KV_HEADS, D, PAGE_SIZE, S,
-        )  # fmt: skip
-        places += (where,)
-        keys += (keys_at(where, 0, gl.minimum(fresh, stop), None, HALF),)
-        values += (values_at(where, 0, gl.minimum(fresh, stop), None),)
-    if PDL and FIRST < STEPS:
+    where = places_of(
+        key_ptr, value_ptr, table_ptr, start, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, S
+    )  # fmt: skip
+    keys = keys_at(where, 0, gl.minimum(fresh, stop), None, HALF)
+    values = values_at(where, 0, gl.minimum(fresh, stop), None)
+    if PDL and STEPS > 1:
         peek(
-            key_ptr, value_ptr, table_ptr, start + FIRST * BLOCK, stop, kv_head, oldest, table_width, num_pages,
-            _power_of_two(SPLIT - FIRST * BLOCK), KV_HEADS, D, PAGE_SIZE, S,
+            key_ptr, value_ptr, table_ptr, start + BLOCK, stop, kv_head, oldest, table_width, num_pages,
+            SPLIT - BLOCK if STEPS == 2 else SPLIT, KV_HEADS, D, PAGE_SIZE, S,
         )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     slots = slots_of(
@@ -149,11 +142,11 @@ def fragment_kernel(
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
     positions = ()
-    for g in gl.static_range(G):
-        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+    for p in gl.static_range(HELD // ROWS):
+        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
         # a padding row sees nothing
-        position = gl.load(at_batch + of_group // GROUP, mask=of_group < rows, other=-1, cache_modifier=".cg")
-        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 1),)
+        position = gl.load(at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
+        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
     if PDL:
         gdc_wait()
 
@@ -164,9 +157,7 @@ def fragment_kernel(
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
     append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
-    qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
+    queries = hold(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
@@ -174,47 +165,43 @@ def fragment_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    old_keys, old_values, keys, values = keys, values, (), ()
-    for i in gl.static_range(FIRST):
-        keys += (keys_at(places[i], fresh, stop, old_keys[i], HALF),)
-        values += (values_at(places[i], fresh, stop, old_values[i]),)
+    keys = keys_at(where, fresh, stop, keys, HALF)
+    values = values_at(where, fresh, stop, values)
 
     groups = (splits + FAN - 1) // FAN
     nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     top, totals, out = (), (), ()
-    for _g in gl.static_range(G):
-        top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
-        totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
-        out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
     for i in gl.static_range(STEPS):
-        if i + AHEAD < STEPS:
+        scores = ()
+        for p in gl.static_range(HELD // ROWS):
+            q = queries_of(queries, p, S, HALF)
+            scores += (scored(q, keys, start + i * BLOCK, positions[p], scale, WINDOW, S),)
+        if i < STEPS - 1:  # not sooner: the keys of this block have left their registers
             where = places_of(
-                key_ptr, value_ptr, table_ptr, start + (i + AHEAD) * BLOCK, kv_head, table_width, num_pages,
+                key_ptr, value_ptr, table_ptr, start + (i + 1) * BLOCK, kv_head, table_width, num_pages,
                 KV_HEADS, D, PAGE_SIZE, S,
             )  # fmt: skip
-            keys += (keys_at(where, 0, stop, None, HALF),)
-        scores = ()
-        for g in gl.static_range(G):
-            b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
-            scores += (scored(keys[0], b1, b2, start + i * BLOCK, positions[g], scale, WINDOW, S),)
-        keys = keys[1:]
-        if i + AHEAD < STEPS:  # not sooner: the keys of this block have left their registers
-            values += (values_at(where, 0, stop, None),)
+            keys = keys_at(where, 0, stop, None, HALF)
         new_top, new_totals, new_out = (), (), ()
-        for g in gl.static_range(G):
-            t, w, o = advanced(top[g], totals[g], out[g], scores[g], values[0], S)
+        for p in gl.static_range(HELD // ROWS):
+            if i == 0:
+                t, w, o = begun(scores[p], values, S)
+            else:
+                t, w, o = advanced(top[p], totals[p], out[p], scores[p], values)
             if i < STEPS - 1:
                 new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
-            else:  # group after group: the sums of one leave their registers before those of the next take any
-                mean, weight = together(t, gl.sum(w, axis=1), o)
-                row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
+            else:  # product after product: the sums of one leave their registers before those of the next take any
+                mean, weight = together(t, w, o, rows_of(G, p))
+                done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
+                done += tile * TILE + p * ROWS
                 if first == last:
-                    finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
+                    finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
                 else:
-                    keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
+                    keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
         top, totals, out = new_top, new_totals, new_out
-        values = values[1:]
+        if i < STEPS - 1:
+            values = values_at(where, 0, stop, None)
     if first < last:
         settle(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, split, split,

@@ -33,8 +33,8 @@ STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which
 # The bits of a row depend on all of it but not on how long a cache or a pass is
 LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 STREAM_WARPS = 4  # along the keys; part of the bits as well
-# by groups of 8 query rows in a program: registers, which say how many programs share a multiprocessor
-STREAM_REGISTERS = {1: 168, 2: 255, 3: 255}
+STREAM_GROUPS = 2  # of 8 query rows in a program at most: from block to block, the sums of no more fit into registers
+STREAM_REGISTERS = 255
 RING_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
 # (programs on a multiprocessor, bytes of keys and values on their way to each): for passes of up to FEW_TILES tiles,
 # which have few splits for many programs, and of more, where one of two reads while the other one begins or ends
@@ -73,9 +73,9 @@ def groups_of(num_rows: int, most: int) -> int:
 
 def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
-    groups = groups_of(num_rows, max(STREAM_REGISTERS))
+    groups = groups_of(num_rows, STREAM_GROUPS)
     constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS}
-    return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS[groups]}
+    return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS}
 
 
 def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:

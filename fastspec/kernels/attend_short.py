@@ -14,18 +14,14 @@ from fastspec.kernels.paged_attention import MAX_REGISTERS
 
 __all__ = ["batch_kernel", "fragment_kernel", "short_launch"]
 
-PARTS = 8  # of a block of keys, KEYS each, with a softmax of their own; part of what the bits of a row depend on
-GROUPS = 3  # of 8 query rows in a program at most
+PARTS = 4  # of a block of keys, KEYS each, with a softmax of their own; part of what the bits of a row depend on
+REGISTERS = {64: 168, 128: MAX_REGISTERS}  # by head_dim, of a program: three or two of them share a multiprocessor
+GROUPS = 4  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)
-# by head_dim: up to so many programs, half of them idle as a rule, have all the registers
-ALONE_PROGRAMS = {64: MULTIPROCESSORS, 128: 2 * MULTIPROCESSORS}
 FEW_PROGRAMS = 3 * MULTIPROCESSORS  # up to so many, groups of 8 rows to themselves are faster than reading K and V once
-SHARED_REGISTERS = 128
-# by head_dim: tiles from which on programs take several splits, in rooms of up to ROOMY splits and in larger ones, and
-# registers of such a program of BATCH_WARPS
+# by head_dim: tiles from which on programs take several splits, in rooms of up to ROOMY splits and in larger ones
 BATCH_TILES, ROOMY = {64: (128, 128), 128: (192, 128)}, 8
-BATCH_REGISTERS = {64: 168, 128: MAX_REGISTERS}
-BATCH_WARPS, BATCH_SPLITS = 4, 4
+BATCH_SPLITS = 8
 
 
 def short_launch(
@@ -38,13 +34,11 @@ def short_launch(
         splits: that the pass has room for.
     """
     eights, one_block = triton.cdiv(num_rows, 8), split_keys <= PARTS * KEYS.value
-    groups = groups_of(num_rows, GROUPS if pairs * eights * splits > FEW_PROGRAMS else 1)
+    most = GROUPS if one_block else 2  # from block to block, the sums of no more fit into registers
+    groups = groups_of(num_rows, most if pairs * eights * splits > FEW_PROGRAMS else 1)
     tiles = pairs * triton.cdiv(eights, groups)
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
+    options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if tiles >= BATCH_TILES[dim][splits > ROOMY] and one_block:
-        constants |= {"CHUNK": BATCH_SPLITS}
-        return batch_kernel, constants, {"num_warps": BATCH_WARPS, "maxnreg": BATCH_REGISTERS[dim]}
-    constants |= {"AHEAD": 1 if groups > 1 and dim > 64 else 2}  # as far as registers go
-    # of larger splits a program has several blocks in flight, and half the registers do not hold them
-    alone = tiles * splits <= ALONE_PROGRAMS[dim] or not one_block
-    return fragment_kernel, constants, {"num_warps": PARTS, "maxnreg": MAX_REGISTERS if alone else SHARED_REGISTERS}
+        return batch_kernel, {**constants, "CHUNK": BATCH_SPLITS}, options
+    return fragment_kernel, constants, options

@@ -1,13 +1,8 @@
-"""The decoding kernel of attend.py for long caches where attend_ring.py does not run: K and V read once for all rows.
+"""The decoding kernel of attend.py for long caches where attend_ring.py does not run.
 
 What attend_fragments.py computes, in a loop: as soon as a product has taken a block of keys or values out of its
-registers, the next block's loads begin. G groups of 8 query rows share what is loaded, so that 24 rows (6 queries of 4
-heads to a key head) cost the bytes of 8.
-
-    scores^T [KEYS, 8] = K [KEYS, D] q^T [D, 8];   out^T [D, 8] += V^T [D, KEYS] weights^T [KEYS, 8], of each group
-
-Queries wait in shared memory, for out^T of three groups takes 96 registers. The arithmetic of a row is that of its
-group alone: how many groups there are changes no bit of it.
+registers, the next block's loads begin. 16 query rows, those of one product, cost the bytes of 8. The arithmetic of a
+row is its own alone: how many groups of 8 rows there are changes no bit of it.
 
 Splits grow with their position: short rows need many programs to be read at once, long ones few partial sums. The
 largest, which lie last, start first, and small ones fill what they leave. All end at about the same time:
@@ -28,11 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     KEYS,
+    ROWS,
     advanced,
     finish,
+    held_rows,
+    hold,
     keep,
     operands,
     queries_of,
+    rows_of,
     scored,
     together,
 )
@@ -49,13 +48,12 @@ from fastspec.kernels.attend_fragment_rows import (
 )
 from fastspec.kernels.attend_stream_parts import (
     key_pages,
-    key_values,
     load_keys,
     load_values,
     split_of,
     start_of,
     value_pages,
-    value_values,
+    values_of,
     words_of,
 )
 from fastspec.kernels.gluon_names import thread_barrier
@@ -99,7 +97,7 @@ def stream_kernel(
     HALF: gl.constexpr = D // 2
     BLOCK: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
-    HELD: gl.constexpr = 8 if G == 1 else (16 if G == 2 else 32)  # rows of queries, a power of two
+    HELD: gl.constexpr = held_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     mma: gl.constexpr = operands(gl.num_warps())
@@ -125,12 +123,12 @@ def stream_kernel(
     begin = gl.maximum(start, oldest // BLOCK * BLOCK)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
     key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
-    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S)
+    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
     v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
     old = gl.minimum(fresh, stop)
-    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S)
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    k_next = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S)
+    k_next = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
     head_of: gl.constexpr = head_layout(HALF, S)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
     row = tile * TILE + held
@@ -144,16 +142,14 @@ def stream_kernel(
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
     positions, top, totals, out = (), (), (), ()
-    for g in gl.static_range(G):
-        of_group = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))
-        fed = position_ptr + at_batch + of_group // GROUP
+    for p in gl.static_range(HELD // ROWS):
+        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
         # a padding row sees nothing
-        position = gl.load(fed, mask=of_group < rows, other=-1, cache_modifier=".cg")
-        position = gl.minimum(position, NEVER).to(gl.int32)
-        positions += (gl.expand_dims(gl.expand_dims(position, 0), 1),)
-        top += (gl.full([S, EIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, mma)),)
-        totals += (gl.zeros([S, KEYS, EIGHT], gl.float32, mma),)
-        out += (gl.zeros([S, D, EIGHT], gl.float32, mma),)
+        position = gl.load(position_ptr + at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
+        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+        top += (gl.full([S, ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, mma)),)
+        totals += (gl.zeros([S, ROWS, KEYS], gl.float32, mma),)
+        out += (gl.zeros([S, ROWS, D], gl.float32, mma),)
     if PDL:
         gdc_wait()
 
@@ -163,9 +159,7 @@ def stream_kernel(
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
     append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    qs1 = gl.allocate_shared_memory(q1.dtype, [HELD, HALF], shared, q1)
-    qs2 = gl.allocate_shared_memory(q2.dtype, [HELD, HALF], shared, q2)
+    queries = hold(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
@@ -173,24 +167,24 @@ def stream_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S)
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D)
     k_page = k_next
     v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
     for here in range(begin, stop, BLOCK):
         following = here + BLOCK
-        k = (key_values(keys[0], S, HALF, DTYPE), key_values(keys[1], S, HALF, DTYPE))
+        k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
         scores = ()
-        for g in gl.static_range(G):
-            b1, b2 = queries_of(qs1, g, S, HALF), queries_of(qs2, g, S, HALF)
-            scores += (scored(k, b1, b2, here, positions[g], scale, WINDOW, S),)
+        for p in gl.static_range(HELD // ROWS):
+            q = queries_of(queries, p, S, HALF)
+            scores += (scored(q, k, here, positions[p], scale, WINDOW, S),)
         # not sooner: the keys of this block have left their registers
-        keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S)
-        k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S)
-        v = value_values(values, S, D, DTYPE)
+        keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+        k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
+        v = values_of(values, D, DTYPE)
         new_top, new_totals, new_out = (), (), ()
-        for g in gl.static_range(G):
-            t, w, o = advanced(top[g], totals[g], out[g], scores[g], v, S)
+        for p in gl.static_range(HELD // ROWS):
+            t, w, o = advanced(top[p], totals[p], out[p], scores[p], v)
             new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
         top, totals, out = new_top, new_totals, new_out
         values = load_values(
@@ -200,10 +194,11 @@ def stream_kernel(
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    for g in gl.static_range(G):
-        mean, weight = together(top[g], gl.sum(totals[g], axis=1), out[g])
-        row = tile * TILE + g * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, mean.type.layout))
+    for p in gl.static_range(HELD // ROWS):
+        mean, weight = together(top[p], totals[p], out[p], rows_of(G, p))
+        done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
+        done += tile * TILE + p * ROWS
         if first == last:
-            finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
+            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
         else:
-            keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, weight)
+            keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_parts import KEYS, _along, operands
+from fastspec.kernels.attend_fragment_parts import KEYS, _along, key_layout, value_layout
 
 
 @gluon.jit
@@ -27,27 +27,6 @@ def start_of(split, RUNGS: gl.constexpr):
     return start
 
 
-@gluon.constexpr_function
-def key_words(WARPS):
-    """Layout of the words of K [S, KEYS, words of half a head]: pairs of the values that `operands` multiplies."""
-    return gl.DotOperandLayout(0, operands(WARPS), 4)
-
-
-@gluon.constexpr_function
-def value_words(S, D, WARPS):
-    """Layout of the words of V [S, D / 2, KEYS]: pairs of the values of `value_layout`."""
-    chunks = [[0, 32, 0]] if D == 128 else []
-    parts = [[1 << i, 0, 0] for i in range(S.bit_length() - 1)]
-    own = WARPS.bit_length() - 1
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 1], [0, 0, 8], *chunks, *parts[own:]],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 4, 0], [0, 8, 0], [0, 16, 0]],
-        warp_bases=parts[:own],
-        block_bases=[],
-        shape=[S, D // 2, 16],
-    )
-
-
 @gluon.jit
 def words_of(pointer):
     """The same place as 32-bit words: a loop carries these as they are, and pairs of 16-bit values torn apart."""
@@ -65,16 +44,9 @@ def halves(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def key_values(words, S: gl.constexpr, HALF: gl.constexpr, DTYPE: gl.constexpr):
-    """Half of K [S, KEYS, HALF] as left operand: no instruction moves it."""
-    flat = gl.reshape(halves(words, DTYPE), [S, KEYS, HALF])
-    return gl.convert_layout(flat, gl.DotOperandLayout(0, operands(gl.num_warps()), 8))
-
-
-@gluon.jit
-def value_values(words, S: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):
-    """V [S, D, KEYS] as `advanced` takes it."""
-    return gl.reshape(gl.permute(halves(words, DTYPE), (0, 1, 3, 2)), [S, D, KEYS])
+def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr):
+    """Words of K or V as values [S, KEYS, N], as products take them."""
+    return gl.reshape(halves(words, DTYPE), [words.shape[0], KEYS, N])
 
 
 @gluon.jit
@@ -100,9 +72,9 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 
 
 @gluon.jit
-def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr):
+def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_keys`."""
-    layout: gl.constexpr = key_words(gl.num_warps())
+    layout: gl.constexpr = key_layout(S, D // 4, 4)
     return page_of(
         table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
@@ -111,9 +83,9 @@ def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr,
 @gluon.jit
 def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_values`."""
-    layout: gl.constexpr = value_words(S, D, gl.num_warps())
+    layout: gl.constexpr = value_layout(S, D // 2, 4)
     return page_of(
-        table_ptr, first, _along(S, 0, layout), _along(KEYS, 2, layout), table_width, num_pages, PAGE_SIZE
+        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
 
 
@@ -130,12 +102,13 @@ def load_keys(
     KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
+    D: gl.constexpr,
 ):
     """Words of both halves of a block of K [S, KEYS, WORDS / 2].
 
     The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
     """
-    layout: gl.constexpr = key_words(gl.num_warps())
+    layout: gl.constexpr = key_layout(S, D // 4, 4)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
@@ -163,11 +136,11 @@ def load_values(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Words of a block of V [S, WORDS, KEYS], as `load_keys`."""
-    layout: gl.constexpr = value_words(S, D, gl.num_warps())
-    s, key = _along(S, 0, layout), _along(KEYS, 2, layout)
+    """Words of a block of V [S, KEYS, WORDS], as `load_keys`."""
+    layout: gl.constexpr = value_layout(S, D // 2, 4)
+    s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
-    at = words_ptr + slot + (offset + _along(WORDS, 1, layout))
+    at = words_ptr + slot + (offset + _along(WORDS, 2, layout))
     number = first + s * KEYS + key
     inside = (number >= low) & (number < high)
     if old is None:

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec import verify
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.publish import check_ring, store_sequence
+from fastspec.kernels.publish import WORDS, check_ring, store_entry, store_sequence
 from fastspec.verify import CommitRows
 
 RUNNING = tl.constexpr(verify.RUNNING)
@@ -65,7 +65,7 @@ def commit_row(
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
 ):
-    """`verify.commit` of one row, then its part of the published entry; the last row to come completes that.
+    """`verify.commit` of one row; the last row to come publishes the step's entry.
 
     Returns how many tokens were emitted.
     """
@@ -105,19 +105,38 @@ def commit_row(
     tl.store(emitted_ptr + row, count)
     tl.store(accepted_ptr + row, accepted)
     if entries_ptr is not None:
-        entry_ptr = entries_ptr + sequence % slots * entry_width + 1 + row * (4 + places)
-        tl.store(entry_ptr, count)
-        tl.store(entry_ptr + 1, accepted)
-        tl.store(entry_ptr + 2, tl.where(num_drafts > 0, counts, 0))
-        tl.store(entry_ptr + 3, finish)
-        tl.store(entry_ptr + 4 + place, tl.where(place <= num_drafts, block, old_block), mask=place < places)
         before = (batch - 1).to(tl.int64)
-        if batch > 1:
+        if batch == 1:
+            entry_ptr = entries_ptr + sequence % slots * entry_width + 1
+            tl.store(entry_ptr, count)
+            tl.store(entry_ptr + 1, accepted)
+            tl.store(entry_ptr + 2, tl.where(num_drafts > 0, counts, 0))
+            tl.store(entry_ptr + 3, finish)
+            tl.store(entry_ptr + 4 + place, tl.where(place <= num_drafts, block, old_block), mask=place < places)
+        else:
             # the counting thread's release covers its own stores; the barrier hands it those of the others
             tl.debug_barrier()
             before = tl.atomic_add(scratch_ptr, 1, sem="acq_rel")
         if before == batch - 1:
             tl.store(scratch_ptr, 0)
+            if batch > 1:  # by one program: a row's fence would wait until the host's memory has what it stored
+                tl.debug_barrier()
+                store_entry(
+                    entries_ptr,
+                    sequence,
+                    emitted_ptr,
+                    accepted_ptr,
+                    counts_ptr,
+                    finish_ptr,
+                    block_ptr,
+                    block_stride,
+                    slots,
+                    entry_width,
+                    batch,
+                    places,
+                    num_drafts > 0,
+                    WORDS,
+                )
             store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
     return count
 

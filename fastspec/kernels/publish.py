@@ -27,14 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.verify import CommitRows
 
-ROWS, NUM_WARPS = 8, 8  # rows of the state per pass over them
+WORDS = tl.constexpr(512)  # of an entry at a time
+NUM_WARPS = 8
 DETAILS_BLOCK = 2048
 
 
 @triton.jit
 def store_entry(
     entries_ptr,
-    counter_ptr,
+    sequence,
     emitted_ptr,
     accepted_ptr,
     counts_ptr,
@@ -46,30 +47,25 @@ def store_entry(
     batch,
     places,  # K + 1
     drafting,
-    PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Stores all of an entry but its sequence number; returns that number. One program alone may do so."""
-    sequence = tl.load(counter_ptr) + 1
+    """Stores all of entry `sequence` but its number, word after word: few words at a time cross to the host slowly.
+
+    One program alone may do so. Read past L1: others may have stored what is read in this launch.
+    """
     entry_ptr = entries_ptr + sequence % slots * entry_width + 1
-    place = tl.arange(0, PLACES)
-    for first in range(0, batch, ROWS):
-        row = first + tl.arange(0, ROWS)
+    for first in range(0, batch * (4 + places), WORDS):
+        word = first + tl.arange(0, WORDS)
+        row, field = word // (4 + places), word % (4 + places)
         valid = row < batch
-        emitted = tl.load(emitted_ptr + row, mask=valid, other=0)
-        accepted = tl.load(accepted_ptr + row, mask=valid, other=0)
-        counts = tl.load(counts_ptr + row, mask=valid & (drafting != 0), other=0)
-        finish = tl.load(finish_ptr + row, mask=valid, other=0)
-        seen = valid[:, None] & (place < places)[None, :]
-        from_ptr = block_ptr + row[:, None] * block_stride + place[None, :]
-        block = tl.load(from_ptr, mask=seen, other=0)
-        to_ptr = entry_ptr + row * (4 + places)
-        tl.store(to_ptr, emitted, mask=valid)
-        tl.store(to_ptr + 1, accepted, mask=valid)
-        tl.store(to_ptr + 2, counts, mask=valid)
-        tl.store(to_ptr + 3, finish, mask=valid)
-        tl.store(to_ptr[:, None] + 4 + place[None, :], block, mask=seen)
-    return sequence
+        at = row * block_stride + field - 4
+        value = tl.load(block_ptr + at, mask=valid & (field >= 4), other=0, cache_modifier=".cg")
+        value += tl.load(emitted_ptr + row, mask=valid & (field == 0), other=0, cache_modifier=".cg")
+        value += tl.load(accepted_ptr + row, mask=valid & (field == 1), other=0, cache_modifier=".cg")
+        counted = valid & (field == 2) & (drafting != 0)
+        value += tl.load(counts_ptr + row, mask=counted, other=0, cache_modifier=".cg")
+        value += tl.load(finish_ptr + row, mask=valid & (field == 3), other=0, cache_modifier=".cg")
+        tl.store(entry_ptr + word, value, mask=valid)
 
 
 @triton.jit
@@ -128,17 +124,17 @@ def _publish_kernel(
     places,
     drafting,
     TOP: tl.constexpr,
-    PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sequence = store_entry(
+    sequence = tl.load(counter_ptr) + 1
+    store_entry(
         entries_ptr,
-        counter_ptr,
+        sequence,
         emitted_ptr,
         accepted_ptr,
         counts_ptr,
@@ -150,8 +146,7 @@ def _publish_kernel(
         batch,
         places,
         drafting,
-        PLACES,
-        ROWS,
+        WORDS,
     )
     if details_ptr is not None:
         slot = sequence % slots * details_width
@@ -194,8 +189,7 @@ def publish(
         places,
         int(drafting),
         TOP=0 if details is None else rows.top_ids.shape[2],
-        PLACES=triton.next_power_of_2(places),
-        ROWS=ROWS,
+        WORDS=WORDS.value,
         BLOCK=DETAILS_BLOCK,
         PDL=pdl,
         num_warps=NUM_WARPS,

@@ -39,10 +39,10 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
+# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, groups together, batches
 SHORT = (
-    *((8, 128, 8, 2), (8, 128, 64, 8), (16, 128, 64, 4), (24, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
-    *((24, 256, 8, 32), (8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4)),
+    *((8, 128, 8, 2), (16, 128, 64, 4), (24, 128, 64, 4), (32, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
+    *((24, 256, 8, 32), (32, 256, 8, 32), (8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4), (32, 128, 256, 4)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
@@ -59,7 +59,7 @@ def entries(arch: int) -> Iterator[Entry]:
             kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant in (PLAIN, FULL):
                 yield _entry(kernel, 2, constants, options, variant, arch)
-        for rows in (4, 16, 24) if dim == 128 else (24,):
+        for rows in (4, 16):
             constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)

@@ -11,6 +11,7 @@ import importlib.util
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ SAME = (
         "program_id",
         "reshape",
         "rsqrt",
+        "split",
         "static_range",
     ),
     *("store", "sum", "uint32", "where"),
@@ -56,6 +58,9 @@ class _Shared:
     """Shared memory: what was stored in it, and parts of that."""
 
     def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def store(self, value: Any) -> None:
         self.value = value
 
     def slice(self, start: Any, length: Any) -> _Shared:
@@ -113,16 +118,29 @@ class _Language:
         """Any layout."""
 
     BlockedLayout = SliceLayout = DotOperandLayout = NVMMADistributedLayout = DistributedLinearLayout = layout
-    SwizzledSharedLayout = layout
+    SwizzledSharedLayout = SharedLinearLayout = layout
 
 
 gl = _Language()
-gluon = SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)
+
+
+def _of_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of constants as kernels call it."""
+    return lambda *given: function(*(getattr(each, "value", each) for each in given))
+
+
+gluon = SimpleNamespace(jit=triton.jit, constexpr_function=_of_constants)
 
 
 def product(a: Any, b: Any, acc: Any) -> Any:
     """The product of fragments a [S, M, K] and b [S, K, N] added to acc; fp32 without loss."""
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def fast_log2f(x: Any) -> Any:
+    """The logarithm, here as it is."""
+    return tl.log2(x)
 
 
 @triton.jit
@@ -136,7 +154,7 @@ def interpreted(*stems: str) -> ModuleType:
     folder = Path(fastspec.kernels.__file__).parent
     text = "\n".join(_translated((folder / f"{stem}.py").read_text(encoding="utf-8")) for stem in stems)
     head = "import triton\nimport triton.language as tl\n"
-    head += f"from {__name__} import gl, gluon, product as mma_v2, thread_barrier\n"
+    head += f"from {__name__} import fast_log2f, gl, gluon, product as mma_v2, thread_barrier\n"
     path = Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stems)}.py"  # a file: the interpreter reads the source
     path.write_text(head + text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -62,6 +62,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         simulate_ring(monkeypatch)
     from_tiles = 1 if kind == "batch" else 2**30
     monkeypatch.setattr(attend_short, "BATCH_TILES", dict.fromkeys((64, 128), (from_tiles, from_tiles)))
+    monkeypatch.setattr(attend_short, "FEW_PROGRAMS", 0)  # as many rows to a tile as there are
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "STREAMED", 0 if kind in ("stream", "ring") else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)
@@ -271,7 +272,7 @@ def test_bits_over_many_rows(dim: int, kind: str) -> None:
     given = case("cuda", lengths=lengths, queries=8, heads=8, kv_heads=1, dim=dim, dtype=torch.bfloat16, norm=True)
     for split_keys in (128, 256):
         whole = fed(given, 8, split_keys=split_keys)
-        for queries in (1, 2, 3):  # tiles of 8, 16 and 24 rows
+        for queries in (1, 2, 3, 4):  # tiles of 8, 16, 24 and 32 rows
             assert_same(fed(given, queries, split_keys=split_keys), whole)
         order = torch.randperm(len(lengths), generator=generator).cuda()
         assert torch.equal(attend(rows_of(copied(given), order), split_keys), whole[0][order])

@@ -18,10 +18,11 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
-    ("fragment_kernel", 128): 128,
-    ("fragment_kernel", 255): 32,
-    ("batch_kernel", 168): 96,
-    ("batch_kernel", 255): 128,
+    ("fragment_kernel", 168): 16,
+    ("fragment_kernel", 255): 24,
+    ("batch_kernel", 168): 56,
+    ("batch_kernel", 255): 96,
+    ("stream_kernel", 255): 16,
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
     ("_laws_kernel", None): 96,

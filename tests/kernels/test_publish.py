@@ -42,7 +42,7 @@ def entry_of(rows: DecodeState, sequence: int, drafting: bool) -> list[int]:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("drafting", [False, True])
-@pytest.mark.parametrize(("batch", "k"), [(1, 0), (3, 5), (kernel.ROWS + 1, 16), (64, 2)])
+@pytest.mark.parametrize(("batch", "k"), [(1, 0), (3, 5), (kernel.WORDS.value // 21 + 1, 16), (64, 2)])
 def test_an_entry(batch: int, k: int, drafting: bool, device: str) -> None:
     for op in (publish, reference.publish):
         if op is reference.publish and device == "cuda":
