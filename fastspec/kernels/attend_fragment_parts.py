@@ -36,8 +36,8 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def operands(WARPS):
-    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]: a warp has every WARPS-th of the S."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    """Layout of scores [PARTS, ROWS, KEYS] and of out [PARTS, ROWS, D]: each part has a warp, or two."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, WARPS // 4], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -47,28 +47,36 @@ def _bits(first, stop):
 
 
 @gluon.constexpr_function
+def _linear(bits, lanes, warps, shape):
+    """A layout of these bits of a tensor's places: registers have those of `bits` that warps do not."""
+    registers = [each for each in bits if each not in warps]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
 def key_layout(WARPS, D, RUN):
-    """K [WARPS, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]],
-        lane_bases=[[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[s, 0, 0] for s in _bits(1, WARPS)],
-        block_bases=[],
-        shape=[WARPS, 32, D],
-    )
+    """K [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
+    bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
+    lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 8 else []), [1, 0, 0], [2, 0, 0]], [4, 32, D])
 
 
 @gluon.constexpr_function
 def value_layout(WARPS, D, RUN):
-    """V [WARPS, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load."""
-    neighbours, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*neighbours, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]],
-        warp_bases=[[s, 0, 0] for s in _bits(1, WARPS)],
-        block_bases=[],
-        shape=[WARPS, 32, D],
-    )
+    """V [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load.
+
+    Of two warps each has 64 values of 128, or of 64 each half of every lane's.
+    """
+    far = [[0, 0, d] for d in _bits(8 * RUN, D)] or [[0, 0, RUN // 2]]
+    bits = [
+        *[[0, 0, d] for d in _bits(1, RUN)],
+        [0, 1, 0],
+        [0, 8, 0],
+        [0, 16, 0],
+        *[[0, 0, d] for d in _bits(8 * RUN, D)],
+    ]
+    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
+    return _linear(bits, lanes, [*(far if WARPS == 8 else []), [1, 0, 0], [2, 0, 0]], [4, 32, D])
 
 
 @gluon.jit
@@ -113,11 +121,11 @@ def places_of(
     S: gl.constexpr,
 ):
     """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
-    kl: gl.constexpr = key_layout(S, D // 2, 8)
+    kl: gl.constexpr = key_layout(gl.num_warps(), D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     k_at, k_key = key_ptr + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
-    vl: gl.constexpr = value_layout(S, D, 8)
+    vl: gl.constexpr = value_layout(gl.num_warps(), D, 8)
     s, n = _along(S, 0, vl), _along(KEYS, 1, vl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     return k_at, k_key, value_ptr + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
@@ -170,11 +178,29 @@ def _in_order(q):
 
 @gluon.jit
 def value_operand(v):
-    """V [S, KEYS, D] as right operand, its columns d = (c, g, e) as (c, e, g): pairs of keys come together, no more."""
+    """V [S, KEYS, D] as right operand, its columns in the order (e, c, g): pairs of keys come together, no more.
+
+    Values are (c, g, e) of a head of 128, and (g, c, e) of a head of 64.
+    """
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[2]
-    apart = gl.permute(gl.reshape(v, [S, KEYS, D // 64, 8, 8]), (0, 1, 2, 4, 3))
+    if D == 128:
+        apart = gl.permute(gl.reshape(v, [S, KEYS, 2, 8, 8]), (0, 1, 4, 2, 3))
+    else:
+        apart = gl.permute(gl.reshape(v, [S, KEYS, 8, 2, 4]), (0, 1, 4, 3, 2))
     return gl.convert_layout(gl.reshape(apart, [S, KEYS, D]), gl.DotOperandLayout(1, operands(gl.num_warps()), 2))
+
+
+@gluon.jit
+def _in_order_of_heads(out):
+    """Sums [R, D], their columns from the order of `value_operand` to that of a head."""
+    R: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[1]
+    if D == 128:
+        heads = gl.permute(gl.reshape(out, [R, 8, 2, 8]), (0, 2, 3, 1))
+    else:
+        heads = gl.permute(gl.reshape(out, [R, 4, 2, 8]), (0, 3, 2, 1))
+    return gl.reshape(heads, [R, D])
 
 
 @gluon.constexpr_function
@@ -263,38 +289,40 @@ def _averaged(out, top, total):
 
 @gluon.constexpr_function
 def _meeting_place(S, R, D):
-    """Shared memory of sums [S, R, D] as they lie in the registers of products: what a lane has of one side by side."""
+    """Shared memory of sums [S, R, D] as products' lanes have them: what a lane has of one product side by side."""
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
 
 
 @gluon.constexpr_function
-def _meeting(S, R, D):
-    """Sums [S, R, D] of columns (c, e, g) in the lanes of products again: all S of one, and four neighbours e."""
-    apart = [[0, 0, 32], [0, 0, 64] if D == 128 else ([0, 8, 0] if R == 16 else [0, 0, 1])]
-    own = [[0, 0, 8], [0, 0, 16], [0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*[each for each in own if each not in apart], *[[s, 0, 0] for s in _bits(1, S)]],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=apart,
-        block_bases=[],
-        shape=[S, R, D],
-    )
+def _meeting(WARPS, R, D):
+    """Sums [PARTS, R, D] in the lanes of products again: all PARTS of one, and neighbours e of a head.
+
+    In this order, warps have: what is left of e, c, the other half of rows, or g, and more of e.
+    """
+    half = [[0, 8, 0]] if R == 16 else []
+    apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
+    bits = [[0, 0, 16], [0, 0, 32], [0, 0, 1], *half, [1, 0, 0], [2, 0, 0]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [4, R, D])
 
 
 @gluon.constexpr_function
-def met(R, D):
-    """The same once S are added up, its columns the values (c, g, e) of a head."""
-    apart = [[0, 4], [0, 64] if D == 128 else ([8, 0] if R == 16 else [0, 8])]
-    own = [[0, 1], [0, 2], [0, 8], *[[r, 0] for r in _bits(8, R)]]
-    return gl.DistributedLinearLayout(
-        reg_bases=[each for each in own if each not in apart],
-        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-        warp_bases=apart,
-        block_bases=[],
-        shape=[R, D],
-    )
+def met(WARPS, R, D):
+    """The same once PARTS are added up, with the columns of a head."""
+    half = [[8, 0]] if R == 16 else []
+    apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
+    bits = [[0, 1], [0, 2], [0, 8], *half]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [R, D])
+
+
+@gluon.jit
+def _summed(totals):
+    """Sums [S, ROWS] of [S, ROWS, KEYS], in one order however many warps there are."""
+    pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
+    return gl.sum(gl.sum(pairs, axis=3), axis=2)
 
 
 @gluon.jit
@@ -320,22 +348,20 @@ def together(top, totals, out, R: gl.constexpr):
     """
     S: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
-    total = gl.sum(totals, axis=2)
+    total = gl.convert_layout(_summed(totals), top.type.layout)
     if R == EIGHT:
         out, top, total = _upper(out), _upper(top), _upper(total)
     place = gl.allocate_shared_memory(gl.float32, [S, R, D], _meeting_place(S, R, D), out)
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     tops = gl.allocate_shared_memory(gl.float32, [S, R], few, top)
     sums = gl.allocate_shared_memory(gl.float32, [S, R], few, total)
-    layout: gl.constexpr = _meeting(S, R, D)
+    layout: gl.constexpr = _meeting(gl.num_warps(), R, D)
     top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
     all_top = gl.max(top, axis=0)
     weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
     out = gl.sum(place.load(layout) * gl.expand_dims(weights, 2), axis=0)
-    # columns (c, e, g) of the products are the values (c, g, e) of a head
-    out = gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 8, 8]), (0, 1, 3, 2)), [R, D])
-    out = gl.convert_layout(out, met(R, D))
-    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
+    out = gl.convert_layout(_in_order_of_heads(out), met(gl.num_warps(), R, D))
+    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
     total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
     return _averaged(out, gl.convert_layout(all_top, row), total)
 

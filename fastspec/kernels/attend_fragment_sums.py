@@ -126,19 +126,19 @@ def _place(R, D):
 @gluon.jit
 def room_for(R: gl.constexpr, D: gl.constexpr):
     """Shared memory for what `joined` returns of rows, with nothing joined yet."""
-    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
+    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     top = gl.allocate_shared_memory(gl.float32, [R], few, gl.full([R], -float("inf"), gl.float32, row))
     total = gl.allocate_shared_memory(gl.float32, [R], few, gl.zeros([R], gl.float32, row))
-    out = gl.zeros([R, D], gl.float32, met(R, D))
+    out = gl.zeros([R, D], gl.float32, met(gl.num_warps(), R, D))
     return top, total, gl.allocate_shared_memory(gl.float32, [R, D], _place(R, D), out)
 
 
 @gluon.jit
 def join(room, weight, mean, R: gl.constexpr, D: gl.constexpr):
     """Joins another split to what is in a room; returns the average [R, D] of all of them."""
-    row: gl.constexpr = gl.SliceLayout(1, met(R, D))
-    top, total, out = room[0].load(row), room[1].load(row), room[2].load(met(R, D))
+    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
+    top, total, out = room[0].load(row), room[1].load(row), room[2].load(met(gl.num_warps(), R, D))
     top, total, out = joined(top, total, out, weight, mean)
     room[0].store(top)
     room[1].store(total)

@@ -90,7 +90,7 @@ def fragment_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
-    S: gl.constexpr,  # warps, along the keys
+    S: gl.constexpr,  # parts of a block of keys, each with a softmax of its own; a warp has one, or two have
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
@@ -99,7 +99,8 @@ def fragment_kernel(
     STEPS: gl.constexpr = SPLIT // BLOCK
     TILE: gl.constexpr = G * EIGHT
     HELD: gl.constexpr = held_rows(G)
-    mma: gl.constexpr = operands(gl.num_warps())
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = operands(WARPS)
     split = gl.program_id(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -112,14 +113,14 @@ def fragment_kernel(
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py.
-    given = fed_positions(at_batch, num_queries, S)
-    head_of: gl.constexpr = head_layout(HALF, S)
+    given = fed_positions(at_batch, num_queries, WARPS)
+    head_of: gl.constexpr = head_layout(HALF, WARPS)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
     row = tile * TILE + held
     valid = (row < rows) & (held < TILE)
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, S)
+    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, newest // SPLIT
     if (split < first) | (split > last):
         return
@@ -134,7 +135,7 @@ def fragment_kernel(
     if PDL and STEPS > 1:
         peek(
             key_ptr, value_ptr, table_ptr, start + BLOCK, stop, kv_head, oldest, table_width, num_pages,
-            SPLIT - BLOCK if STEPS == 2 else SPLIT, KV_HEADS, D, PAGE_SIZE, S,
+            SPLIT - BLOCK if STEPS == 2 else SPLIT, KV_HEADS, D, PAGE_SIZE, WARPS,
         )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     slots = slots_of(
@@ -205,5 +206,5 @@ def fragment_kernel(
     if first < last:
         settle(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, split, split,
-            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, S,
+            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

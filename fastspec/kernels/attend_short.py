@@ -18,6 +18,9 @@ PARTS = 4  # of a block of keys, KEYS each, with a softmax of their own; part of
 REGISTERS = {64: 168, 128: MAX_REGISTERS}  # by head_dim, of a program: three or two of them share a multiprocessor
 GROUPS = 4  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)
+# up to so many programs have two warps for each part, and a multiprocessor to themselves: what starts early beside
+# fewer threads slows them down
+ALONE_PROGRAMS = MULTIPROCESSORS // 2
 FEW_PROGRAMS = 3 * MULTIPROCESSORS  # up to so many, groups of 8 rows to themselves are faster than reading K and V once
 # by head_dim: tiles from which on programs take several splits, in rooms of up to ROOMY splits and in larger ones
 BATCH_TILES, ROOMY = {64: (128, 128), 128: (192, 128)}, 8
@@ -41,4 +44,6 @@ def short_launch(
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if tiles >= BATCH_TILES[dim][splits > ROOMY] and one_block:
         return batch_kernel, {**constants, "CHUNK": BATCH_SPLITS}, options
+    if tiles * splits <= ALONE_PROGRAMS:
+        options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, constants, options

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.verify import CommitRows
 
-WORDS = tl.constexpr(512)  # of an entry at a time
+WORDS = tl.constexpr(256)  # of an entry at a time
 NUM_WARPS = 8
 DETAILS_BLOCK = 2048
 

@@ -39,9 +39,18 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, groups together, batches
+# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
 SHORT = (
-    *((8, 128, 8, 2), (16, 128, 64, 4), (24, 128, 64, 4), (32, 128, 64, 4), (8, 256, 8, 2), (16, 256, 8, 32)),
+    *(
+        (8, 128, 8, 2),
+        (8, 256, 8, 16),
+        (8, 128, 32, 4),
+        (16, 128, 64, 4),
+        (24, 128, 64, 4),
+        (32, 128, 64, 4),
+        (8, 256, 8, 2),
+        (16, 256, 8, 32),
+    ),
     *((24, 256, 8, 32), (32, 256, 8, 32), (8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4), (32, 128, 256, 4)),
 )
 # (window, norm, page_size, how much narrower than a power of two)

@@ -22,7 +22,7 @@ SPILLS = {
     ("fragment_kernel", 255): 24,
     ("batch_kernel", 168): 56,
     ("batch_kernel", 255): 96,
-    ("stream_kernel", 255): 16,
+    ("stream_kernel", 255): 32,
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
     ("_laws_kernel", None): 96,
