@@ -91,7 +91,7 @@ def batch_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
-    S: gl.constexpr,  # parts of a split, each with a softmax of its own; a warp has one or two
+    S: gl.constexpr,  # parts of a block of keys, each with a softmax and a warp of its own
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
@@ -198,9 +198,8 @@ def batch_kernel(
                     t, w, o = begun(scores[p], v, S)
                 else:
                     t, w, o = advanced(top[p], totals[p], out[p], scores[p], v)
-                if (
-                    p == HELD // ROWS - 1
-                ):  # not sooner: registers hold one block, or the sums of a product with its values
+                # not sooner: registers hold one block, or the sums of a product with its values
+                if p == HELD // ROWS - 1:
                     values = load_values(
                         value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
                     )

@@ -36,7 +36,7 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def operands(WARPS):
-    """Layout of scores [PARTS, ROWS, KEYS] and of out [PARTS, ROWS, D]: each part has a warp, or two."""
+    """Layout of scores [PARTS, ROWS, KEYS] and of out [PARTS, ROWS, D]: each of the 4 PARTS has a warp, or two."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, WARPS // 4], instr_shape=[1, 16, 8])
 
 
@@ -67,16 +67,10 @@ def value_layout(WARPS, D, RUN):
 
     Of two warps each has 64 values of 128, or of 64 each half of every lane's.
     """
-    far = [[0, 0, d] for d in _bits(8 * RUN, D)] or [[0, 0, RUN // 2]]
-    bits = [
-        *[[0, 0, d] for d in _bits(1, RUN)],
-        [0, 1, 0],
-        [0, 8, 0],
-        [0, 16, 0],
-        *[[0, 0, d] for d in _bits(8 * RUN, D)],
-    ]
+    near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
-    return _linear(bits, lanes, [*(far if WARPS == 8 else []), [1, 0, 0], [2, 0, 0]], [4, 32, D])
+    apart = (far or near[-1:]) if WARPS == 8 else []
+    return _linear([*near, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far], lanes, [*apart, [1, 0, 0], [2, 0, 0]], [4, 32, D])
 
 
 @gluon.jit
