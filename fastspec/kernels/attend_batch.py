@@ -28,14 +28,12 @@ from fastspec.kernels.attend_fragment_parts import (
     held_rows,
     hold,
     keep,
-    operands,
-    queries_of,
+    positions_of,
     rows_of,
-    scored,
+    scores_of,
     together,
 )
 from fastspec.kernels.attend_fragment_rows import (
-    NEVER,
     NEW_ROWS,
     angles,
     append,
@@ -103,7 +101,6 @@ def batch_kernel(
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = operands(WARPS)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
@@ -141,12 +138,7 @@ def batch_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, begin, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = ()
-    for p in gl.static_range(HELD // ROWS):
-        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-        # a padding row sees nothing
-        position = gl.load(position_ptr + at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
-        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP)
     if PDL:
         gdc_wait()
 
@@ -185,10 +177,7 @@ def batch_kernel(
             here = split * SPLIT + i * BLOCK
             following = here + BLOCK
             k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
-            scores = ()
-            for p in gl.static_range(HELD // ROWS):
-                q = queries_of(queries, p, S, HALF)
-                scores += (scored(q, k, here, positions[p], scale, WINDOW, S),)
+            scores = scores_of(queries, k, here, positions, scale, WINDOW, S, HALF)
             keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
             k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
             v = values_of(values, D, DTYPE)

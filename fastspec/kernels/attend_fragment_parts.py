@@ -10,6 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda.libdevice import fast_log2f
 
+from fastspec.kernels.attend_fragment_layouts import (
+    key_layout,
+    meeting,
+    meeting_place,
+    met,
+    operands,
+    value_layout,
+)
+from fastspec.kernels.attend_fragment_rows import NEVER
+
 KEYS = gl.constexpr(32)  # of one warp's products
 ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
 EIGHT = gl.constexpr(8)  # that rows of a tile come in
@@ -32,45 +42,6 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
         return gl.expand_dims(
             gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1
         )
-
-
-@gluon.constexpr_function
-def operands(WARPS):
-    """Layout of scores [PARTS, ROWS, KEYS] and of out [PARTS, ROWS, D]: each of the 4 PARTS has a warp, or two."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, WARPS // 4], instr_shape=[1, 16, 8])
-
-
-@gluon.constexpr_function
-def _bits(first, stop):
-    """The powers of two from `first` on that are less than `stop`."""
-    return [1 << bit for bit in range(first.bit_length() - 1, stop.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _linear(bits, lanes, warps, shape):
-    """A layout of these bits of a tensor's places: registers have those of `bits` that warps do not."""
-    registers = [each for each in bits if each not in warps]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
-
-
-@gluon.constexpr_function
-def key_layout(WARPS, D, RUN):
-    """K [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
-    bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
-    lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 8 else []), [1, 0, 0], [2, 0, 0]], [4, 32, D])
-
-
-@gluon.constexpr_function
-def value_layout(WARPS, D, RUN):
-    """V [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load.
-
-    Of two warps each has 64 values of 128, or of 64 each half of every lane's.
-    """
-    near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
-    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
-    apart = (far or near[-1:]) if WARPS == 8 else []
-    return _linear([*near, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far], lanes, [*apart, [1, 0, 0], [2, 0, 0]], [4, 32, D])
 
 
 @gluon.jit
@@ -211,14 +182,14 @@ def rows_of(G, P):
 
 @gluon.jit
 def hold(q1, q2):
-    """Halves of queries [rows, D / 2] in shared memory, for `queries_of`."""
+    """Halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
     return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
 
 
 @gluon.jit
-def queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+def _queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps()), 2)
     found = ()
@@ -230,7 +201,29 @@ def queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
+def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.constexpr):
+    """Positions [1, ROWS, 1] of HELD rows from first_row on, by products; of what is not below `rows`, -1."""
+    mma: gl.constexpr = operands(gl.num_warps())
+    found = ()
+    for p in gl.static_range(HELD // ROWS):
+        row = first_row + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+        # a padding row sees nothing
+        position = gl.load(position_ptr + row // GROUP, mask=row < rows, other=-1, cache_modifier=".cg")
+        found += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+    return found
+
+
+@gluon.jit
+def scores_of(held, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+    """`_scored` of every product, of queries that are held and `positions_of` them."""
+    found = ()
+    for p in gl.static_range(len(positions)):
+        found += (_scored(_queries_of(held, p, S, HALF), keys, first, positions[p], scale, WINDOW, S),)
+    return found
+
+
+@gluon.jit
+def _scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
     """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps())
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
@@ -275,41 +268,10 @@ def advanced(top, totals, out, scores, v):
 
 
 @gluon.jit
-def _averaged(out, top, total):
+def averaged(out, top, total):
     """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
-
-
-@gluon.constexpr_function
-def _meeting_place(S, R, D):
-    """Shared memory of sums [S, R, D] as products' lanes have them: what a lane has of one product side by side."""
-    pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
-    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
-
-
-@gluon.constexpr_function
-def _meeting(WARPS, R, D):
-    """Sums [PARTS, R, D] in the lanes of products again: all PARTS of one, and neighbours e of a head.
-
-    In this order, warps have: what is left of e, c, the other half of rows, or g, and more of e.
-    """
-    half = [[0, 8, 0]] if R == 16 else []
-    apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
-    bits = [[0, 0, 16], [0, 0, 32], [0, 0, 1], *half, [1, 0, 0], [2, 0, 0]]
-    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [4, R, D])
-
-
-@gluon.constexpr_function
-def met(WARPS, R, D):
-    """The same once PARTS are added up, with the columns of a head."""
-    half = [[8, 0]] if R == 16 else []
-    apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
-    bits = [[0, 1], [0, 2], [0, 8], *half]
-    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [R, D])
 
 
 @gluon.jit
@@ -333,7 +295,7 @@ def _upper(x):
 
 @gluon.jit
 def together(top, totals, out, R: gl.constexpr):
-    """(averages [R, D], their weights as log2 [R]) of what the S warps have, added up from the first to the last.
+    """(averages [R, D], their weights as log2 [R]) of what the S parts have, added up from the first to the last.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
 
@@ -345,11 +307,11 @@ def together(top, totals, out, R: gl.constexpr):
     total = gl.convert_layout(_summed(totals), top.type.layout)
     if R == EIGHT:
         out, top, total = _upper(out), _upper(top), _upper(total)
-    place = gl.allocate_shared_memory(gl.float32, [S, R, D], _meeting_place(S, R, D), out)
+    place = gl.allocate_shared_memory(gl.float32, [S, R, D], meeting_place(S, R, D), out)
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     tops = gl.allocate_shared_memory(gl.float32, [S, R], few, top)
     sums = gl.allocate_shared_memory(gl.float32, [S, R], few, total)
-    layout: gl.constexpr = _meeting(gl.num_warps(), R, D)
+    layout: gl.constexpr = meeting(gl.num_warps(), R, D)
     top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
     all_top = gl.max(top, axis=0)
     weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
@@ -357,7 +319,7 @@ def together(top, totals, out, R: gl.constexpr):
     out = gl.convert_layout(_in_order_of_heads(out), met(gl.num_warps(), R, D))
     row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
     total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
-    return _averaged(out, gl.convert_layout(all_top, row), total)
+    return averaged(out, gl.convert_layout(all_top, row), total)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, _averaged, finish, keep, met, shift_of
+from fastspec.kernels.attend_fragment_layouts import met
+from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, averaged, finish, keep, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
 
@@ -48,7 +49,13 @@ def _merged(
         for i in gl.static_range(AT_ONCE):
             if (begin + i >= first) & (begin + i <= last):
                 top, total, out = joined(top, total, out, weights[i], means[i])
-    return _averaged(out, top, total)
+    return averaged(out, top, total)
+
+
+@gluon.constexpr_function
+def _row_layout(D, WARPS):
+    """Rows [128 / D for each warp, D]: four values of a head to a lane."""
+    return gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
 
 
 @gluon.jit
@@ -73,9 +80,8 @@ def combine(
     WARPS: gl.constexpr,
 ):
     """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
-    lanes: gl.constexpr = [1, 32] if D == 128 else [2, 16]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], lanes, [WARPS, 1], [1, 0])
-    M: gl.constexpr = WARPS * lanes[0]
+    layout: gl.constexpr = _row_layout(D, WARPS)
+    M: gl.constexpr = WARPS * (128 // D)
     source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
     for first_row in range(row_start, row_stop, M):
         row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
@@ -105,7 +111,7 @@ def _combine_few(
     WARPS: gl.constexpr,
 ):
     """The output of a tile of G groups of rows, as `combine`, out of splits that are among the first FEW of a group."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32] if D == 128 else [2, 16], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = _row_layout(D, WARPS)
     means = ()
     for g in gl.static_range(G):  # all that is read is on its way before the first is there
         row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
@@ -143,7 +149,7 @@ def join(room, weight, mean, R: gl.constexpr, D: gl.constexpr):
     room[0].store(top)
     room[1].store(total)
     room[2].store(out)
-    average, _weight = _averaged(out, top, total)
+    average, _weight = averaged(out, top, total)
     return average
 
 

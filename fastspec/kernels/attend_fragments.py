@@ -33,16 +33,14 @@ from fastspec.kernels.attend_fragment_parts import (
     hold,
     keep,
     keys_at,
-    operands,
     places_of,
-    queries_of,
+    positions_of,
     rows_of,
-    scored,
+    scores_of,
     together,
     values_at,
 )
 from fastspec.kernels.attend_fragment_rows import (
-    NEVER,
     NEW_ROWS,
     angles,
     append,
@@ -100,7 +98,6 @@ def fragment_kernel(
     TILE: gl.constexpr = G * EIGHT
     HELD: gl.constexpr = held_rows(G)
     WARPS: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = operands(WARPS)
     split = gl.program_id(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -142,12 +139,7 @@ def fragment_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = ()
-    for p in gl.static_range(HELD // ROWS):
-        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-        # a padding row sees nothing
-        position = gl.load(at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
-        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+    positions = positions_of(at_batch, tile * TILE, rows, HELD, GROUP)
     if PDL:
         gdc_wait()
 
@@ -174,10 +166,7 @@ def fragment_kernel(
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     top, totals, out = (), (), ()
     for i in gl.static_range(STEPS):
-        scores = ()
-        for p in gl.static_range(HELD // ROWS):
-            q = queries_of(queries, p, S, HALF)
-            scores += (scored(q, keys, start + i * BLOCK, positions[p], scale, WINDOW, S),)
+        scores = scores_of(queries, keys, start + i * BLOCK, positions, scale, WINDOW, S, HALF)
         if i < STEPS - 1:  # not sooner: the keys of this block have left their registers
             where = places_of(
                 key_ptr, value_ptr, table_ptr, start + (i + 1) * BLOCK, kv_head, table_width, num_pages,

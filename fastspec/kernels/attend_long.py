@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fastspec.kernels.attend_fragment_layouts import PARTS
 from fastspec.kernels.attend_gather import GATHER_WARPS, gather_kernel
 from fastspec.kernels.attend_ring import ROWS, WARPS, shares_kernel
 from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
@@ -32,7 +33,6 @@ STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
 LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
-STREAM_WARPS = 4  # along the keys; part of the bits as well
 STREAM_GROUPS = 2  # of 8 query rows in a program at most: from block to block, the sums of no more fit into registers
 STREAM_REGISTERS = 255
 RING_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
@@ -74,8 +74,8 @@ def groups_of(num_rows: int, most: int) -> int:
 def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     groups = groups_of(num_rows, STREAM_GROUPS)
-    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": STREAM_WARPS}
-    return constants, {"num_warps": STREAM_WARPS, "maxnreg": STREAM_REGISTERS}
+    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": PARTS}
+    return constants, {"num_warps": PARTS, "maxnreg": STREAM_REGISTERS}
 
 
 def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:

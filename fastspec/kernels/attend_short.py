@@ -7,6 +7,7 @@ from typing import Any
 import triton
 
 from fastspec.kernels.attend_batch import batch_kernel
+from fastspec.kernels.attend_fragment_layouts import PARTS
 from fastspec.kernels.attend_fragment_parts import KEYS
 from fastspec.kernels.attend_fragments import fragment_kernel
 from fastspec.kernels.attend_long import groups_of
@@ -14,7 +15,6 @@ from fastspec.kernels.paged_attention import MAX_REGISTERS
 
 __all__ = ["batch_kernel", "fragment_kernel", "short_launch"]
 
-PARTS = 4  # of a block of keys, KEYS each, with a softmax of their own; part of what the bits of a row depend on
 REGISTERS = {64: 168, 128: MAX_REGISTERS}  # by head_dim, of a program: three or two of them share a multiprocessor
 GROUPS = 4  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attend_fragment_layouts import operands
 from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     KEYS,
@@ -29,14 +30,12 @@ from fastspec.kernels.attend_fragment_parts import (
     held_rows,
     hold,
     keep,
-    operands,
-    queries_of,
+    positions_of,
     rows_of,
-    scored,
+    scores_of,
     together,
 )
 from fastspec.kernels.attend_fragment_rows import (
-    NEVER,
     NEW_ROWS,
     angles,
     append,
@@ -141,12 +140,9 @@ def stream_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions, top, totals, out = (), (), (), ()
-    for p in gl.static_range(HELD // ROWS):
-        fed = tile * TILE + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-        # a padding row sees nothing
-        position = gl.load(position_ptr + at_batch + fed // GROUP, mask=fed < rows, other=-1, cache_modifier=".cg")
-        positions += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP)
+    top, totals, out = (), (), ()
+    for _p in gl.static_range(HELD // ROWS):
         top += (gl.full([S, ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, mma)),)
         totals += (gl.zeros([S, ROWS, KEYS], gl.float32, mma),)
         out += (gl.zeros([S, ROWS, D], gl.float32, mma),)
@@ -174,10 +170,7 @@ def stream_kernel(
     for here in range(begin, stop, BLOCK):
         following = here + BLOCK
         k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
-        scores = ()
-        for p in gl.static_range(HELD // ROWS):
-            q = queries_of(queries, p, S, HALF)
-            scores += (scored(q, k, here, positions[p], scale, WINDOW, S),)
+        scores = scores_of(queries, k, here, positions, scale, WINDOW, S, HALF)
         # not sooner: the keys of this block have left their registers
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
         k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)

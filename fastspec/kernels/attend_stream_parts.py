@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_parts import KEYS, _along, key_layout, value_layout
+from fastspec.kernels.attend_fragment_layouts import key_layout, value_layout
+from fastspec.kernels.attend_fragment_parts import KEYS, _along
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec import verify
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.publish import WORDS, check_ring, store_entry, store_sequence
+from fastspec.kernels.publish import check_ring, store_entry, store_sequence
 from fastspec.verify import CommitRows
 
 RUNNING = tl.constexpr(verify.RUNNING)
@@ -135,7 +135,6 @@ def commit_row(
                     batch,
                     places,
                     num_drafts > 0,
-                    WORDS,
                 )
             store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
     return count

@@ -47,7 +47,6 @@ def store_entry(
     batch,
     places,  # K + 1
     drafting,
-    WORDS: tl.constexpr,
 ):
     """Stores all of entry `sequence` but its number, word after word: few words at a time cross to the host slowly.
 
@@ -124,7 +123,6 @@ def _publish_kernel(
     places,
     drafting,
     TOP: tl.constexpr,
-    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,7 +144,6 @@ def _publish_kernel(
         batch,
         places,
         drafting,
-        WORDS,
     )
     if details_ptr is not None:
         slot = sequence % slots * details_width
@@ -189,7 +186,6 @@ def publish(
         places,
         int(drafting),
         TOP=0 if details is None else rows.top_ids.shape[2],
-        WORDS=WORDS.value,
         BLOCK=DETAILS_BLOCK,
         PDL=pdl,
         num_warps=NUM_WARPS,

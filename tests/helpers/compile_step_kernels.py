@@ -66,8 +66,10 @@ def _publishes() -> Iterator[Entry]:
     wide = [*RING, "emitted_ptr", "accepted_ptr", "counts_ptr", "finish_ptr", "block_ptr"]
     narrow = ["block_stride", "slots", "entry_width", "details_width", "batch", "places", "drafting"]
     recorded = {"details_ptr": "*i32", "logprobs_ptr": "*fp32", "top_ids_ptr": "*i64", "top_logprobs_ptr": "*fp32"}
-    blocks = {"WORDS": publish.WORDS.value, "BLOCK": publish.DETAILS_BLOCK}
     for details, top in (({}, 0), (recorded, 20)):
         absent = {} if details else dict.fromkeys(recorded)
-        signature, constants = _signature(wide, narrow, **details), {"TOP": top, **blocks, **absent}
+        signature, constants = (
+            _signature(wide, narrow, **details),
+            {"TOP": top, "BLOCK": publish.DETAILS_BLOCK, **absent},
+        )
         yield publish._publish_kernel, signature, constants, {"num_warps": publish.NUM_WARPS}, 8

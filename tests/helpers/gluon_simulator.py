@@ -38,7 +38,7 @@ from tests.helpers.gluon_values import (
 WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-ATTENTION = ["fragment_rows", "fragment_parts", "stream_parts", "ring_parts", "ring", "gather"]
+ATTENTION = ["fragment_rows", "fragment_layouts", "fragment_parts", "stream_parts", "ring_parts", "ring", "gather"]
 MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "layer", "linear", "pick"]
 
 

@@ -25,10 +25,10 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
 
-CPU_PARTS = ("attend_fragment_rows", "attend_fragment_parts", "attend_fragment_sums")
+CPU_PARTS = ("attend_fragment_rows", "attend_fragment_layouts", "attend_fragment_parts", "attend_fragment_sums")
 CPU_FRAGMENTS = (*CPU_PARTS, "attend_fragments")
 CPU_STREAM = (*CPU_PARTS, "attend_stream_parts", "attend_stream", "attend_gather")
-CPU_BATCH = (*CPU_STREAM[:4], "attend_batch")
+CPU_BATCH = (*CPU_PARTS, "attend_stream_parts", "attend_batch")
 MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "stream": CPU_STREAM}
 KINDS = ("tiles", *MODULES, "ring")
 LADDER = ((0, 256), (256, 128), (512, 384), (896, 256))  # every rung of it within reach of short rows
