@@ -47,6 +47,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels import attend_long, attend_short
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
 from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.packing import BLOCK
 from fastspec.kernels.paged_attention import LOG2E, MAX_REGISTERS, Launch, check_cache, paged_attention
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
 from fastspec.kernels.rope import NEW_ROWS, append, rope, turned
@@ -284,8 +285,13 @@ def attend(
     window: int | None,
     work: AttendWork,
     tiling: Tiling = UNTILED,
+    regroup: bool = False,
 ) -> Tensor:
     """As `reference.attend`, which defines it; `tiling` has no say here, and nothing is written for page 0.
+
+    Args:
+        regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is where the kernels
+            of attend_short.py run.
 
     Positions, writes, the table and the cache are read before the kernel waits for the one that makes `qkv`: all work
     on them must have ended before that one began. `embed` sees to it: nothing of a pass begins before what it feeds is
@@ -308,7 +314,9 @@ def attend(
         )
         return out.flatten(2)
     tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes)
-    return _decode(*tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work)
+    return _decode(
+        *tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work, regroup=regroup
+    )
 
 
 def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -325,7 +333,9 @@ def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str,
     return {"HEAD_DIM": dim, "BLOCK_D": block_d, **tiles}, {"num_warps": entry.num_warps, "maxnreg": MAX_REGISTERS}
 
 
-def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork) -> Tensor:
+def _decode(
+    *tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork, regroup: bool
+) -> Tensor:
     qkv, cos, q_norm, keys, block_table, positions = (tensors[i] for i in (0, 1, 3, 5, 7, 8))
     batch, num_queries = positions.shape
     num_pages, page_size, kv_heads, dim = keys.shape
@@ -346,6 +356,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
     if fragments:
         shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
         kernel, constants, options = attend_short.short_launch(*shape)
+        constants["REGROUP"] = regroup
         rows, sizes = constants["G"] * 8, (*sizes, splits)
     else:
         constants, options = tile_launch(qkv.dtype, dim)
@@ -372,7 +383,7 @@ def _decode(*tensors: Any, num_heads: int, eps: float, num_blocks: int, window: 
         **options,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out
+    return out.unflatten(2, (-1, BLOCK)) if constants.get("REGROUP") else out
 
 
 def _check_room(work: AttendWork, counters: int, partials: int) -> None:

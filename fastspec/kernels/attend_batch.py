@@ -90,6 +90,7 @@ def batch_kernel(
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
     S: gl.constexpr,  # parts of a block of keys, each with a softmax and a warp of its own
+    REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
@@ -170,7 +171,7 @@ def batch_kernel(
     alone = (mine_first == first) & (mine_last == last)  # all splits of the tile are this program's
     rooms = ()
     for p in gl.static_range(HELD // ROWS):
-        rooms += (room_for(rows_of(G, p), D),)
+        rooms += (room_for(rows_of(G, p), D, REGROUP),)
     for split in range(mine_first, mine_last + 1):
         top, totals, out = (), (), ()
         for i in gl.static_range(STEPS):
@@ -196,13 +197,13 @@ def batch_kernel(
                 if i < STEPS - 1:
                     new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
                 else:  # product after product: the sums of one leave their registers before those of the next take any
-                    mean, weight = together(t, w, o, rows_of(G, p))
+                    mean, weight = together(t, w, o, rows_of(G, p), REGROUP)
                     done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
                     done += tile * TILE + p * ROWS
                     if first == last:
                         finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
                     elif alone:
-                        mean = join(rooms[p], weight, mean, rows_of(G, p), D)
+                        mean = join(rooms[p], weight, mean)
                         if split == last:
                             finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
                     else:

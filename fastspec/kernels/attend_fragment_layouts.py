@@ -71,10 +71,27 @@ def meeting(WARPS, R, D):
 
 
 @gluon.constexpr_function
-def met(WARPS, R, D):
-    """The same once PARTS are added up, with the columns of a head."""
+def _columns(bases, REGROUP):
+    """Bases [row, column] of a head's columns as those of `packed_parts.regrouped`: of 64, (h, c, t) as (t, h, c)."""
+    to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
+    return [[row, to.get(column, column)] for row, column in bases]
+
+
+@gluon.constexpr_function
+def met(WARPS, R, D, REGROUP):
+    """The same once PARTS are added up, with the columns of a head; REGROUP: as the ring's kernel reads them."""
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
-    bits = [[0, 1], [0, 2], [0, 8], *half]
+    # side by side in memory, side by side in a lane
+    bits = [[0, 1], [0, 8], [0, 2], *half] if REGROUP else [[0, 1], [0, 2], [0, 8], *half]
     lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [R, D])
+    apart = _columns(apart[: WARPS.bit_length() - 1], REGROUP)
+    return _linear(_columns(bits, REGROUP), _columns(lanes, REGROUP), apart, [R, D])
+
+
+@gluon.constexpr_function
+def room_place(R, D, REGROUP):
+    """Shared memory of averages [R, D] as `met` lays them out: what a warp has side by side."""
+    rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
+    bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
+    return gl.SharedLinearLayout(_columns(bits, REGROUP))

@@ -294,13 +294,22 @@ def _upper(x):
 
 
 @gluon.jit
-def together(top, totals, out, R: gl.constexpr):
+def _regrouped(out):
+    """Sums [R, D], their columns from the order of a head to that which `packed_parts.regrouped` gives words."""
+    R: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])
+
+
+@gluon.jit
+def together(top, totals, out, R: gl.constexpr, REGROUP: gl.constexpr = False):
     """(averages [R, D], their weights as log2 [R]) of what the S parts have, added up from the first to the last.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
 
     Args:
         R: as `rows_of` has it.
+        REGROUP: columns come, and all that is made of them stays, in the order in which the ring's kernel reads them.
     """
     S: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
@@ -316,8 +325,12 @@ def together(top, totals, out, R: gl.constexpr):
     all_top = gl.max(top, axis=0)
     weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
     out = gl.sum(place.load(layout) * gl.expand_dims(weights, 2), axis=0)
-    out = gl.convert_layout(_in_order_of_heads(out), met(gl.num_warps(), R, D))
-    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
+    out = _in_order_of_heads(out)
+    if REGROUP:
+        out = _regrouped(out)
+    layout_met: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
+    out = gl.convert_layout(out, layout_met)
+    row: gl.constexpr = gl.SliceLayout(1, layout_met)
     total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
     return averaged(out, gl.convert_layout(all_top, row), total)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attend_fragment_layouts import met
+from fastspec.kernels.attend_fragment_layouts import met, room_place
 from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, averaged, finish, keep, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
@@ -122,29 +122,23 @@ def _combine_few(
         finish(out_ptr, batch, kv_head, row, rows, num_queries, means[g], KV_HEADS, GROUP)
 
 
-@gluon.constexpr_function
-def _place(R, D):
-    """Shared memory of averages [R, D] as `met` lays them out: what a warp has side by side."""
-    rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
-    return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest])
-
-
 @gluon.jit
-def room_for(R: gl.constexpr, D: gl.constexpr):
+def room_for(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
     """Shared memory for what `joined` returns of rows, with nothing joined yet."""
-    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
+    layout: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     top = gl.allocate_shared_memory(gl.float32, [R], few, gl.full([R], -float("inf"), gl.float32, row))
     total = gl.allocate_shared_memory(gl.float32, [R], few, gl.zeros([R], gl.float32, row))
-    out = gl.zeros([R, D], gl.float32, met(gl.num_warps(), R, D))
-    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], _place(R, D), out)
+    out = gl.zeros([R, D], gl.float32, layout)
+    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], room_place(R, D, REGROUP), out)
 
 
 @gluon.jit
-def join(room, weight, mean, R: gl.constexpr, D: gl.constexpr):
+def join(room, weight, mean):
     """Joins another split to what is in a room; returns the average [R, D] of all of them."""
-    row: gl.constexpr = gl.SliceLayout(1, met(gl.num_warps(), R, D))
-    top, total, out = room[0].load(row), room[1].load(row), room[2].load(met(gl.num_warps(), R, D))
+    row: gl.constexpr = gl.SliceLayout(1, mean.type.layout)
+    top, total, out = room[0].load(row), room[1].load(row), room[2].load(mean.type.layout)
     top, total, out = joined(top, total, out, weight, mean)
     room[0].store(top)
     room[1].store(total)

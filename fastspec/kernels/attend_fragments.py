@@ -89,6 +89,7 @@ def fragment_kernel(
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
     S: gl.constexpr,  # parts of a block of keys, each with a softmax of its own; a warp has one, or two have
+    REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
@@ -182,7 +183,7 @@ def fragment_kernel(
             if i < STEPS - 1:
                 new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
             else:  # product after product: the sums of one leave their registers before those of the next take any
-                mean, weight = together(t, w, o, rows_of(G, p))
+                mean, weight = together(t, w, o, rows_of(G, p), REGROUP)
                 done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
                 done += tile * TILE + p * ROWS
                 if first == last:

@@ -98,9 +98,10 @@ def attend(
     num_blocks: int,
     window: int | None,
     work: Work,
+    product: Tensor | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; `num_blocks` and `tiling` have no say here."""
+    """As `reference.attend`, which defines it; `num_blocks`, `product` and `tiling` have no say here."""
     scratch = work.counters, work.partials
     out: Tensor = attend_op(*tensors, q_norm, k_norm, *scratch, num_heads, eps, window, work.split_keys)
     return out

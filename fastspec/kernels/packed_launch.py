@@ -80,6 +80,7 @@ class Ring:
         weight_rows: of a program, a multiple of 16 and the sum of at most three powers of two.
         apart: a program takes one way through K, and another kernel adds up what they give.
         registers: a thread may have on average, so that two programs fit on a multiprocessor.
+        programs: that share the weight's tiles, each going on to the next; None for one to a tile.
     """
 
     rows: int
@@ -89,6 +90,7 @@ class Ring:
     rest: int = 0
     apart: bool = False
     registers: int | None = None
+    programs: int | None = None
 
     @property
     def room(self) -> int:
@@ -143,9 +145,6 @@ NARROW_16 = {
     (2048, 8192): Narrow(32, 16, 3, 1, False),
 }
 
-# weights that another number of weight rows to a program suits better, up to 64 rows of x, by (N, K)
-RING_OWN = {(4096, 4096): 128}
-
 # weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
@@ -169,7 +168,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     """
     split = split_of(n, k)
     if rows > NARROW_ROWS and capability == (9, 0):
-        return _ring_of(n, k, rows, split, whole or gated)
+        return _ring_of(n, rows, split, whole, gated)
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY
@@ -188,7 +187,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
-def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool) -> Ring:
+def _ring_of(n: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
     """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, a program for every way."""
     rows = triton.cdiv(rows, triton.cdiv(rows, RING_ROWS))
     group = 1 << (rows.bit_length() - 1)
@@ -198,13 +197,15 @@ def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool) -> Ring:
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     if n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy, apart = _shared_out(n, 1, few) if some else 128, not few, False
-    elif whole or n >= 64 * ONE_EACH * 2 // 3:
-        weight_rows, roomy, apart = 64, n <= 64 * ONE_EACH, False
+    elif whole or gated or n >= 64 * ONE_EACH * 2 // 3:
+        weight_rows, roomy, apart = 48 if n <= 48 * ONE_EACH else 64, n <= 64 * ONE_EACH, False
     else:
-        own = RING_OWN.get((n, k)) if few else None
-        weight_rows, roomy, apart = own or (_shared_out(n, split.ways) if some else 64), False, True
+        weight_rows, roomy, apart = _shared_out(n, split.ways) if some else 64, False, True
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Ring(group, weight_rows, warps, 0, rest, apart, None if roomy else 128)
+    if warps == 8 and not whole:  # of a pick, the registers do not hold a tile's end and what comes next
+        tiles = triton.cdiv(n, weight_rows)
+        tile = replace(tile, programs=triton.cdiv(tiles, triton.cdiv(tiles, ONE_EACH)))
     return replace(tile, stages=min(20, RING_BYTES[not roomy] // ((tile.room + group + rest) * 128)))
 
 
@@ -318,7 +319,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
     launch(
         ring_kernel,
-        (*blocks, split.ways if tile.apart else 1),
+        (min(blocks[0], tile.programs or blocks[0]), blocks[1], split.ways if tile.apart else 1),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
@@ -326,7 +327,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         *(rows, n, eps, call.limit, stride),
         **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.room, "OWN": tile.weight_rows},
         **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
-        **{"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},
+        **{"REGROUP": regroup_out, "STAY": tile.programs is not None, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},
         num_warps=tile.warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

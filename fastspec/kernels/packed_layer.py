@@ -34,10 +34,12 @@ def in_a_ring(weights: list[Tensor], rows: int) -> bool:
 def between(
     attended: Tensor, x: Tensor, layer: Layer, following: Layer | None, eps: float, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.between`, for weights and rows that are `in_a_ring`."""
+    """As `reference.between`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     rows = len(x)
-    _, given, _ = given_to(layer.o, attended.reshape(rows, -1).contiguous(), None, pdl)
+    given = attended.reshape(rows, -1).contiguous()
+    if attended.dim() == 3:
+        _, given, _ = given_to(layer.o, given, None, pdl)
     post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] * 8)
     x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
     call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)

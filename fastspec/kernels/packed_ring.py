@@ -89,38 +89,47 @@ def _box_size(OWN, index):
 
 @gluon.jit
 def _ask_for_weights(
-    weight_descs, ws, full, step, way, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr,
-    OWN: gl.constexpr,
+    weight_descs, ws, full, step, tile, place, way,
+    STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
     slot = step % ws.shape[0]
-    at = (way * SLAB + place_of(step, STEPS, SLAB, S)) // 2
+    at = (way * SLAB + place_of(place, STEPS, SLAB, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
     for i in gl.static_range(len(weight_descs)):
         rows = ws.index(slot)
         if 16 * ws.shape[1] > OWN:
             rows = rows.slice(_box_first(OWN, i), _box_size(OWN, i))
-        block = [gl.program_id(0) * (OWN // 16) + _box_first(OWN, i), at, 0]
+        block = [tile * (OWN // 16) + _box_first(OWN, i), at, 0]
         load_block(weight_descs[i], block, full.index(slot), rows)
 
 
 @gluon.jit
 def _ask_for_rows(
-    x_descs, xs, full, step, way, first_row, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr
+    x_descs, xs, full, step, place, way, first_row, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Sends for the rows of x of a step."""
     slot = step % xs[0].shape[0]
-    at = 2 * (way * SLAB + place_of(step, STEPS, SLAB, S))
+    at = 2 * (way * SLAB + place_of(place, STEPS, SLAB, S))
     for i in gl.static_range(len(xs)):
         load_block(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
         first_row += xs[i].shape[1]
 
 
 @gluon.jit
+def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
+    """Tiles of this program."""
+    if STAY:
+        return ((N + OWN - 1) // OWN - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    else:
+        return 1
+
+
+@gluon.jit
 def _fetch(
-    x_descs, weight_descs, xs, ws, full, free, first_row, way,
+    x_descs, weight_descs, xs, ws, full, free, first_row, way, N,
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr,
-    BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr,
+    BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warp does that fetches: weights need not wait for the kernel before this one, x does.
 
@@ -129,18 +138,23 @@ def _fetch(
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
+    tile = gl.program_id(0)
     for step in range(AHEAD):
-        _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
+        _ask_for_weights(weight_descs, ws, full, step, tile, step, way, STEPS, SLAB, S, BYTES, OWN)
     if PDL:
         if not APART:
             gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
-        _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
-    for step in range(AHEAD, EACH):
+        _ask_for_rows(x_descs, xs, full, step, step, way, first_row, STEPS, SLAB, S)
+    for step in range(AHEAD, EACH * _turns(N, OWN, STAY)):
+        place = step
+        if STAY:
+            tile = gl.program_id(0) + step // EACH * gl.num_programs(0)
+            place = step % EACH
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask_for_weights(weight_descs, ws, full, step, way, STEPS, SLAB, S, BYTES, OWN)
-        _ask_for_rows(x_descs, xs, full, step, way, first_row, STEPS, SLAB, S)
+        _ask_for_weights(weight_descs, ws, full, step, tile, place, way, STEPS, SLAB, S, BYTES, OWN)
+        _ask_for_rows(x_descs, xs, full, step, place, way, first_row, STEPS, SLAB, S)
     if PDL and APART:
         gdc_launch_dependents()
 
@@ -159,7 +173,7 @@ def _weights_of(step, ws, full, nil, WARPS: gl.constexpr):
 
 @gluon.jit
 def _passed(
-    step, words, xs, ws, full, free, nil, EACH: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr
+    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """One pass over K: the step behind it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
 
@@ -175,7 +189,7 @@ def _passed(
             values = gl.convert_layout(_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2))
             new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
         step += 1
-        following = _weights_of(gl.minimum(step, EACH - 1), ws, full, nil, WARPS)
+        following = _weights_of(gl.minimum(step, last), ws, full, nil, WARPS)
         accs = warpgroup_mma_wait(0, deps=new + (words,))[: len(xs)]
         mbarrier.arrive(free.index(slot), count=1)
         words = following
@@ -213,11 +227,10 @@ def _factor(squares_ptr, first_row, M, like, eps, K: gl.constexpr, S: gl.constex
 
 @gluon.jit
 def _end(
-    totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit,
+    totals, tile, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit,
     K: gl.constexpr, S: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What becomes of complete sums."""
-    tile = gl.program_id(0)
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
         if squares_ptr is not None:
@@ -238,26 +251,31 @@ def _multiply(
     xs, ws, full, free, first_row, way,
     squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, eps, limit,
     EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
-    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
+    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     nil = M >> 31
     step = 0
-    words = _weights_of(step, ws, full, nil, WARPS)
-    step, words, totals = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
-    if parts_ptr is not None:
-        _leave(totals, parts_ptr, way, first_row, M, N, OWN)
-    else:
-        for _ in range(1, EACH // STEPS):
-            step, words, accs = _passed(step, words, xs, ws, full, free, nil, EACH, STEPS, WARPS)
-            sums = ()
-            for i in gl.static_range(len(accs)):
-                sums = sums + (totals[i] + accs[i],)
-            totals = sums
-        _end(
-            *(totals, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit),
-            *(K, S, GATED, REGROUP, OWN),
-        )
+    turns = _turns(N, OWN, STAY)
+    last = EACH * turns - 1
+    for turn in range(turns):
+        words = _weights_of(step, ws, full, nil, WARPS)  # anew: the end of a tile needs their registers
+        step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+        if parts_ptr is not None:
+            _leave(totals, parts_ptr, way, first_row, M, N, OWN)
+        else:
+            for _ in range(1, EACH // STEPS):
+                step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+                sums = ()
+                for i in gl.static_range(len(accs)):
+                    sums = sums + (totals[i] + accs[i],)
+                totals = sums
+            zero = nil & turn  # places of what is written are worked out here, and hold no registers meanwhile
+            _end(
+                *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
+                *(squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, N + zero, eps, limit + zero),
+                *(K, S, GATED, REGROUP, OWN),
+            )
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
@@ -289,6 +307,7 @@ def ring_kernel(
     WARPS: gl.constexpr,  # that multiply
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # out is regrouped as x is
+    STAY: gl.constexpr,  # programs go on to every num_programs-th tile, the ring running on
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
@@ -323,11 +342,11 @@ def ring_kernel(
         [
             (_multiply, (
                 xs, ws, full, free, first_row, way, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP, OWN,
+                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
-                x_descs, weight_descs, xs, ws, full, free, first_row, way, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
-                parts_ptr is not None,
+                x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
+                parts_ptr is not None, STAY,
             )),
         ],
         [1], [32],  # a warp more, and how many registers its threads need

@@ -7,6 +7,9 @@
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
 |        |                        | 8 of the gate, then the 8 of up that go with them  |
 
+What a packed weight multiplies comes as rows [..., K], or regrouped [..., K/64, 64]: of each 64 values the pair with
+number 16 h + 4 c + t lies at 8 t + 4 h + c, so that what one product takes of them lies side by side.
+
 A tile of 16 rows is one run of memory. Interleaved, a gate and its up are 8 rows apart, in one thread's registers.
 """
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
+BLOCK = 64  # values that are regrouped together
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -66,3 +70,9 @@ def _in_rows(packed: Tensor, gated: bool) -> Tensor:
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [...]) of a packed weight that is not gated, as [..., K]."""
     return packed[ids // 16, :, ids % 16].flatten(-2)
+
+
+def in_order(regrouped: Tensor) -> Tensor:
+    """Rows [..., K] of what is regrouped, [..., K/64, 64]."""
+    pairs: Tensor = regrouped.unflatten(-1, (4, 2, 4, 2))
+    return pairs.movedim(-4, -2).flatten(-5)

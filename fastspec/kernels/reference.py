@@ -252,6 +252,7 @@ def attend(
     num_blocks: int,
     window: int | None,
     work: object = None,
+    product: Tensor | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
     """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
@@ -267,6 +268,8 @@ def attend(
         q_norm, k_norm, eps: weights [D] of an RMSNorm of every query and key head, and its epsilon.
         num_blocks, window, tiling: as in `paged_attention`.
         work: of the kernel; unused here.
+        product: the weight that multiplies the result, which kernels may leave as that and `between` want it; unused
+            here.
 
     Returns:
         [B, Q, H * D].

@@ -67,9 +67,11 @@ def store(weight: Tensor, gated: bool) -> Tensor:
     return weight
 
 
-def attend(*tensors: Tensor, work: Workspace, **options: Any) -> Tensor:
-    """As `reference.attend`, which defines it."""
-    return attend_paged(*tensors, work=work.attend, **options)
+def attend(*tensors: Tensor, work: Workspace, product: Tensor | None = None, **options: Any) -> Tensor:
+    """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can."""
+    positions = tensors[6]
+    regroup = product is not None and in_a_ring([product], positions.numel())
+    return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
@@ -97,10 +99,16 @@ def between(
     eps: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.between`, which defines it: products of many rows of a step as one chain, others one by one."""
+    """As `reference.between`, which defines it: products of many rows of a step as one chain, others one by one.
+
+    Args:
+        attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
+    """
     weights = [layer.o, layer.gate_up, layer.down, *([] if following is None else [following.qkv])]
     if x.shape[1] <= MAX_SPLIT_QUERIES and in_a_ring(weights, x.shape[0] * x.shape[1]):
         return packed_between(attended, x, layer, following, eps, has_pdl(x.device))
+    if attended.dim() == 4:
+        attended = packing.in_order(attended)
     return reference.between(linear, attended, x, layer, following, eps, tiling)
 
 

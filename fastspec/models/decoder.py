@@ -97,6 +97,7 @@ class Decoder:
             num_blocks=rows.num_blocks,
             window=spec.windows[index],
             work=self._work,
+            product=layer.o,
             tiling=rows.tiling,
         )
 

@@ -58,8 +58,8 @@ def entries(arch: int) -> Iterator[Entry]:
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, split, pairs, splits in SHORT:
             kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
-            for variant in (PLAIN, FULL):
-                yield _entry(kernel, 2, constants, options, variant, arch)
+            for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
+                yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
         for rows in (4, 16):
             constants, options = attend_long.stream_launch(rows, dim)
             for variant in (PLAIN, FULL):

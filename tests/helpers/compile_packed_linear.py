@@ -124,6 +124,8 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
 def facts(kernel: str, ptx: str) -> dict[str, Any]:
     wait, next_one = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
     before = ptx[: max(wait, 0)]
+    if kernel == "ring_kernel":  # the warps that multiply wait for what is fetched: their code may stand in front
+        before = before[before.rfind("st.global") + 1 :]
     lets_next = "no" if next_one < 0 else "first" if next_one < wait else "later"
     early = {"starts_early": wait > 0, "lets_next": lets_next, "mma": None}
     if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):

@@ -6,7 +6,7 @@ the ring by stand-ins.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels import attend as attention
-from fastspec.kernels import attend_long, attend_short
+from fastspec.kernels import attend_long, attend_short, packing
 from fastspec.kernels.embed import embed
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
@@ -102,11 +102,15 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
 
 
 def attend(
-    given: dict[str, Any], split_keys: int = 128, window: int | None = None, work: attention.AttendWork | None = None
+    given: dict[str, Any],
+    split_keys: int = 128,
+    window: int | None = None,
+    work: attention.AttendWork | None = None,
+    regroup: bool = False,
 ) -> Tensor:
     """The kernel; its counters are as it found them."""
     work = work or work_for(given, split_keys)
-    out = run(attention.attend, given, work, window)
+    out = run(partial(attention.attend, regroup=regroup), given, work, window)
     assert work.counters.count_nonzero() == 0
     return out
 
@@ -151,6 +155,19 @@ TILE_SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_its_twin(shape: dict[str, Any], norm: bool, window: int | None, kind: str, device: str) -> None:
     check(case(device, **shape, norm=norm, dtype=dtype_for(device, kind)), 128, window)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_regroups_for_the_product_behind(kind: str, device: str) -> None:
+    """The same numbers to the bit, in the other order; tiles and long caches leave rows as they are."""
+    for shape in (SHAPES[1], SHAPES[2], SHAPES[3]):
+        given = case(device, **shape, dtype=dtype_for(device, kind))
+        plain, regrouped = attend(copied(given)), attend(copied(given), regroup=True)
+        if kind in ("fragments", "batch"):
+            assert regrouped.shape == (*plain.shape[:2], plain.shape[2] // 64, 64)
+            assert not torch.equal(regrouped.flatten(2), plain)
+            regrouped = packing.in_order(regrouped)
+        assert torch.equal(regrouped, plain)
 
 
 @pytest.mark.parametrize("device", devices())
