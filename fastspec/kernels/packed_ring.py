@@ -3,12 +3,13 @@
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same: where there S
 warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give
 in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes; what each
-gives is left in `parts`, and `packed_sum` adds it up.
+gives is left in `parts`, and `packed_sum` adds it up. Where they are many and x has many rows, programs stay for
+several tiles, and what comes next is fetched while a tile's sums are written.
 
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
-products. What these four take of a row of x lies apart; it comes side by side (`packed_sum`), as warp groups read
-it out of shared memory.
+products. What these four take of a row of x lies apart; it comes side by side, from attention, from `packed_sum` or
+from here, as warp groups read it out of shared memory.
 """
 
 # mypy: disable-error-code="assignment"

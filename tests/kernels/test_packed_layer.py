@@ -63,8 +63,15 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
     weights = [layers[0].o, layers[0].gate_up, layers[0].down, layers[-1].qkv]
     assert packed.layer.in_a_ring(weights, rows)
     chain = packed.layer.between(attended, x, layers[0], following, 1e-5, pdl)
+    again = packed.layer.between(regrouped(attended), x, layers[0], following, 1e-5, pdl)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(chain, again, strict=True))
     one_by_one = reference.between(linear, attended, x, layers[0], following, 1e-5, reference.UNTILED)
     return [*chain, *one_by_one]
+
+
+def regrouped(rows: Tensor) -> Tensor:
+    """Rows [..., K] as attention may leave them, [..., K/64, 64]."""
+    return rows.unflatten(-1, (-1, 2, 4, 4, 2)).movedim(-2, -4).flatten(-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,6 +87,21 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
                 assert torch.equal(x, wanted_x)
                 assert (qkv is None) == (wanted_qkv is None) == (len(some) == 1)
                 assert qkv is None or torch.equal(qkv, wanted_qkv)
+
+
+def test_rows_that_came_regrouped_go_to_any_products() -> None:
+    """What attention left for one product in a layer whose others are not packed."""
+    from fastspec.kernels import triton_ops
+
+    layer = a_layer(128, 256, 256, 272, "cpu", 0, torch.bfloat16, True)
+    attended, x = inputs(layer, 18)
+    assert torch.equal(packing.in_order(regrouped(attended)), attended)
+    for name in ("o", "gate_up", "down", "qkv"):
+        setattr(layer, name, packing.unpack(getattr(layer, name), name == "gate_up"))
+    given = (x, layer, layer, 1e-5, reference.UNTILED)
+    plain = triton_ops.between(reference.linear, attended, *given)
+    for ours, theirs in zip(triton_ops.between(reference.linear, regrouped(attended), *given), plain, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_few_rows_and_other_weights_go_elsewhere() -> None:

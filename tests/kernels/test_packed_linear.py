@@ -109,7 +109,8 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
 def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of rows and two, a ring shorter and longer than a pass, all ways in a program and one.
 
-    Weight rows come in one box and in several, for all that there is room for and for less.
+    Weight rows come in one box and in several, for all that there is room for and for less. Programs have one tile or
+    several, and not all of them as many.
     """
     with modules("cpu") as packed:
         launch = packed.launch
@@ -126,6 +127,9 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
                 (20, launch.Ring(32, 112, 4, 3)),
                 (40, launch.Ring(64, 48, 4, 4)),
                 (70, launch.Ring(64, 112, 8, 3, 8)),
+                (70, launch.Ring(64, 112, 8, 3, 8, programs=2)),
+                (38, launch.Ring(32, 64, 4, 2, 8, programs=2)),
+                (70, launch.Ring(32, 128, 8, 5, programs=1)),
             ]
             if "gated" not in epilogue:
                 tiles += [(30, launch.Ring(32, 128, 8, 4, apart=True)), (70, launch.Ring(64, 64, 4, 9, 16, apart=True))]
@@ -309,6 +313,13 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert tile.stages >= 3
                     assert sum(tile.boxes) == tile.weight_rows <= tile.room
                     assert tile.warps % 4 == 0
+                    if (
+                        tile.programs is not None
+                    ):  # one to a multiprocessor, with as many tiles as the others or one less
+                        tiles = -(-n // tile.weight_rows)
+                        assert not whole
+                        assert not tile.apart
+                        assert tile.programs == -(-tiles // -(-tiles // 132)) <= 132
                 else:
                     assert rows > 16
                     assert isinstance(tile, launch.Wide)
