@@ -383,7 +383,7 @@ def _decode(
         **options,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out.unflatten(2, (-1, BLOCK)) if constants.get("REGROUP") else out
+    return out.unflatten(2, (-1, BLOCK)) if fragments and regroup else out
 
 
 def _check_room(work: AttendWork, counters: int, partials: int) -> None:

@@ -319,7 +319,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
     launch(
         ring_kernel,
-        (min(blocks[0], tile.programs or blocks[0]), blocks[1], split.ways if tile.apart else 1),
+        (tile.programs or blocks[0], blocks[1], split.ways if tile.apart else 1),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],

@@ -313,9 +313,8 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert tile.stages >= 3
                     assert sum(tile.boxes) == tile.weight_rows <= tile.room
                     assert tile.warps % 4 == 0
-                    if (
-                        tile.programs is not None
-                    ):  # one to a multiprocessor, with as many tiles as the others or one less
+                    # one to a multiprocessor, with as many tiles as the others or one less
+                    if tile.programs is not None:
                         tiles = -(-n // tile.weight_rows)
                         assert not whole
                         assert not tile.apart
