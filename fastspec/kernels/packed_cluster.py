@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.packed_parts import in_order, row_numbers, weight_numbers
+from fastspec.kernels.packed_parts import by_groups, row_numbers, weight_numbers
 
 WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a slab of 128
 
@@ -104,8 +104,8 @@ def handed_over(accs, base, M):
 
 
 @gluon.jit
-def taken_over(like, base, M, S: gl.constexpr):
-    """The S partial tiles at `base` added in order: [R / 16, 2, 8, GROUP] in the layout of `like`."""
+def taken_over(like, base, M, S: gl.constexpr, TOGETHER: gl.constexpr):
+    """The S partial tiles at `base` added up, TOGETHER at a time: [R / 16, 2, 8, GROUP] in the layout of `like`."""
     R: gl.constexpr = like.shape[0] * 16
     GROUP: gl.constexpr = like.shape[3]
     row = row_numbers(like)
@@ -114,4 +114,4 @@ def taken_over(like, base, M, S: gl.constexpr):
     for i in gl.static_range(S):
         # past L1: another multiprocessor has written this
         parts = parts + (gl.load(at + i * (GROUP * R), mask=row < M, other=0.0, cache_modifier=".cg"),)
-    return in_order(parts)
+    return by_groups(parts, TOGETHER)

@@ -42,10 +42,17 @@ class Split:
 
     Attributes:
         ways: S, a power of two. slab: KT, 64 or 128.
+        together: ways whose sums are added up before those of others are; the ring's kernel has a program for them.
     """
 
     ways: int
     slab: int
+    together: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Sums that the ring's programs leave for each other where ways are apart."""
+        return self.ways // self.together
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +118,10 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon
 # by (N, K)
 SPLITS = {
     (4096, 4096): Split(4, 128),
-    (4096, 14336): Split(8, 128),
+    (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# by the split and the rows of x
+# by the split, whatever is added up together, and the rows of x
 NARROW = {
     (Split(4, 64), 8): (16, 8, 2),
     (Split(4, 128), 8): (16, 4, 1),
@@ -174,13 +181,14 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
         roomy = capability in ROOMY
         groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
         alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
-        return Wide(groups, 8 if alone else 4, cluster)
+        tight = not roomy and split.together > 1  # whose sums need room of their own
+        return Wide(groups, 8 if alone else 3 if tight else 4, cluster)
     block = 8 if rows <= 8 else 16
     if block == 16 and capability == (9, 0) and (n, k) in NARROW_16:
         return NARROW_16[n, k]
     steps = triton.cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
-    weight_rows, depth, row_depth = own or NARROW[split, block]
+    weight_rows, depth, row_depth = own or NARROW[replace(split, together=1), block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
     if steps > LONG and split.slab == 64:
         depth = min(depth, 6)
@@ -200,7 +208,7 @@ def _ring_of(n: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
     elif whole or gated or n >= 64 * ONE_EACH * 2 // 3:
         weight_rows, roomy, apart = 48 if n <= 48 * ONE_EACH else 64, n <= 64 * ONE_EACH, False
     else:
-        weight_rows, roomy, apart = _shared_out(n, split.ways) if some else 64, False, True
+        weight_rows, roomy, apart = _shared_out(n, split.parts) if some else 64, False, True
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Ring(group, weight_rows, warps, 0, rest, apart, None if roomy else 128)
     if warps == 8 and not whole:  # of a pick, the registers do not hold a tile's end and what comes next
@@ -257,8 +265,9 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         call = replace(call, x=x)
     ends = (scale, call.bias, call.residual, call.out, call.keys)
     numbers = (call.limit, 0 if call.keys is None else call.out.stride(0))
-    shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "R": tile.weight_rows, "D": tile.depth}
-    shape |= {"GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+    shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
+    shape |= {"R": tile.weight_rows, "D": tile.depth, "GATED": call.gated, "PDL": pdl}
+    shape |= {"DTYPE": GLUON_TYPE[call.x.dtype]}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     words = (call.x.view(torch.int32), call.weight.view(torch.int32))
@@ -312,22 +321,24 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
     split = split_of(n, k)
-    parts = call.x.new_empty(split.ways, rows, n, dtype=torch.float32) if tile.apart else None
+    parts = call.x.new_empty(split.parts, rows, n, dtype=torch.float32) if tile.apart else None
     blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.keys is None else call.out.stride(0)
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
+    shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
+    shape |= {"R": tile.room, "OWN": tile.weight_rows, "GROUP": tile.rows, "REST": tile.rest, "WARPS": tile.warps}
+    shape |= {"STAGES": tile.stages, "STAY": tile.programs is not None, "GATED": call.gated}
+    shape |= {"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
     launch(
         ring_kernel,
-        (tile.programs or blocks[0], blocks[1], split.ways if tile.apart else 1),
+        (tile.programs or blocks[0], blocks[1], split.parts if tile.apart else 1),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
         *(squares, call.bias, call.residual, call.out, call.keys, parts),
         *(rows, n, eps, call.limit, stride),
-        **{"K": k, "S": split.ways, "KT": split.slab, "R": tile.room, "OWN": tile.weight_rows},
-        **{"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated},
-        **{"REGROUP": regroup_out, "STAY": tile.programs is not None, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]},
+        **shape,
         num_warps=tile.warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

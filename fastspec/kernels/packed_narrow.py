@@ -19,6 +19,8 @@ from fastspec.kernels.packed_parts import (
     add_squares,
     added_up,
     addends,
+    apart,
+    by_groups,
     enter_keys,
     folded,
     loaded_factor,
@@ -126,17 +128,17 @@ def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: g
 
 
 @gluon.jit
-def _tile(acc):
-    """The S sums [S, R, BM] of the warps added up: [R / 16, 2, 8, BM]."""
+def _tile(acc, TOGETHER: gl.constexpr):
+    """The S sums [S, R, BM] of the warps added up, TOGETHER at a time: [R / 16, 2, 8, BM]."""
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
     BM: gl.constexpr = acc.shape[2]
-    apart = gl.reshape(acc, [S, R // 16, 2, 8, BM])
+    ways = gl.reshape(acc, [S, R // 16, 2, 8, BM])
     if S > 1:
         together: gl.constexpr = gl.BlockedLayout([S, 1, 2, 1, 1], [1, 1, 1, 8, 4], [1, 1, 1, 1, S], [0, 2, 3, 4, 1])
-        apart = gl.convert_layout(apart, together)
-    flat = gl.reshape(gl.permute(apart, (1, 2, 3, 4, 0)), [R * BM, S])
-    return gl.reshape(added_up(flat), [R // 16, 2, 8, BM])
+        ways = gl.convert_layout(ways, together)
+    flat = gl.reshape(gl.permute(ways, (1, 2, 3, 4, 0)), [R * BM, S])
+    return gl.reshape(by_groups(apart(flat), TOGETHER), [R // 16, 2, 8, BM])
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
@@ -158,6 +160,7 @@ def narrow_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # slabs of weights in flight
@@ -205,7 +208,7 @@ def narrow_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sums = (gl.zeros([S, R, BM], gl.float32, mma),)
-    like = _tile(sums[0])
+    like = _tile(sums[0], TOGETHER)
     loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
     if scale_ptr is not None:
         factor = loaded_factor(scale_ptr, first_row, M, like)
@@ -235,7 +238,7 @@ def narrow_kernel(
         if i + XD < REST:
             xs = xs + (_rows(at, of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1),)
 
-    total = _tile(sums[0])
+    total = _tile(sums[0], TOGETHER)
     if gamma_ptr is not None and not AHEAD:
         factor = row_factor(root_scale(_row_sums(sums[1]), K, eps), total)
     if gamma_ptr is not None or scale_ptr is not None:

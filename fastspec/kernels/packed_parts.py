@@ -124,6 +124,27 @@ def in_order(parts):
 
 
 @gluon.jit
+def by_groups(parts, TOGETHER: gl.constexpr):
+    """The sum of a tuple: of TOGETHER neighbours at a time, then of these, each from the first to the last."""
+    total = in_order(parts[:TOGETHER])
+    for i in gl.static_range(TOGETHER, len(parts), TOGETHER):
+        total = total + in_order(parts[i : i + TOGETHER])
+    return total
+
+
+@gluon.jit
+def plus(sums, accs):
+    """Tuples of sums added to each other; those before the first are none."""
+    if len(sums) == 0:
+        return accs
+    else:
+        total = ()
+        for i in gl.static_range(len(accs)):
+            total = total + (sums[i] + accs[i],)
+        return total
+
+
+@gluon.jit
 def added_up(x):
     """[A, n] with all of n in one thread's registers -> [A], added from the first to the last."""
     return in_order(apart(x))

@@ -34,6 +34,7 @@ from fastspec.kernels.packed_parts import (
     column_layout,
     enter_keys,
     in_order,
+    plus,
     root_scale,
     row_factor,
     settle_keys,
@@ -67,8 +68,8 @@ def _operand(words, DTYPE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _steps_in_all(STEPS, S, apart):
-    return STEPS if apart else STEPS * S
+def _steps_in_all(STEPS, S, together, apart):
+    return STEPS * (together if apart else S)
 
 
 @gluon.constexpr_function
@@ -198,6 +199,18 @@ def _passed(
 
 
 @gluon.jit
+def _together(
+    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """As many passes as belong together, and their sums added up."""
+    step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+    for _ in gl.static_range(1, TOGETHER):
+        step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+        totals = plus(totals, accs)
+    return step, words, totals
+
+
+@gluon.jit
 def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
     return gl.zeros([R, GROUP], gl.float32, _sums_layout(GROUP, WARPS))
 
@@ -251,8 +264,8 @@ def _end(
 def _multiply(
     xs, ws, full, free, first_row, way,
     squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, eps, limit,
-    EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr,
-    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
+    EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, TOGETHER: gl.constexpr,
+    WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     nil = M >> 31
@@ -261,16 +274,13 @@ def _multiply(
     last = EACH * turns - 1
     for turn in range(turns):
         words = _weights_of(step, ws, full, nil, WARPS)  # anew: the end of a tile needs their registers
-        step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+        step, words, totals = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
         if parts_ptr is not None:
-            _leave(totals, parts_ptr, way, first_row, M, N, OWN)
+            _leave(totals, parts_ptr, way // TOGETHER, first_row, M, N, OWN)
         else:
-            for _ in range(1, EACH // STEPS):
-                step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
-                sums = ()
-                for i in gl.static_range(len(accs)):
-                    sums = sums + (totals[i] + accs[i],)
-                totals = sums
+            for _ in range(TOGETHER, EACH // STEPS, TOGETHER):
+                step, words, accs = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
+                totals = plus(totals, accs)
             zero = nil & turn  # places of what is written are worked out here, and hold no registers meanwhile
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
@@ -300,6 +310,7 @@ def ring_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first, by one program
     R: gl.constexpr,  # weight rows that there is room for: warp groups multiply 64, and shapes are powers of two
     OWN: gl.constexpr,  # and that a program has; of the others' sums, made of whatever is there, nothing is stored
     GROUP: gl.constexpr,  # rows of x that are multiplied together
@@ -317,8 +328,8 @@ def ring_kernel(
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
-    way = gl.program_id(2)
-    EACH: gl.constexpr = _steps_in_all(STEPS, S, parts_ptr is not None)
+    way = gl.program_id(2) * TOGETHER
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, TOGETHER, parts_ptr is not None)
 
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -343,7 +354,7 @@ def ring_kernel(
         [
             (_multiply, (
                 xs, ws, full, free, first_row, way, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, WARPS, GATED, REGROUP, OWN, STAY,
+                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
                 x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,

@@ -75,7 +75,7 @@ def _sums(
 @gluon.jit(do_not_specialize=["M"])
 def sum_kernel(
     parts_ptr,  # fp32 [WAYS, M, N]
-    squares_ptr,  # fp32 [WAYS, M] or None: see `given_kernel`
+    squares_ptr,  # fp32 [S, M] or None: see `given_kernel`
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, N] or None
     out_ptr,  # [M, N]
@@ -84,6 +84,7 @@ def sum_kernel(
     N: gl.constexpr,
     K: gl.constexpr,  # of the norm
     WAYS: gl.constexpr,
+    S: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -97,7 +98,7 @@ def sum_kernel(
     factor = None
     if squares_ptr is not None:
         squares = ()
-        for i in gl.static_range(WAYS):
+        for i in gl.static_range(S):
             squares = squares + (gl.load(squares_ptr + (i * M + row)),)
         factor = root_scale(in_order(squares), K, eps)
     total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS)
@@ -169,7 +170,7 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """out [M, N] = rounded(sum of parts fp32 [S, M, N], in order, * factors of rows [M] + bias [N] + residual [M, N]).
+    """out [M, N] = rounded(sum of parts fp32 [WAYS, M, N], in order, * factors of rows [M] + bias [N] + residual).
 
     Args:
         squares: fp32 [S, M], what `given_rows` returns; None for no factors.
@@ -181,7 +182,8 @@ def add_up(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
         *(parts, squares, bias, residual, out, eps, rows),
-        **{"N": n, "K": k, "WAYS": ways, "COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
+        **{"N": n, "K": k, "WAYS": ways, "S": 0 if squares is None else len(squares)},
+        **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=False,

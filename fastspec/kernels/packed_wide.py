@@ -171,6 +171,12 @@ def _stashed(stashes, accs):
 
 
 @gluon.jit
+def _emptied(stashes, zeros):
+    for i in gl.static_range(len(zeros)):
+        stashes[i].store(zeros[i])
+
+
+@gluon.jit
 def _unstashed(stashes, like):
     totals = ()
     for i in gl.static_range(len(like)):
@@ -197,6 +203,7 @@ def wide_kernel(
     S: gl.constexpr,
     C: gl.constexpr,  # programs of a cluster: S, or 1 for S passes over K
     KT: gl.constexpr,
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     GROUPS: gl.constexpr,
@@ -253,12 +260,20 @@ def wide_kernel(
         )
     else:
         stashes = _stashes(zeros)
-        for number in range(S // C):
-            accs, rows = _passed(
-                *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
-                *(left, right, K, STEPS, SLAB, S, C, DTYPE),
-            )
-            _stashed(stashes, accs)
+        groups = stashes
+        if TOGETHER > 1:
+            groups = _stashes(zeros)
+        for group in range(S // C // TOGETHER):
+            for each in range(TOGETHER):
+                number = group * TOGETHER + each
+                accs, rows = _passed(
+                    *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
+                    *(left, right, K, STEPS, SLAB, S, C, DTYPE),
+                )
+                _stashed(groups, accs)
+            if TOGETHER > 1:
+                _stashed(stashes, _unstashed(groups, zeros))
+                _emptied(groups, zeros)
         totals = _unstashed(stashes, zeros)
     # zeros sent for steps that there are not would else land in what shared memory serves for next
     async_copy.wait_group(0)
@@ -278,7 +293,7 @@ def wide_kernel(
             if i == 0:
                 arrive()
                 await_all()
-            total = taken_over(like, base + i * SIZE, M - row, S)
+            total = taken_over(like, base + i * SIZE, M - row, S, TOGETHER)
         else:
             total = like
         if scale_ptr is not None:

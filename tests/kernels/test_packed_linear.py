@@ -93,7 +93,7 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
     """For every split: alone, in every kernel and tile that rows come in; large weights, clusters and none."""
     with modules("cpu", capability) as packed:
-        for split in {split for split, _ in packed.launch.NARROW}:
+        for split in {split for split, _ in packed.launch.NARROW} | {packed.launch.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.launch, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, 144, 1408, torch.bfloat16, "cpu", epilogue)
             whole = packed.linear.packed_linear(x, weight, **arguments, pdl=True)
@@ -115,6 +115,7 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     with modules("cpu") as packed:
         launch = packed.launch
         ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
+        ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1408)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
@@ -140,6 +141,27 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
                 ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
                 assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int], monkeypatch: Any) -> None:
+    """Each way's sum is what is left of a row that is zero elsewhere: these, added up here, are the row's."""
+    with modules("cpu", capability) as packed:
+        launch = packed.launch
+        monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
+        x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
+        for rows, many in ((3, 16384), (40, 16384), (40, 1)):  # ways of the ring's kernel apart, and in one program
+            monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
+
+            def product(x: Tensor, rows: int = rows) -> Tensor:
+                found: Tensor = packed.linear.packed_linear(x[:rows], weight, pdl=True, out_dtype=torch.float32)
+                return found
+
+            way = torch.arange(1408) // 64 % 8
+            ways = [product(torch.where(way == each, x, 0)) for each in range(8)]
+            groups = [sum(ways[first + 1 : first + together], ways[first]) for first in range(0, 8, together)]
+            assert torch.equal(product(x), sum(groups[1:], groups[0])), (rows, many)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -298,6 +320,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         launch = packed.launch
         split = launch.split_of(n, k)
         steps = -(-k // (split.ways * split.slab))
+        assert split.ways == split.parts * split.together
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, capability, whole)
