@@ -13,6 +13,10 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.gluon_names import thread_barrier
 
+# of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, and
+# device memory never has it
+STAYS = gl.constexpr("evict_last")
+
 
 @gluon.jit
 def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
@@ -300,7 +304,8 @@ def write_tile(
     if RESIDUAL:
         total += loaded[len(loaded) - 1].to(gl.float32)
     base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
-    gl.store(base + at, total.to(out_ptr.dtype.element_ty), mask=valid)
+    policy: gl.constexpr = "" if gl.float32 == out_ptr.dtype.element_ty else STAYS  # logits are too many
+    gl.store(base + at, total.to(out_ptr.dtype.element_ty), mask=valid, eviction_policy=policy)
 
 
 @gluon.jit

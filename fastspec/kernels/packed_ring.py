@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.gluon_names import load_block
 from fastspec.kernels.packed_cluster import WORDS, place_of, steps_of
 from fastspec.kernels.packed_parts import (
+    STAYS,
     addends,
     column_layout,
     enter_keys,
@@ -225,7 +226,7 @@ def _leave(accs, parts, way, first_row, M, N, OWN: gl.constexpr):
         n = gl.expand_dims(first + n, 1)
         m = gl.expand_dims(gl.arange(0, accs[i].shape[1], layout=gl.SliceLayout(0, accs[i].type.layout)), 0)
         base = parts + (way * M + first_row).to(gl.int64) * N
-        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & there)
+        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & there, eviction_policy=STAYS)
         first_row += accs[i].shape[1]
 
 

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
 from fastspec.kernels.packed_parts import (
+    STAYS,
     add_squares,
     folded,
     in_order,
@@ -101,8 +102,8 @@ def sum_kernel(
         for i in gl.static_range(S):
             squares = squares + (gl.load(squares_ptr + (i * M + row)),)
         factor = root_scale(in_order(squares), K, eps)
-    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS)
-    gl.store(out_ptr + (row.to(gl.int64) * N + n), total.to(out_ptr.dtype.element_ty), mask=n < N)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -140,14 +141,14 @@ def given_kernel(
         gdc_wait()
     total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS).to(DTYPE)
     if out_ptr is not None:
-        gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K)
+        gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
     words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
     if gamma_ptr is None:
-        gl.store(given_ptr + (words_at + regrouped(place)), words, mask=place < K // 2)
+        gl.store(given_ptr + (words_at + regrouped(place)), words, mask=place < K // 2, eviction_policy=STAYS)
     else:
         normed = times_gamma(words, gamma, DTYPE)
-        gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2)
+        gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2, eviction_policy=STAYS)
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])

@@ -101,7 +101,9 @@ def _caught(call: Callable[[], object], arch: int) -> list[Launch]:
 
 def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch: int) -> Any:
     names = kernel.arg_names
-    signature, constants, aligned = {}, {}, {}
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    aligned: dict[Any, Any] = {}
     for place, (name, value) in enumerate(zip(names, given, strict=False)):
         if value is None:
             signature[name], constants[(place,)] = "constexpr", None
@@ -128,6 +130,7 @@ def facts(kernel: str, ptx: str) -> dict[str, Any]:
         before = before[before.rfind("st.global") + 1 :]
     lets_next = "no" if next_one < 0 else "first" if next_one < wait else "later"
     early = {"starts_early": wait > 0, "lets_next": lets_next, "mma": None}
+    early["stays"] = re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None
     if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):
         return early
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
@@ -165,11 +168,13 @@ def main() -> None:
             continue
         seen.add(key)
         code, arguments = compiled(kernel, given, options, arch), dict(zip(kernel.arg_names, given, strict=False))
+        out = arguments.get("out_ptr")
         report = {
             "name": name,
             "kernel": kernel.__name__,
             "programs": math.prod(grid),
             "apart": arguments.get("parts_ptr") is not None,
+            "last": out is not None and out.dtype.itemsize > 2,
             "norm": arguments.get("gamma_ptr") is not None,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
