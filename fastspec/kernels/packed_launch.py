@@ -85,7 +85,7 @@ class Ring:
     Attributes:
         rest: more rows of x, which a second product multiplies.
         weight_rows: of a program, a multiple of 16 and the sum of at most three powers of two.
-        apart: a program takes one way through K, and another kernel adds up what they give.
+        apart: a program takes a way through K, or those that belong together; another kernel adds up what they give.
         registers: a thread may have on average, so that two programs fit on a multiprocessor.
         programs: that share the weight's tiles, each going on to the next; None for one to a tile.
     """
@@ -316,7 +316,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         regroup_out: the result is regrouped as x is.
 
     Returns:
-        fp32 [S, M, N], where a program takes one way: for `add_up`, with all that `call` asks for but the product.
+        fp32 [parts of the split, M, N] where ways are apart: for `add_up`, with all `call` asks for but the product.
     """
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16

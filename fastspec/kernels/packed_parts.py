@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.gluon_names import thread_barrier
 
-# of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, and
-# device memory never has it
+# of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, so
+# that device memory need not take it
 STAYS = gl.constexpr("evict_last")
 
 
@@ -138,14 +138,11 @@ def by_groups(parts, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def plus(sums, accs):
-    """Tuples of sums added to each other; those before the first are none."""
-    if len(sums) == 0:
-        return accs
-    else:
-        total = ()
-        for i in gl.static_range(len(accs)):
-            total = total + (sums[i] + accs[i],)
-        return total
+    """Tuples of sums, as long as each other, added to each other."""
+    total = ()
+    for i in gl.static_range(len(accs)):
+        total = total + (sums[i] + accs[i],)
+    return total
 
 
 @gluon.jit

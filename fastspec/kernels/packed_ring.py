@@ -2,9 +2,9 @@
 
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same: where there S
 warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give
-in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes; what each
-gives is left in `parts`, and `packed_sum` adds it up. Where they are many and x has many rows, programs stay for
-several tiles, and what comes next is fetched while a tile's sums are written.
+in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
+whose sums belong together; what each gives is left in `parts`, and `packed_sum` adds it up. Where they are many and x
+has many rows, programs stay for several tiles, and what comes next is fetched while a tile's sums are written.
 
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
@@ -218,7 +218,7 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _leave(accs, parts, way, first_row, M, N, OWN: gl.constexpr):
-    """Stores a way's sums: parts [S, M, N]."""
+    """Stores the sums of the ways that belong together: parts [S / TOGETHER, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
@@ -302,7 +302,7 @@ def ring_kernel(
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
     keys_ptr,  # int64 [M + 1] or None
-    parts_ptr,  # fp32 [S, M, N] or None: where it is given nothing else is written
+    parts_ptr,  # fp32 [S / TOGETHER, M, N] or None: where it is given nothing else is written
     M,
     N,
     eps,
@@ -324,7 +324,7 @@ def ring_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """OWN weight rows by GROUP + REST rows of x: all of K, or one way where parts_ptr is given."""
+    """OWN weight rows by GROUP + REST rows of x: all of K, or ways that belong together where parts_ptr is given."""
     SLAB: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
