@@ -51,7 +51,7 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """Sums that the ring's programs leave for each other where ways are apart."""
+        """Sums that the ring's programs leave to be added up where ways are apart."""
         return self.ways // self.together
 
 
@@ -247,6 +247,12 @@ class Call:
     gated: bool = False
 
 
+def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
+    """Constants that all kernels of products have."""
+    cut = {"K": call.x.shape[1], "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
+    return {**cut, "GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+
+
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
@@ -265,9 +271,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         call = replace(call, x=x)
     ends = (scale, call.bias, call.residual, call.out, call.keys)
     numbers = (call.limit, 0 if call.keys is None else call.out.stride(0))
-    shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
-    shape |= {"R": tile.weight_rows, "D": tile.depth, "GATED": call.gated, "PDL": pdl}
-    shape |= {"DTYPE": GLUON_TYPE[call.x.dtype]}
+    shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     words = (call.x.view(torch.int32), call.weight.view(torch.int32))
@@ -326,10 +330,9 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.keys is None else call.out.stride(0)
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
-    shape: dict[str, Any] = {"K": k, "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
-    shape |= {"R": tile.room, "OWN": tile.weight_rows, "GROUP": tile.rows, "REST": tile.rest, "WARPS": tile.warps}
-    shape |= {"STAGES": tile.stages, "STAY": tile.programs is not None, "GATED": call.gated}
-    shape |= {"REGROUP": regroup_out, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+    shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
+    shape |= {"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
+    shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
     launch(
         ring_kernel,
         (tile.programs or blocks[0], blocks[1], split.parts if tile.apart else 1),

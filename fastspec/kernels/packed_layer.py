@@ -3,8 +3,7 @@
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
 To the bits of `reference.between` out of packed products. What goes from one product to the next goes as the next one
-wants it: sums, residual and norm are one kernel, and gated products are written regrouped;
-what attention left may be, too.
+wants it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention left may be.
 """
 
 from __future__ import annotations

@@ -260,9 +260,9 @@ def wide_kernel(
         )
     else:
         stashes = _stashes(zeros)
-        groups = stashes
+        some = stashes  # of ways that are added up first
         if TOGETHER > 1:
-            groups = _stashes(zeros)
+            some = _stashes(zeros)
         for group in range(S // C // TOGETHER):
             for each in range(TOGETHER):
                 number = group * TOGETHER + each
@@ -270,10 +270,10 @@ def wide_kernel(
                     *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
                     *(left, right, K, STEPS, SLAB, S, C, DTYPE),
                 )
-                _stashed(groups, accs)
+                _stashed(some, accs)
             if TOGETHER > 1:
-                _stashed(stashes, _unstashed(groups, zeros))
-                _emptied(groups, zeros)
+                _stashed(stashes, _unstashed(some, zeros))
+                _emptied(some, zeros)
         totals = _unstashed(stashes, zeros)
     # zeros sent for steps that there are not would else land in what shared memory serves for next
     async_copy.wait_group(0)

@@ -378,7 +378,7 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
         # a product whose ways are left apart lets the next kernel begin behind what it asks for, all others at once
         later = report["kernel"] == "ring_kernel" and report["apart"]
         assert report["lets_next"] == ("no" if arch < 90 else "later" if later else "first"), report
-        # what the next kernel reads stays in the L2 cache; logits are too many, and tokens and factors too few
+        # what products and sums leave for the next kernel stays in the L2 cache; logits are too many, tokens too few
         assert report["stays"] == (report["kernel"] != "norm_kernel" and not report["last"]), report
         if report["mma"] is not None:
             assert report["mma"], report
