@@ -29,6 +29,7 @@ MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weigh
 WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
 RING_BYTES = (224_000, 115_000)  # of shared memory for the ring of one program on a multiprocessor, and of two
+TURNED_BYTES = 4096  # of it, at most, through which the compiler puts a tile's values in rows
 ONE_EACH = 132  # programs that have a multiprocessor each on an H200, and all of its shared memory
 ROUND_ROWS = 16  # weight rows that take as long as the beginning and the end of one program more
 LONG = 16  # slabs: longer sums take a loop, and with it registers
@@ -214,7 +215,8 @@ def _ring_of(n: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
     if warps == 8 and not whole:  # of a pick, the registers do not hold a tile's end and what comes next
         tiles = triton.cdiv(n, weight_rows)
         tile = replace(tile, programs=triton.cdiv(tiles, triton.cdiv(tiles, ONE_EACH)))
-    return replace(tile, stages=min(20, RING_BYTES[not roomy] // ((tile.room + group + rest) * 128)))
+    space = RING_BYTES[not roomy] - (0 if apart else TURNED_BYTES)
+    return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
 
 
 def _shared_out(n: int, ways: int, two: bool = True) -> int:
@@ -339,7 +341,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        *(squares, call.bias, call.residual, call.out, call.keys, parts),
+        *(None if tile.apart else squares, call.bias, call.residual, call.out, call.keys, parts),
         *(rows, n, eps, call.limit, stride),
         **shape,
         num_warps=tile.warps,

@@ -247,16 +247,12 @@ def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
 
 
 @gluon.jit
-def _offsets(
-    like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr, REGROUP: gl.constexpr = False
-):  # fmt: skip
+def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr):
     """Offsets from the first row of the output and whether they are in it: [A, 2, 8, BM], or [A, 8, BM] where gated."""
     row = row_numbers(like)
     column = _columns(like, tile_id, GATED, OWN)
     width = _width(N, GATED)
     valid = (row < M - first_row) & (column < _columns_end(like, tile_id, width, GATED, OWN))
-    if REGROUP:
-        column = 2 * regrouped(column // 2) + column % 2
     at = row * width + column
     if GATED:
         return _halves(at)[0], _halves(valid)[0]
@@ -283,16 +279,56 @@ def addends(
     return loaded
 
 
+@gluon.constexpr_function
+def _rows_layout(runs, each, BM, warps):
+    """Of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
+    spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
+    spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
+    threads = 4 + warps.bit_length()
+    spread += [[0, 0, 0]] * (threads - len(spread))  # more threads than numbers: some do the same
+    return gl.DistributedLinearLayout(held + spread[threads:], spread[:5], spread[5:threads], [], [runs, each, BM])
+
+
+@gluon.jit
+def _store_rows(
+    values, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] where gated, by rows: 16 bytes, or a word to regroup, a lane.
+
+    As warp groups leave sums, what a warp stores at once are single values of many rows.
+    """
+    BM: gl.constexpr = values.shape[len(values.shape) - 1]
+    EACH: gl.constexpr = 2 if REGROUP else 8
+    RUNS: gl.constexpr = values.shape[0] * (8 if GATED else 16) // EACH
+    lay: gl.constexpr = _rows_layout(RUNS, EACH, BM, WARPS)
+    values = gl.convert_layout(gl.reshape(values, [RUNS, EACH, BM]), lay)
+    planes: gl.constexpr = gl.SliceLayout(2, lay)
+    run = gl.expand_dims(gl.expand_dims(gl.arange(0, RUNS, layout=gl.SliceLayout(1, planes)), 1), 2)
+    place = gl.expand_dims(gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, planes)), 0), 2)
+    rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, lay))
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, BM, layout=rows), 0), 0)
+    own, width = _width(OWN, GATED), _width(N, GATED)
+    run += tile_id * (own // EACH)
+    there = (row < M - first_row) & (run < (tile_id + 1) * (own // EACH)) & (run < width // EACH)
+    if REGROUP:
+        run = regrouped(run)
+    base = out_ptr + first_row.to(gl.int64) * width
+    gl.store(base + (row * width + run * EACH + place), values, mask=there, eviction_policy=STAYS)
+
+
 @gluon.jit
 def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0,
+    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0,
 ):  # fmt: skip
     """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it.
 
     OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
+    WARPS: that have the tile as warp groups leave it, which alone can be regrouped; 0 for a tile of one warp's sums.
     """
-    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN, REGROUP)
+    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
         total += loaded[0].to(gl.float32)
     if GATED:
@@ -300,9 +336,14 @@ def write_tile(
         total = gate / (1.0 + gl.exp(-gate)) * up
     if RESIDUAL:
         total += loaded[len(loaded) - 1].to(gl.float32)
-    base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
-    policy: gl.constexpr = "" if gl.float32 == out_ptr.dtype.element_ty else STAYS  # logits are too many
-    gl.store(base + at, total.to(out_ptr.dtype.element_ty), mask=valid, eviction_policy=policy)
+    values = total.to(out_ptr.dtype.element_ty)
+    if gl.float32 == out_ptr.dtype.element_ty:  # logits, which are too many to stay, and as wide as need be
+        gl.store(out_ptr + first_row.to(gl.int64) * _width(N, GATED) + at, values, mask=valid)
+    elif WARPS > 0:
+        _store_rows(values, tile_id, first_row, out_ptr, M, N, GATED, REGROUP, OWN, WARPS)
+    else:
+        base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
+        gl.store(base + at, values, mask=valid, eviction_policy=STAYS)
 
 
 @gluon.jit

@@ -230,42 +230,58 @@ def _leave(accs, parts, way, first_row, M, N, OWN: gl.constexpr):
         first_row += accs[i].shape[1]
 
 
+@gluon.constexpr_function
+def _factors_room(rows):
+    """Factors that there is room for: a power of two."""
+    return max(32, 1 << (rows - 1).bit_length())
+
+
 @gluon.jit
-def _factor(squares_ptr, first_row, M, like, eps, K: gl.constexpr, S: gl.constexpr):
-    """`row_factor` of rows first_row and on, of which squares_ptr fp32 [S, M] has the sums of squares of each way."""
-    row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
-    ways = ()
-    for i in gl.static_range(S):
-        ways = ways + (gl.load(squares_ptr + (i * M + row), mask=row < M, other=0.0),)
-    return row_factor(root_scale(in_order(ways), K, eps), like)
+def _work_out_factors(
+    factors, known, squares_ptr, first_row, M, eps,
+    K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What the warp does that makes factors of rows, while others multiply: of sums of squares fp32 [S, M] of ways."""
+    if squares_ptr is not None:
+        if PDL:
+            gdc_wait()
+        for first in gl.static_range(0, ROWS, 32):
+            row = first_row + first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            ways = ()
+            for i in gl.static_range(S):
+                ways = ways + (gl.load(squares_ptr + (i * M + row), mask=row < M, other=0.0),)
+            factors.slice(first, 32).store(root_scale(in_order(ways), K, eps))
+        mbarrier.arrive(known.index(0), count=1)
 
 
 @gluon.jit
 def _end(
-    totals, tile, first_row, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, eps, limit,
-    K: gl.constexpr, S: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
+    totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
+    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """What becomes of complete sums."""
+    FIRST: gl.constexpr = (0, totals[0].shape[1])
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
-        if squares_ptr is not None:
-            total = total * _factor(squares_ptr, first_row, M, total, eps, K, S)
+        if factors is not None:
+            mine = factors.slice(FIRST[i], total.shape[3]).load(column_layout(total.type.layout))
+            total = total * row_factor(mine, total)
         if keys_ptr is not None:
             enter_keys(total, tile, first_row, keys_ptr, M, N, limit, OWN)
         else:
             loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED, OWN)
             write_tile(
                 *(total, loaded, tile, first_row, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None, REGROUP, OWN),
+                *(bias_ptr is not None, residual_ptr is not None, REGROUP, OWN, WARPS),
             )
         first_row += totals[i].shape[1]
 
 
 @gluon.jit
 def _multiply(
-    xs, ws, full, free, first_row, way,
-    squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, eps, limit,
-    EACH: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr, S: gl.constexpr, TOGETHER: gl.constexpr,
+    xs, ws, full, free, factors, known, first_row, way,
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, limit,
+    EACH: gl.constexpr, STEPS: gl.constexpr, TOGETHER: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
@@ -282,11 +298,14 @@ def _multiply(
             for _ in range(TOGETHER, EACH // STEPS, TOGETHER):
                 step, words, accs = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
                 totals = plus(totals, accs)
+            if factors is not None:
+                mbarrier.wait(known.index(0), 0)
             zero = nil & turn  # places of what is written are worked out here, and hold no registers meanwhile
+            width = (N + zero) // 16 * 16  # N, and known to be a multiple of 16: rows begin where 16 bytes do
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
-                *(squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, N + zero, eps, limit + zero),
-                *(K, S, GATED, REGROUP, OWN),
+                *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, width, limit + zero),
+                *(GATED, REGROUP, OWN, WARPS),
             )
 
 
@@ -348,21 +367,28 @@ def ring_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
+    ROWS: gl.constexpr = GROUP + REST
+    factors, known = None, None
+    if squares_ptr is not None:
+        factors = gl.allocate_shared_memory(gl.float32, [_factors_room(ROWS)], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(known.index(0), count=1)
     fence_async_shared()
 
     # fmt: off
     gl.warp_specialize(
         [
             (_multiply, (
-                xs, ws, full, free, first_row, way, squares_ptr, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, eps, limit, EACH, STEPS, K, S, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
+                xs, ws, full, free, factors, known, first_row, way, bias_ptr, residual_ptr, out_ptr, keys_ptr,
+                parts_ptr, M, N, limit, EACH, STEPS, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
                 x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
                 parts_ptr is not None, STAY,
             )),
+            (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),
         ],
-        [1], [32],  # a warp more, and how many registers its threads need
+        [1, 1], [32, 32],  # a warp more for each, and how many registers its threads need
     )
     # fmt: on
     if keys_ptr is not None:

@@ -131,6 +131,8 @@ def facts(kernel: str, ptx: str) -> dict[str, Any]:
     lets_next = "no" if next_one < 0 else "first" if next_one < wait else "later"
     early = {"starts_early": wait > 0, "lets_next": lets_next, "mma": None}
     early["stays"] = re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None
+    early["waits"] = ptx.count("griddepcontrol.wait")
+    early["single_stores"] = len(re.findall(r"st\.global[\w.:]*\.b16", ptx))
     if kernel not in ("narrow_kernel", "wide_kernel", "ring_kernel"):
         return early
     weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
@@ -176,6 +178,8 @@ def main() -> None:
             "apart": arguments.get("parts_ptr") is not None,
             "last": out is not None and out.dtype.itemsize > 2,
             "norm": arguments.get("gamma_ptr") is not None,
+            "factors": arguments.get("squares_ptr") is not None,
+            "shares": options.get("maxnreg") is not None,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
             **facts(kernel.__name__, code.asm["ptx"]),

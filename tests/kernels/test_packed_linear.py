@@ -375,6 +375,11 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
         if report["kernel"] == "given_kernel" and report["norm"]:  # few of its programs share a multiprocessor
             programs = MULTIPROCESSOR // (report["shared"] + RESERVED)
             assert programs == (3 if report["programs"] <= 264 else 6), report
+        if report["kernel"] == "ring_kernel":
+            # of those with fewer registers two share a multiprocessor, and values leave in rows, more than one at a time
+            assert MULTIPROCESSOR // (report["shared"] + RESERVED) >= 1 + report["shares"], report
+            assert report["waits"] == 1 + report["factors"], report  # the warp that makes factors waits for itself
+            assert report["single_stores"] == 0, report
         # a product whose ways are left apart lets the next kernel begin behind what it asks for, all others at once
         later = report["kernel"] == "ring_kernel" and report["apart"]
         assert report["lets_next"] == ("no" if arch < 90 else "later" if later else "first"), report
