@@ -326,7 +326,7 @@ def write_tile(
     """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it.
 
     OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
-    WARPS: that have the tile as warp groups leave it, which alone can be regrouped; 0 for a tile of one warp's sums.
+    WARPS: that multiplied as warp groups, which alone can regroup; 0 where values are as well stored where they lie.
     """
     at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
@@ -336,14 +336,14 @@ def write_tile(
         total = gate / (1.0 + gl.exp(-gate)) * up
     if RESIDUAL:
         total += loaded[len(loaded) - 1].to(gl.float32)
-    values = total.to(out_ptr.dtype.element_ty)
-    if gl.float32 == out_ptr.dtype.element_ty:  # logits, which are too many to stay, and as wide as need be
-        gl.store(out_ptr + first_row.to(gl.int64) * _width(N, GATED) + at, values, mask=valid)
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
+    if gl.float32 == kind:  # logits, which are too many to stay
+        gl.store(base + at, total, mask=valid)
     elif WARPS > 0:
-        _store_rows(values, tile_id, first_row, out_ptr, M, N, GATED, REGROUP, OWN, WARPS)
+        _store_rows(total.to(kind), tile_id, first_row, out_ptr, M, N, GATED, REGROUP, OWN, WARPS)
     else:
-        base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
-        gl.store(base + at, values, mask=valid, eviction_policy=STAYS)
+        gl.store(base + at, total.to(kind), mask=valid, eviction_policy=STAYS)
 
 
 @gluon.jit

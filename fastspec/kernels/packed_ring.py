@@ -9,7 +9,7 @@ has many rows, programs stay for several tiles, and what comes next is fetched w
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
 products. What these four take of a row of x lies apart; it comes side by side, from attention, from `packed_sum` or
-from here, as warp groups read it out of shared memory.
+from here, as warp groups read it out of shared memory. Another warp makes the factors of rows whose norm goes before.
 """
 
 # mypy: disable-error-code="assignment"
@@ -301,7 +301,7 @@ def _multiply(
             if factors is not None:
                 mbarrier.wait(known.index(0), 0)
             zero = nil & turn  # places of what is written are worked out here, and hold no registers meanwhile
-            width = (N + zero) // 16 * 16  # N, and known to be a multiple of 16: rows begin where 16 bytes do
+            width = (N + zero) // 16 * 16  # that is N, and now the compiler knows where 16 bytes begin
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
                 *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, width, limit + zero),

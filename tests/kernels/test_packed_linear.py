@@ -376,7 +376,7 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int) -> None:
             programs = MULTIPROCESSOR // (report["shared"] + RESERVED)
             assert programs == (3 if report["programs"] <= 264 else 6), report
         if report["kernel"] == "ring_kernel":
-            # of those with fewer registers two share a multiprocessor, and values leave in rows, more than one at a time
+            # of those with fewer registers two share a multiprocessor, and no value leaves alone
             assert MULTIPROCESSOR // (report["shared"] + RESERVED) >= 1 + report["shares"], report
             assert report["waits"] == 1 + report["factors"], report  # the warp that makes factors waits for itself
             assert report["single_stores"] == 0, report
