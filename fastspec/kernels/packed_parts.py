@@ -164,6 +164,16 @@ def root_scale(squares, K: gl.constexpr, eps):
 
 
 @gluon.jit
+def ways_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
+    """`root_scale` of rows, of which squares_ptr fp32 [S, M] has each way's sum of squares; there: a mask, or None."""
+    ways = ()
+    for i in gl.static_range(S):
+        at = squares_ptr + (i * M + row)
+        ways = ways + (gl.load(at) if there is None else gl.load(at, mask=there, other=0.0),)
+    return root_scale(in_order(ways), K, eps)
+
+
+@gluon.jit
 def row_factor(scale, like):
     """A factor for each row of x, [BM], as [1, 1, 1, BM] for tiles like `like`."""
     columns: gl.constexpr = column_layout(like.type.layout)
@@ -297,7 +307,7 @@ def _store_rows(
 ):  # fmt: skip
     """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] where gated, by rows: 16 bytes, or a word to regroup, a lane.
 
-    As warp groups leave sums, what a warp stores at once are single values of many rows.
+    As warp groups leave sums, what a warp stores at once are single values of several rows.
     """
     BM: gl.constexpr = values.shape[len(values.shape) - 1]
     EACH: gl.constexpr = 2 if REGROUP else 8

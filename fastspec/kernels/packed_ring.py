@@ -34,11 +34,10 @@ from fastspec.kernels.packed_parts import (
     addends,
     column_layout,
     enter_keys,
-    in_order,
     plus,
-    root_scale,
     row_factor,
     settle_keys,
+    ways_scale,
     write_tile,
 )
 
@@ -247,10 +246,7 @@ def _work_out_factors(
             gdc_wait()
         for first in gl.static_range(0, ROWS, 32):
             row = first_row + first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            ways = ()
-            for i in gl.static_range(S):
-                ways = ways + (gl.load(squares_ptr + (i * M + row), mask=row < M, other=0.0),)
-            factors.slice(first, 32).store(root_scale(in_order(ways), K, eps))
+            factors.slice(first, 32).store(ways_scale(squares_ptr, row, row < M, M, eps, K, S))
         mbarrier.arrive(known.index(0), count=1)
 
 

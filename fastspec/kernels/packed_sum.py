@@ -26,8 +26,8 @@ from fastspec.kernels.packed_parts import (
     in_order,
     no_squares,
     regrouped,
-    root_scale,
     times_gamma,
+    ways_scale,
 )
 
 COLUMNS = 512  # of one program that only adds up
@@ -98,10 +98,7 @@ def sum_kernel(
         gdc_wait()
     factor = None
     if squares_ptr is not None:
-        squares = ()
-        for i in gl.static_range(S):
-            squares = squares + (gl.load(squares_ptr + (i * M + row)),)
-        factor = root_scale(in_order(squares), K, eps)
+        factor = ways_scale(squares_ptr, row, None, M, eps, K, S)
     total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS).to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
