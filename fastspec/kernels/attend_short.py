@@ -21,7 +21,9 @@ MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/
 # up to so many programs have two warps for each part, and a multiprocessor to themselves: what starts early beside
 # fewer threads slows them down
 ALONE_PROGRAMS = MULTIPROCESSORS // 2
-FEW_PROGRAMS = 3 * MULTIPROCESSORS  # up to so many, groups of 8 rows to themselves are faster than reading K and V once
+# up to so many, groups of 8 rows to themselves are faster than reading K and V once; not so where as many programs as
+# ENOUGH_PROGRAMS read them once
+FEW_PROGRAMS, ENOUGH_PROGRAMS = 512, 256
 # by head_dim: tiles from which on programs take several splits, in rooms of up to ROOMY splits and in larger ones
 BATCH_TILES, ROOMY = {64: (128, 128), 128: (192, 128)}, 8
 BATCH_SPLITS = 8
@@ -38,7 +40,9 @@ def short_launch(
     """
     eights, one_block = triton.cdiv(num_rows, 8), split_keys <= PARTS * KEYS.value
     most = GROUPS if one_block else 2  # from block to block, the sums of no more fit into registers
-    groups = groups_of(num_rows, most if pairs * eights * splits > FEW_PROGRAMS else 1)
+    groups = groups_of(num_rows, most)
+    if pairs * eights * splits <= FEW_PROGRAMS and pairs * triton.cdiv(eights, groups) * splits < ENOUGH_PROGRAMS:
+        groups = 1
     tiles = pairs * triton.cdiv(eights, groups)
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}

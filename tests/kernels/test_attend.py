@@ -386,3 +386,14 @@ def test_layout_is_checked() -> None:
     given["keys"] = given["keys"].transpose(0, 1)
     with pytest.raises(ValueError, match="contiguous"):
         run(attention.attend, given, None)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "queries", "splits", "groups"),
+    [(8, 8, 2, 1), (8, 8, 4, 4), (4, 16, 2, 1), (16, 4, 2, 2), (16, 8, 2, 4), (8, 5, 2, 1), (1, 8, 8, 1)],
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_who_reads_keys_once(dim: int, sequences: int, queries: int, splits: int, groups: int) -> None:
+    """For four query heads to each of eight: groups of 8 query rows in a program, by how many there would be."""
+    _, constants, _ = attend_short.short_launch(4 * queries, dim, 128, 8 * sequences, splits)
+    assert constants["G"] == groups
