@@ -41,9 +41,9 @@ def short_launch(
     eights, one_block = triton.cdiv(num_rows, 8), split_keys <= PARTS * KEYS.value
     most = GROUPS if one_block else 2  # from block to block, the sums of no more fit into registers
     groups = groups_of(num_rows, most)
-    if pairs * eights * splits <= FEW_PROGRAMS and pairs * triton.cdiv(eights, groups) * splits < ENOUGH_PROGRAMS:
-        groups = 1
     tiles = pairs * triton.cdiv(eights, groups)
+    if pairs * eights * splits <= FEW_PROGRAMS and tiles * splits < ENOUGH_PROGRAMS:
+        groups, tiles = 1, pairs * eights
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if tiles >= BATCH_TILES[dim][splits > ROOMY] and one_block:
