@@ -121,6 +121,9 @@ def _products(settings: Settings) -> str:
             "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
             "depend on k and on its neighbours"
         )
-    if settings.decode_tiling.rows is None:
-        return "exact=False: any shape; a row's bits may depend on k and on its neighbours"
+    if not settings.exact:
+        return (
+            "exact=False: the library's in any shape, so a row's bits may depend on k and on its neighbours; packed "
+            "weights have one way only, as with exact=True"
+        )
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"

@@ -360,8 +360,8 @@ class FastSpecGenerator:
         """What happened since `start`."""
         rows = tuple(request.stats() for request in requests)
         seconds = time.perf_counter() - start
-        choice = self._drafting.of(chosen)
-        return Stats.of(rows, choice.k, seconds, synthetic_name(self._settings.verification), choice.note)
+        choice, settings = self._drafting.of(chosen), self._settings
+        return Stats.of(rows, choice.k, seconds, synthetic_name(settings.verification), choice.note, settings.exact)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

@@ -47,6 +47,7 @@ class Stats:
             model's. None for a real one.
         auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
             or why it did not. None where k was a number.
+        exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
     """
 
     steps: int
@@ -60,6 +61,7 @@ class Stats:
     rows: tuple[RowStats, ...]
     synthetic: str | None = None
     auto: str | None = None
+    exact: bool = True
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class Stats:
         seconds: float,
         synthetic: str | None = None,
         auto: str | None = None,
+        exact: bool = True,
     ) -> Stats:
         """Sums the rows."""
 
@@ -77,7 +80,7 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         totals = {name: total(name) for name in names}
-        return cls(**totals, k=k, seconds=seconds, rows=rows, synthetic=synthetic, auto=auto)
+        return cls(**totals, k=k, seconds=seconds, rows=rows, synthetic=synthetic, auto=auto, exact=exact)
 
     @property
     def steps_at(self) -> dict[int, int]:
@@ -114,7 +117,8 @@ class Stats:
             f", {self.plain_steps} of {self.steps} steps without drafts" if self.plain_steps and self.drafted else ""
         )
         speed = f"{self.emitted / self.seconds:.1f}" if self.seconds > 0 else "-"
-        notice = f"; NOT THE MODEL'S TEXT: {self.synthetic}" if self.synthetic else ""
+        notice = "" if self.exact else "; exact=False"
+        notice += f"; NOT THE MODEL'S TEXT: {self.synthetic}" if self.synthetic else ""
         return (
             f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "
             f"acceptance {rate} of {self.drafted} drafted, k = {self._drafts()}{alone}{notice}"

@@ -53,6 +53,11 @@ class Settings:
     verification: Verification
     auto: bool = False
 
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits are promised to depend on that row alone."""
+        return self.decode_tiling.rows is not None
+
 
 class Drafts(Protocol):
     """What a proposer must tell."""

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.device import launch
+from fastspec.kernels.gluon_names import copy_to_shared
 from fastspec.kernels.packed_parts import (
     STAYS,
     add_squares,
@@ -51,7 +52,7 @@ def _sums(
     for i in gl.static_range(WAYS):
         held = held + (gl.allocate_shared_memory(gl.float32, [n.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
         from_way = parts_ptr + ((i * M + row).to(gl.int64) * N + n)
-        async_copy.async_copy_global_to_shared(held[i], from_way, mask=there)
+        copy_to_shared(held[i], from_way, mask=there)
     if WAYS > 0:
         async_copy.commit_group()
     if residual_ptr is not None:

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.gluon_names import copy_to_shared
 from fastspec.kernels.packed_cluster import (
     WORDS,
     arrive,
@@ -84,7 +85,7 @@ def _copied(
     """Sends for the weights of a step; zeros come where there is none, of the pass or of K."""
     place = place_of(step, STEPS, SLAB, S)
     there = (s * SLAB + place < K // 2) & (step < S // C * STEPS)
-    async_copy.async_copy_global_to_shared(to, at + place * 16 + of, mask=there)
+    copy_to_shared(to, at + place * 16 + of, mask=there)
 
 
 @gluon.jit

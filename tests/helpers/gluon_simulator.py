@@ -333,7 +333,7 @@ def _stand_ins() -> dict[str, ModuleType]:
     experimental.gluon = gluon  # type: ignore[attr-defined]
     ampere.mma_v2 = mma  # type: ignore[attr-defined]
     ampere.async_copy = SimpleNamespace(  # type: ignore[attr-defined]
-        async_copy_global_to_shared=MACHINE.copy, commit_group=MACHINE.commit, wait_group=MACHINE.wait
+        commit_group=MACHINE.commit, wait_group=MACHINE.wait
     )
     hopper.warpgroup_mma = group_mma  # type: ignore[attr-defined]
     hopper.warpgroup_mma_wait = lambda pending, deps: deps if len(deps) > 1 else deps[0]  # type: ignore[attr-defined]
@@ -347,7 +347,7 @@ def _stand_ins() -> dict[str, ModuleType]:
     )
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
     names = ModuleType("names")
-    names.load_block, names.thread_barrier = engine_copy, lambda: None  # type: ignore[attr-defined]
+    names.load_block, names.copy_to_shared, names.thread_barrier = engine_copy, MACHINE.copy, lambda: None  # type: ignore[attr-defined]
     names.REINTERPRETS = False  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]

@@ -20,3 +20,21 @@ def let_dots_be_row_invariant() -> None:
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def let_conditions_be_booleans() -> None:
+    """A condition stays one where a scalar is spread over a tensor.
+
+    The interpreter's handle of a comparison of scalars names the type of what was compared. Spread by that it becomes
+    integers, which newer interpreters refuse as the mask of a load.
+    """
+    from triton.runtime import interpreter
+
+    spread = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, scalar: Any) -> Any:
+        handle = spread(self, kind, scalar)
+        handle.data = handle.data.astype(scalar.data.dtype)
+        return handle
+
+    interpreter.InterpreterBuilder.create_splat = create_splat

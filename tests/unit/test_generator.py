@@ -391,6 +391,9 @@ def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> 
     with FastSpecGenerator(directory, exact=False, max_length=64, device="cpu", progress=False) as plain:
         assert "none: plain decoding" in plain.explain()
         assert "exact=False" in plain.explain()
+        stats = plain.generate([[5]], max_new_tokens=1, return_dict_in_generate=True).stats
+        assert not stats.exact
+        assert "exact=False" in str(stats)
 
 
 def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
