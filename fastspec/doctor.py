@@ -34,6 +34,7 @@ FLOORS: Mapping[str, str] = {
     "typer": "0.15",
 }
 PYTHON_FLOOR = "3.10"
+SEEN_ON_GPUS = "3.6"  # of Triton: what every test and every measurement on a GPU has run with
 # of outputs of unit-normal values, up to 4 in size: rounding the weights and the result, with a factor 2 to spare
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.008, torch.float32: 1e-4}
 REPORT_IT = "if no line marked ! explains it, please report it with this whole text"
@@ -229,6 +230,11 @@ def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
         return
     if not gpus:
         yield Line("note", "attention", "torch; Triton kernels run on CUDA only, and the rest here is for them")
+    elif release(str(probes.version("triton")))[:2] != release(SEEN_ON_GPUS):
+        text = (
+            f"tested and measured on GPUs with Triton {SEEN_ON_GPUS} only; their speed with another is not known"
+        )
+        yield Line("note", "kernels", text)
     worse: Status = "warn" if gpus else "note"
     cache = _attempt(probes.cache, "cache", worse, 'pip install -U "triton>=3.6"')
     yield cache if isinstance(cache, Line) else _cache_line(cache, worse)

@@ -130,6 +130,13 @@ def test_a_missing_package_is_told() -> None:
     assert (found.status, found.fix) == ("warn", "pip install safetensors")
 
 
+@pytest.mark.parametrize(("version", "told"), [("3.6.0", False), ("3.6.1", False), ("3.9.0", True), ("4.0", True)])
+def test_a_triton_that_no_figure_is_of_is_told(version: str, told: bool) -> None:
+    versions: Any = {**VERSIONS, "triton": version}.get
+    assert bool(lines(diagnose(probes=with_gpu(H100, version=versions)), "kernels")) == told
+    assert not lines(diagnose(probes=machine(version=versions)), "kernels")
+
+
 def test_missing_triton_is_told_where_it_matters() -> None:
     def kernel_check(device: torch.device, dtype: torch.dtype) -> NoReturn:
         raise AssertionError("there is no kernel to check")
