@@ -60,17 +60,20 @@ def entries(arch: int) -> Iterator[Entry]:
             kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
-        for rows in (4, 16):
+        behind = [RING_ROWS.value] if arch == RING_ARCH else []
+        for rows in (8, 16):
             constants, options = attend_long.stream_launch(rows, dim)
+            behind.append(8 * constants["G"])
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)
         for tiles in (8, 64) if arch == RING_ARCH else ():
             _, constants, options = attend_long.ring_launch(dim, tiles)
             for variant in (PLAIN, FULL):
                 yield _entry(shares_kernel, 2, constants, options, variant, arch)
-        constants, options = attend_long.gather_launch(RING_ROWS.value if arch == RING_ARCH else 24, dim)
-        for variant in (PLAIN, FULL):
-            yield _entry(gather_kernel, 2, constants, options, variant, arch)
+        for tile in behind:
+            constants, options = attend_long.gather_launch(tile, dim)
+            for variant in (PLAIN, FULL):
+                yield _entry(gather_kernel, 2, constants, options, variant, arch)
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:

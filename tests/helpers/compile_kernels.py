@@ -71,6 +71,7 @@ def main() -> None:
                     "shared": code.metadata.shared,
                     "spills": spilled_bytes(code.asm["cubin"]),
                     "mma": any(kind in ptx for kind in ("mma.sync", "wgmma", "tcgen05.mma")),
+                    "tf32": "tf32" in ptx,
                     "waits_first": 0 <= ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
                     "vector": ".v4.b32" in ptx or "cp.async.cg.shared.global [" in ptx,
                 }

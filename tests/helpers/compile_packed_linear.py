@@ -31,7 +31,7 @@ KIND = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
 }
-# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weight there is
+# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weights there are
 LAYERS = [
     (6144, 4096, "norm"),
     (4096, 4096, "residual"),
@@ -47,9 +47,10 @@ LAYERS = [
     (9728, 896, "norm+gated"),
     (3584, 18944, "residual"),
     (16, 128, "norm+bias"),
+    (1152, 896, "norm+pick"),
 ]
 LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
-FEW = [(6144, 4096, "norm"), (28672, 4096, "norm+gated"), (4096, 14336, "residual"), (1152, 896, "norm+pick")]
+ROWS = range(1, 161)  # every number of them that one program of the ring takes: each change of kernel and of tile
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 
@@ -147,12 +148,13 @@ def facts(kernel: str, ptx: str) -> dict[str, Any]:
 
 
 def entries(arch: int) -> Iterator[tuple[str, Launch]]:
-    for n, k, fused in LAYERS if arch == 90 else FEW:
-        for rows in (8, 16, 32, 64) + (40, 96, 128, 160) * (arch == 90):
+    """Everything launched for these layers, by its name and rows of x: much of it more than once."""
+    for n, k, fused in LAYERS:
+        for rows in ROWS:
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
     for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in (32, 96, 160):
+        for rows in ROWS[packed_launch.NARROW_ROWS :]:
             for launch in between_launches(hidden, inner, qkv, rows):
                 yield f"{hidden}, {inner} {rows}", launch
     for rows in (8, 64):
@@ -160,15 +162,22 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
             yield f"fp16 {rows}", launch
 
 
+def distinct(arch: int) -> Iterator[tuple[str, Launch]]:
+    """Those of `entries` that are compiled on their own, each where it comes first."""
+    seen = set()
+    for name, launch in entries(arch):
+        kernel, _grid, given, options = launch
+        kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
+        compiled_by = {name: value for name, value in options.items() if name != "least_shared"}
+        key = (kernel.__name__, kinds, str(compiled_by))
+        if key not in seen:
+            seen.add(key)
+            yield name, launch
+
+
 def main() -> None:
     arch = int(sys.argv[1])
-    seen = set()
-    for name, (kernel, grid, given, options) in entries(arch):
-        kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
-        key = (kernel.__name__, kinds, str(options))
-        if key in seen:
-            continue
-        seen.add(key)
+    for name, (kernel, grid, given, options) in distinct(arch):
         code, arguments = compiled(kernel, given, options, arch), dict(zip(kernel.arg_names, given, strict=False))
         out = arguments.get("out_ptr")
         report = {

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fastspec.kernels import prefill_linear as prefill
+from tests.helpers.budgets import SHARED_LIMIT
 from tests.helpers.compile_kernels import Entry
-
-# what one block may use of shared memory, in bytes (CUDA programming guide, compute capabilities table)
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 
 
 def entries(arch: int) -> Iterator[Entry]:
     """(kernel, signature, constants, options, element size): the tiles of a device, whole, gated and masked."""
-    table = next(table for least, table in prefill.LAUNCH.items() if SHARED[arch] >= least)
+    table = next(table for least, table in prefill.LAUNCH.items() if SHARED_LIMIT[arch] >= least)
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16")
     for _, each in table:
         tile = {"BLOCK_M": each.block_m, "BLOCK_N": each.block_n, "BLOCK_K": each.block_k, "GROUP": prefill.GROUP}
