@@ -231,9 +231,7 @@ def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
     if not gpus:
         yield Line("note", "attention", "torch; Triton kernels run on CUDA only, and the rest here is for them")
     elif release(str(probes.version("triton")))[:2] != release(SEEN_ON_GPUS):
-        text = (
-            f"tested and measured on GPUs with Triton {SEEN_ON_GPUS} only; their speed with another is not known"
-        )
+        text = f"tested and measured on GPUs with Triton {SEEN_ON_GPUS} only; their speed with another is not known"
         yield Line("note", "kernels", text)
     worse: Status = "warn" if gpus else "note"
     cache = _attempt(probes.cache, "cache", worse, 'pip install -U "triton>=3.6"')

@@ -1,0 +1,109 @@
+"""What the engine gives to kernels on a GPU: every wrapper takes it, seen without one.
+
+Wrappers choose kernels and tiles, check what they are given, and make room for results. Here they run as on an sm_90 or
+sm_80 with launches that do nothing, over steps and prompts of whole models; `compiling()` keeps ids in range.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator
+from fastspec.proposers.base import FULL, GREEDY
+from tests.helpers.checkpoints import make_checkpoint
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+PRODUCTS = {"narrow_kernel", "ring_kernel", "wide_kernel", "tile_kernel"}
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # which can be packed
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Names of the kernels that would have been launched on a GPU of the test's `capability`."""
+    from fastspec import settings
+    from fastspec.kernels import device, packed_launch, triton_ops
+
+    capability, names = request.getfixturevalue("capability"), []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        assert all(0 < size < 2**31 for size in grid), (kernel, grid)
+        names.append(kernel.fn.__name__)
+
+    instead: dict[Any, Callable[..., Any]] = {
+        device.launch: launch,
+        device.described: lambda tensor, block: SimpleNamespace(),
+        device.has_pdl: lambda device: capability >= (9, 0),
+        device.has_warp_groups: lambda device: capability == (9, 0),
+        device.multiprocessors: lambda device: 132,
+        packed_launch.capability_of: lambda device: capability,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastspec.kernels"):
+            for at, function in list(vars(module).items()):
+                if isinstance(function, Hashable) and function in instead:
+                    monkeypatch.setattr(module, at, instead[function])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)
+    ops = replace(triton_ops.TRITON_OPS, name="torch")  # whose results need no pinned memory
+    monkeypatch.setattr(settings, "ops_for", lambda device: ops)
+    return names
+
+
+def compile_all(directory: Path, dtype: torch.dtype, ks: tuple[int, ...], batch: int, length: int) -> None:
+    """Steps of one row and of all, greedy, sampled, and with log-probabilities; and chunks of prompts."""
+    with FastSpecGenerator(
+        directory, directory, dtype=dtype, max_batch_size=batch, max_length=length, device="cpu", progress=False
+    ) as generator:
+        engine = generator._open_engine()
+        kinds = [(k, *kind) for k in ks for kind in ((GREEDY, None), (FULL, None), (GREEDY, 2))]
+        with engine.on_device():
+            steps = [(rows, engine.shape(*kind, length)) for rows in (1, batch) for kind in kinds]
+            engine.compile(steps, prompts=True)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mistral"])
+def test_wrappers_take_what_the_engine_gives(
+    family: str, dtype: torch.dtype, capability: tuple[int, int], launched: list[str], tmp_path: Path
+) -> None:
+    compile_all(make_checkpoint(tmp_path, family, **SIZES), dtype, (0, 4), 8, 300)
+    assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel", "_publish_kernel"} <= set(launched)
+    products = {"narrow_kernel", *(("ring_kernel", "sum_kernel") if capability == (9, 0) else ("wide_kernel",))}
+    assert (products <= set(launched)) == (dtype.itemsize == 2)
+    assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
+def test_so_over_a_long_cache(capability: tuple[int, int], launched: list[str], tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama3", **SIZES, max_position_embeddings=20_000)
+    compile_all(directory, torch.bfloat16, (0, 4), 2, 10_000)
+    expected = {(9, 0): {"shares_kernel", "gather_kernel"}, (10, 0): {"stream_kernel", "gather_kernel"}}
+    assert expected.get(capability, {"_decode_kernel"}) <= set(launched)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize(("sampler", "end"), [(GREEDY, 1), (FULL, 3)])
+def test_how_many_launches_end_a_step(
+    sampler: str, end: int, capability: tuple[int, int], launched: list[str], tmp_path: Path
+) -> None:
+    """Behind the head verification, commit, stops and what the host is told: one kernel, or three with sampling."""
+    with FastSpecGenerator(
+        *[make_checkpoint(tmp_path, "llama3", **SIZES)] * 2,
+        dtype=torch.bfloat16, max_length=300, device="cpu", progress=False,
+    ) as generator:  # fmt: skip
+        engine = generator._open_engine()
+        for k in (0, 4):
+            launched.clear()
+            with engine.on_device():
+                engine.compile([(8, engine.shape(k, sampler, None, 200))], prompts=False)
+            head = max(at for at, name in enumerate(launched) if name in PRODUCTS)
+            assert len(launched) - 1 - head == end, launched[head:]
