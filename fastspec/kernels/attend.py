@@ -46,9 +46,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels import attend_long, attend_short
 from fastspec.kernels.attend_parts import FAN, attended, combine, finish, keep, peek
+from fastspec.kernels.checks import check_heads
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.kernels.packing import BLOCK
-from fastspec.kernels.paged_attention import LOG2E, MAX_REGISTERS, Launch, check_cache, paged_attention
+from fastspec.kernels.paged_attention import LOG2E, MAX_REGISTERS, Launch, paged_attention
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
 from fastspec.kernels.rope import NEW_ROWS, append, rope, turned
 
@@ -298,9 +299,8 @@ def attend(
     there.
 
     Raises:
-        ValueError: a tensor is not contiguous where it must be, or `work` is too small for the pass.
+        ValueError: shapes, dtypes or layouts that are not as above, or `work` is too small for the pass.
     """
-    check_cache(keys, values, block_table)
     qkv, positions, writes = qkv.contiguous(), positions.contiguous(), writes.contiguous()
     if q_norm is None or k_norm is None:
         q_norm = k_norm = None
@@ -314,6 +314,7 @@ def attend(
         )
         return out.flatten(2)
     tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes)
+    check_heads(*tensors, num_heads)
     return _decode(
         *tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work, regroup=regroup
     )

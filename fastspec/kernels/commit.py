@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec import verify
+from fastspec.kernels.checks import check, check_room, check_table
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.kernels.publish import check_ring, store_entry, store_sequence
 from fastspec.verify import CommitRows
@@ -31,6 +32,7 @@ AT_LIMIT = tl.constexpr(verify.AT_LIMIT)
 
 NUM_WARPS = 2
 STATE_INTS = ["batch", "num_drafts", "places", "slots", "entry_width", "block_stride", "stop_stride", "tokens_width"]
+COLUMNS = ("lengths", "limits", "draft_lengths", "finish", "draft_counts", "emitted", "accepted")
 _MIN_PLACES = 32  # one compiled kernel for all usual k
 
 
@@ -229,8 +231,8 @@ def commit(
     """
     batch, places = block.shape
     check_rows(rows, batch, places - 1, scratch)
-    if block.stride(1) != 1 or accepted.stride(0) != 1:
-        raise ValueError("accepted and the rows of block must be contiguous")
+    check("accepted", accepted, (batch,), torch.int64)
+    check_table("block", block, batch, places)
     pdl = has_pdl(block.device)
     launch(
         _commit_kernel,
@@ -253,16 +255,12 @@ def commit(
 
 
 def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -> None:
-    """Refuses what the kernels would misread or write beyond."""
-    columns = (rows.lengths, rows.limits, rows.draft_lengths, rows.finish, rows.draft_counts, rows.emitted)
-    if any(column.shape != (batch,) or column.stride(0) != 1 for column in (*columns, rows.accepted)):
-        raise ValueError(f"the columns of the state must be contiguous and hold {batch} rows")
-    if any(table.stride(1) != 1 for table in (rows.tokens, rows.stop_ids, rows.block)):
-        raise ValueError("the rows of tokens, stop_ids and block must be contiguous")
-    if rows.block.shape[1] <= num_drafts or rows.draft_tokens.shape[1] < num_drafts:
-        raise ValueError(f"the state holds fewer than {num_drafts} drafts")
-    if scratch.numel() < 1 + batch * (num_drafts + 2):
-        raise ValueError("scratch is too small for these rows; see scratch_of")
+    """Raises ValueError at what the kernels would misread or write beyond."""
+    for name in COLUMNS:
+        check(name, getattr(rows, name), (batch,), torch.int64)
+    for name, width in (("tokens", 1), ("stop_ids", 1), ("block", num_drafts + 1), ("draft_tokens", num_drafts)):
+        check_table(name, getattr(rows, name), batch, width)
+    check_room("scratch", scratch, 1 + batch * (num_drafts + 2), f"make it with scratch_of({batch}, {num_drafts}, ...)")
 
 
 def state_of(rows: CommitRows) -> tuple[Tensor, ...]:

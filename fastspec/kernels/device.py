@@ -34,6 +34,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; 0 off CUDA, where nothing limits it."""
+    if device.type != "cuda":
+        return 0
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def new_ids(count: int, device: torch.device) -> torch.Tensor:
     """int64 [count] for a kernel to write.
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.checks import check, told
 from fastspec.kernels.device import has_pdl, launch
 
 BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
@@ -55,11 +56,10 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
     """As `reference.embed`, which defines it.
 
     Raises:
-        ValueError: a tensor is not contiguous.
+        ValueError: a tensor is not as above.
     """
     rows, width, packed = table_shape(weight)
-    if not ids.is_contiguous():
-        raise ValueError("ids must be contiguous")
+    check("ids", ids, ids.shape, torch.int64)
     out = torch.empty(*ids.shape, width, dtype=weight.dtype, device=weight.device)
     pdl = has_pdl(weight.device)
     launch(
@@ -80,9 +80,12 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def table_shape(weight: Tensor) -> tuple[int, int, bool]:
-    """(rows, columns, whether packed) of an embedding table."""
-    if not weight.is_contiguous():
-        raise ValueError("the embedding must be contiguous")
+    """(rows, columns, whether packed) of an embedding table; ValueError where it is none."""
+    if not weight.is_contiguous() or not (weight.dim() == 2 or (weight.dim() == 4 and weight.shape[2:] == (16, 32))):
+        raise ValueError(
+            f"the embedding is {told(weight)}; wanted contiguous [V, H], or [V/16, H/32, 16, 32]: pass it as it is "
+            "stored, or as `packing.pack` makes it"
+        )
     if weight.dim() == 2:
         return weight.shape[0], weight.shape[1], False
     return weight.shape[0] * 16, weight.shape[1] * 32, True

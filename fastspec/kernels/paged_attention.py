@@ -21,7 +21,6 @@ has the same bits with the mask and without.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -29,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.device import has_pdl
+from fastspec.kernels.checks import check, check_cache
+from fastspec.kernels.device import has_pdl, shared_memory
 from fastspec.kernels.device import launch as start
 from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
 
@@ -228,20 +228,10 @@ def _flash_kernel(
     tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@cache
 def launch_of(device: torch.device, itemsize: int, block_d: int) -> Launch:
     """The launch entry for a device: the large one where its shared memory holds it."""
     small = LAUNCH[itemsize, block_d]
-    if device.type != "cuda":
-        return small
-    roomy = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= LARGE_SHARED
-    return LARGE.get((itemsize, block_d), small) if roomy else small
-
-
-def check_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> None:
-    """Raises ValueError unless the cache and the rows of the table are laid out as kernels read them."""
-    if not keys.is_contiguous() or not values.is_contiguous() or block_table.stride(1) != 1:
-        raise ValueError("keys, values and the rows of block_table must be contiguous; pass whole layers of the cache")
+    return LARGE.get((itemsize, block_d), small) if shared_memory(device) >= LARGE_SHARED else small
 
 
 def paged_attention(
@@ -262,13 +252,15 @@ def paged_attention(
         out: where the result goes, like query and contiguous; query itself may be given.
 
     Raises:
-        ValueError: a tensor is not contiguous where it must be.
+        ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.
     """
-    check_cache(keys, values, block_table)
     batch, num_queries, num_heads, dim = query.shape
     num_pages, page_size, kv_heads = keys.shape[:3]
     query, positions = query.contiguous(), positions.contiguous()
+    check_cache(query, keys, values, block_table, positions, num_heads)
+    check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
     out = torch.empty_like(query) if out is None else out
+    check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
     block_d = max(16, triton.next_power_of_2(dim))
     launch = launch_of(query.device, query.dtype.itemsize, block_d)
     pdl = has_pdl(query.device)

@@ -18,7 +18,6 @@ The bits of a row depend on how many rows the call has: a prompt is cut into chu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -26,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels import prefill_hopper as hopper
-from fastspec.kernels.device import has_warp_groups, multiprocessors
+from fastspec.kernels.checks import check
+from fastspec.kernels.device import has_warp_groups, multiprocessors, shared_memory
 from fastspec.kernels.device import launch as start
 
 
@@ -162,8 +162,8 @@ def prefill_linear(
     Args:
         x: [..., K].
         weight: packed [N/16, K/32, 16, 32], K a multiple of 64; with `gated` of interleaved rows.
-        bias: [N].
-        norm: weight [K] and epsilon of an RMSNorm of x.
+        bias: [N], contiguous.
+        norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
         residual: [..., N].
         gated: the result is [..., N/2].
         out_dtype: of the result; by default x's.
@@ -175,6 +175,8 @@ def prefill_linear(
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")
     n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    if bias is not None:
+        check("bias", bias, (n,))
     rows = x.reshape(-1, k).contiguous()
     if rows.data_ptr() % 16:
         rows = rows.clone()  # a view that starts anywhere: rows are fetched 16 bytes at a time
@@ -191,7 +193,7 @@ def prefill_linear(
         programs = multiprocessors(x.device)
         hopper.run(rows, weight, bias, residual, out, gated, hopper.tile_of(rows.shape[0], n, programs), programs)
     else:
-        run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], _shared_memory(x.device)))
+        run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], shared_memory(x.device) or max(LAUNCH)))
     return out
 
 
@@ -222,8 +224,8 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
         raise ValueError(f"x is {tuple(x.shape)}, the weight's K {k}; wanted [..., K], K a multiple of 64")
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; wanted both bfloat16 or both float16")
-    if norm is not None and norm[0].shape != (k,):
-        raise ValueError(f"the norm's weight is {tuple(norm[0].shape)}; wanted [{k}]")
+    if norm is not None:
+        check("norm[0]", norm[0], (k,))
 
 
 def _rms_norm(rows: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -232,13 +234,3 @@ def _rms_norm(rows: Tensor, gamma: Tensor, eps: float) -> Tensor:
     warps = min(max(block // 1024, 1), 8)
     start(_rms_norm_kernel, (rows.shape[0],), rows, gamma, out, eps, K=rows.shape[1], BLOCK=block, num_warps=warps)
     return out
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use; the interpreter has no limit."""
-    if device.type != "cuda":
-        return max(LAUNCH)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return int(properties["max_shared_mem"])

@@ -19,11 +19,13 @@ The sequence number n is stored last, after a fence at system scope: a host that
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.checks import check, told
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.verify import CommitRows
 
@@ -194,21 +196,32 @@ def publish(
 
 
 def check_ring(entries: Tensor, rows: CommitRows) -> None:
-    """Refuses a ring that an entry of `rows` does not fit, or that the device cannot write to."""
+    """Raises ValueError at a ring that an entry of `rows` does not fit, or that the device cannot write to."""
     batch, places = rows.block.shape
-    if not entries.is_contiguous() or (entries.shape[1] - 1) % (4 + places) or entries.shape[1] <= batch * (4 + places):
-        raise ValueError(f"entries must be contiguous rows of 1 + B * {4 + places} words with B >= {batch}")
-    if rows.block.is_cuda and not entries.is_cuda and not entries.is_pinned():
-        raise ValueError("entries must be pinned: a kernel writes to them")
+    width, words = 4 + places, entries.shape[1]
+    if not entries.is_contiguous() or (words - 1) % width or words <= batch * width:
+        raise ValueError(
+            f"entries is {told(entries)}; wanted contiguous [slots, 1 + B * {width}] with B >= {batch}: make the ring "
+            "for all rows of the state"
+        )
+    _check_pinned("entries", entries, rows)
 
 
 def check_details(details: Tensor, rows: CommitRows) -> None:
-    """Refuses a ring of log-probabilities that does not fit `rows`."""
+    """Raises ValueError at a ring of log-probabilities that does not fit `rows`, or that cannot be written to."""
     batch, places, top = rows.top_ids.shape
-    recorded = (rows.logprobs, rows.top_ids, rows.top_logprobs)
-    if not details.is_contiguous() or not all(tensor.is_contiguous() for tensor in recorded):
-        raise ValueError("details, logprobs, top_ids and top_logprobs must be contiguous")
-    if details.shape[1] < batch or details.shape[2:] != (places, 1 + 2 * top):
-        raise ValueError(f"details must be [slots, B, {places}, {1 + 2 * top}] with B >= {batch}")
-    if rows.block.is_cuda and not details.is_cuda and not details.is_pinned():
-        raise ValueError("details must be pinned: a kernel writes to them")
+    check("logprobs", rows.logprobs, (batch, places), torch.float32)
+    check("top_ids", rows.top_ids, (batch, places, top), torch.int64)
+    check("top_logprobs", rows.top_logprobs, (batch, places, top), torch.float32)
+    fits = details.dim() == 4 and details.shape[1] >= batch and details.shape[2:] == (places, 1 + 2 * top)
+    if not fits or not details.is_contiguous():
+        raise ValueError(
+            f"details is {told(details)}; wanted contiguous [slots, B, {places}, {1 + 2 * top}] with B >= {batch}: "
+            "make the ring for all rows of the state"
+        )
+    _check_pinned("details", details, rows)
+
+
+def _check_pinned(name: str, ring: Tensor, rows: CommitRows) -> None:
+    if rows.block.is_cuda and not ring.is_cuda and not ring.is_pinned():
+        raise ValueError(f"{name} is not pinned; a kernel on {rows.block.device} writes to it: allocate it pinned")

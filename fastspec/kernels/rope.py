@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.checks import check_heads
 from fastspec.kernels.device import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
@@ -213,7 +214,12 @@ def rope(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The first half of `reference.attend`: stores K and V where `writes`, returns the queries [B, Q, H, D]."""
+    """The first half of `reference.attend`: stores K and V where `writes`, returns the queries [B, Q, H, D].
+
+    Raises:
+        ValueError: shapes, dtypes or layouts that are not as above.
+    """
+    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes, num_heads)
     batch, num_queries = positions.shape
     page_size, kv_heads, dim = keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -60,6 +60,7 @@ from fastspec.kernels.sampled_parts import (
     RECORD,
     RUNNING,
     SampledWork,
+    check_laws,
     check_source,
     view_of,
 )
@@ -303,8 +304,7 @@ def sampled_commit(
     check_source(logits, rows, work)
     committing.check_rows(rows, batch, places - 1, scratch)
     laws = None if certain or rule == COUPLED or places == 1 else rows.draft_probs
-    if laws is not None and (laws.stride(2) != 1 or laws.shape[2] < vocab):
-        raise ValueError(f"draft_probs must be contiguous over the vocabulary and hold {vocab} ids")
+    check_laws(laws, vocab)
     drafts = 0 if rule == COUPLED else places - 1
     find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True)
     source = sampled_parts.source_of(logits, rows)

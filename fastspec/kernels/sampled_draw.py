@@ -39,6 +39,7 @@ from fastspec.kernels.sampled_parts import (
     RECORD,
     RUNNING,
     SampledWork,
+    check_laws,
     check_source,
     key_of,
     times,
@@ -168,8 +169,7 @@ def sampled_draw(
     check_source(logits, rows, work)
     batch, _, vocab = logits.shape
     laws = rows.draft_probs[:, j] if keeps_law else None
-    if laws is not None and (laws.stride(1) != 1 or laws.shape[1] < vocab):
-        raise ValueError(f"draft_probs must be contiguous over the vocabulary and hold {vocab} ids")
+    check_laws(laws, vocab)
     find_laws(logits, rows, work, first=j)
     source = sampled_parts.source_of(logits, rows)
     width = vocab if laws is None else laws.shape[1]

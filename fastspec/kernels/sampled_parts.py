@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec import verify
+from fastspec.kernels.checks import check_logits, told
 
 GROUP = 32  # neighbouring ids whose largest logit and mass are kept
 CHUNK = 4096  # ids per program
@@ -92,6 +93,14 @@ def parts_of(batch: int, places: int, programs: int) -> int:
     return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
 
+# in the order of `source_of`, behind the logits
+SOURCE = (
+    *("bias", "in_prompt", "output_counts", "draft_tokens", "stop_ids"),
+    *("repetition", "presence", "frequency", "min_lengths", "lengths"),
+    *("temperature", "top_k", "top_p", "min_p", "draft_counts", "finish"),
+)
+
+
 def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
     """The pointers of `view_of`, in the kernels' order, for logits [B, R, V]."""
     does = rows.processors
@@ -113,21 +122,36 @@ def sizes_of(logits: Tensor, rows: Any, first: int) -> tuple[int, ...]:
 
 
 def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
-    """Refuses what the kernels would misread or write beyond."""
+    """Raises ValueError at what the kernels would misread or write beyond."""
+    check_logits(logits)
     batch, places, vocab = logits.shape
-    if logits.dtype != torch.float32 or logits.stride(2) != 1:
-        raise ValueError("logits must be fp32 and contiguous over the vocabulary")
     if min(batch, places) > 1 and logits.stride(0) != places * logits.stride(1):
-        raise ValueError("the places of logits must lie at one common stride")
+        raise ValueError(f"logits is {told(logits)}; wanted its places at one stride: pass logits.contiguous()")
     if vocab > MOST_IDS:
-        raise ValueError(f"at most {MOST_IDS} ids, got {vocab}")
-    if len(work.records) < batch * places or work.groups.shape[2] * GROUP < vocab or len(work.arrivals) < batch:
-        raise ValueError(f"the work area is too small for {batch} rows of {places} places and {vocab} ids")
-    source = source_of(logits, rows)[1:]
-    if any(tensor.stride(-1) != 1 or len(tensor) != batch for tensor in source if tensor.numel()):
-        raise ValueError(f"the fields of the state must be contiguous over their last axis and hold {batch} rows")
+        raise ValueError(f"logits is {told(logits)}; wanted at most {MOST_IDS} ids: `reference` has this op for more")
+    room = len(work.arrivals), len(work.records), work.groups.shape[2] * GROUP
+    if room[0] < batch or room[1] < batch * places or room[2] < vocab:
+        raise ValueError(
+            f"the work area is too small: it has (rows, lines, ids) {room}; wanted {(batch, batch * places, vocab)} or "
+            f"more: make it with sampled_work({batch}, {places - 1}, {vocab}, ...)"
+        )
+    for name, field in zip(SOURCE, source_of(logits, rows)[1:], strict=True):
+        if field.numel() and (field.stride(-1) != 1 or len(field) != batch):
+            raise ValueError(
+                f"{name} is {told(field)}; wanted {batch} rows, contiguous over the last axis: pass a state's own"
+            )
     if rows.processors.bias.shape[1] < vocab:
-        raise ValueError(f"the state knows {rows.processors.bias.shape[1]} ids, the logits have {vocab}")
+        raise ValueError(
+            f"the state knows {rows.processors.bias.shape[1]} ids, the logits have {vocab}: allocate it for as many"
+        )
+
+
+def check_laws(laws: Tensor | None, vocab: int) -> None:
+    """Raises ValueError at laws of drafts, [B, K, V] or [B, V], that do not hold the ids of the logits."""
+    if laws is not None and (laws.stride(-1) != 1 or laws.shape[-1] < vocab):
+        raise ValueError(
+            f"draft_probs is {told(laws)}; wanted {vocab} ids or more, contiguous over them: allocate the state so"
+        )
 
 
 @triton.jit

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.checks import check, check_room
 from fastspec.kernels.device import launch, new_ids
 from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
 from fastspec.kernels.tile_parts import finish, norm_kernel, offer, rms_scale, settle, weighted
@@ -208,8 +209,8 @@ def tile_linear(
     Args:
         x: [..., K].
         weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows.
-        bias: [N].
-        norm: weight [K] and epsilon of an RMSNorm of x.
+        bias: [N], contiguous.
+        norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
         residual: [..., N].
         gated: the result is [..., N/2].
         out_dtype: of the result; by default x's.
@@ -219,6 +220,8 @@ def tile_linear(
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
     _check(x, weight, norm)
+    if bias is not None:
+        check("bias", bias, weight.shape[:1])
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight is {tuple(weight.shape)}; wanted [gate; up] of equally many rows each")
     width, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -259,7 +262,7 @@ def tile_pick(
         scratch: int64, R + 1 or more zeros; zeros again when the kernel ends, so that one serves every call.
         norm: weight [K] and epsilon of an RMSNorm of x.
         pdl: as in `tile_linear`.
-        out: int64 [R] to write to.
+        out: int64 [R] to write to, contiguous.
 
     Returns:
         The lowest id of the largest logit; NaN counts as largest, as in `torch.argmax`.
@@ -271,10 +274,10 @@ def tile_pick(
     num_rows, (width, k) = x.shape[0], weight.shape
     if x.dim() != 2 or not 1 <= limit <= width:
         raise ValueError(f"x is {tuple(x.shape)} and limit {limit}; wanted [R, K] and 1..{width}")
-    if scratch.dtype != torch.int64 or scratch.numel() <= num_rows:
-        raise ValueError(f"scratch is {scratch.dtype} {tuple(scratch.shape)}; wanted int64 [{num_rows + 1}] or longer")
+    check_room("scratch", scratch, num_rows + 1, "make it of zeros")
     if out is None:
         out = new_ids(num_rows, x.device)
+    check("out", out, (num_rows,), torch.int64, step="leave it out, and copy the result")
     if num_rows == 0:
         return out
     rows, gamma, scale, eps = _normed(x, norm, pdl)
@@ -294,8 +297,8 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
         raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; wanted [..., K] and contiguous [N, K]")
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; wanted both bfloat16, float16 or float32")
-    if norm is not None and norm[0].shape != weight.shape[1:]:
-        raise ValueError(f"the norm's weight is {tuple(norm[0].shape)}; wanted [{weight.shape[1]}]")
+    if norm is not None:
+        check("norm[0]", norm[0], weight.shape[1:])
 
 
 def _normed(

@@ -127,7 +127,7 @@ def pick(
         packed_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device), out=out)
     elif x.dtype == torch.float32 or tiling.rows is None:
         reference.pick(x, weight, limit, tiling, norm=norm, out=out)
-    else:
+    else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
         out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
 
 

@@ -14,12 +14,12 @@ The other arguments are those of commit.py.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.checks import check_logits
 from fastspec.kernels.commit import STATE_INTS, check_rows, commit_row, constants_of, sizes_of, state_of
 from fastspec.kernels.device import has_pdl, launch
 from fastspec.verify import CommitRows
@@ -154,11 +154,10 @@ def verify_commit(
     Raises:
         ValueError: a layout is not as above, or the scratch is too small.
     """
+    check_logits(logits)
     batch, places, vocab = logits.shape
     check_rows(rows, batch, places - 1, scratch)
     lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
-    if lines.stride(1) != 1 or logits.dtype != torch.float32:
-        raise ValueError("logits must be fp32 and contiguous over the vocabulary")
     chunk, warps = next(entry[1:] for entry in LAUNCH if batch * places >= entry[0])
     grid = (triton.cdiv(vocab, chunk), batch * places)
     pdl = has_pdl(logits.device)

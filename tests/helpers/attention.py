@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,35 @@ NAN = float("nan")
 TENSORS = ("qkv", "cos", "sin", "keys", "values", "block_table", "positions", "writes")
 BY_ROW = ("qkv", "block_table", "positions", "writes")
 EPS = 1e-6
+
+# (an argument of `case(device, lengths=[9, 7], queries=3, norm=True)`, what is done to it, what its refusal says)
+MISREAD: list[tuple[str, Callable[[Any], Any], str]] = [
+    (
+        "qkv",
+        lambda x: x[..., :224].contiguous(),
+        r"qkv is float32 \[2, 3, 224\]; wanted .*\[2, 3, 256\]: that is num_heads=4",
+    ),
+    ("qkv", lambda x: x.half(), "qkv is float16"),
+    ("num_heads", lambda x: 6, "num_heads=6"),
+    ("num_heads", lambda x: 3, "num_heads is 3; wanted a multiple of the 2"),
+    ("cos", lambda x: x.t().contiguous().t(), r"cos is .*strides.*pass cos.contiguous\(\)"),
+    ("cos", lambda x: x[:, :8].contiguous(), r"cos is float32 \[10, 8\]; wanted contiguous float32 \[10, 16\]"),
+    ("sin", lambda x: x.t().contiguous().t(), "sin is .*strides"),
+    ("sin", lambda x: x[:5], r"sin is float32 \[5, 16\]; wanted contiguous float32 \[10, 16\]"),
+    ("sin", lambda x: x.half(), "sin is float16"),
+    ("q_norm", lambda x: torch.stack((x, x), -1)[:, 0], "q_norm is .*strides"),
+    ("k_norm", lambda x: x[:16], r"k_norm is float32 \[16\]; wanted contiguous float32 \[32\]"),
+    ("keys", lambda x: x.transpose(0, 1), "keys is .*strides.*pass whole layers"),
+    ("values", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "values is .*strides"),
+    ("values", lambda x: x.half(), "values is float16"),
+    ("block_table", lambda x: x.t().contiguous().t(), "block_table is .*each row contiguous"),
+    ("block_table", lambda x: x.int(), "block_table is int32"),
+    ("block_table", lambda x: x[:1], "block_table is .*wanted int64"),
+    ("positions", lambda x: x.int(), "positions is int32"),
+    ("positions", lambda x: x[:, :2], r"positions is int64 \[2, 2\]"),
+    ("writes", lambda x: x.int(), "writes is int32"),
+    ("writes", lambda x: x[:1], r"writes is bool \[1, 3\]"),
+]
 
 
 def case(

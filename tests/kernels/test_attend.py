@@ -6,6 +6,7 @@ the ring by stand-ins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import gluon_simulator
-from tests.helpers.attention import case, copied, rows_of, run, stored, torch_error, twin
+from tests.helpers.attention import MISREAD, case, copied, rows_of, run, stored, torch_error, twin
 from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
@@ -381,11 +382,30 @@ def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int
         assert attention.attend_work_bytes(batch * queries, positions, heads) == 4 * (counters + partials)
 
 
-def test_layout_is_checked() -> None:
-    given = case("cpu", lengths=[9], queries=1)
-    given["keys"] = given["keys"].transpose(0, 1)
-    with pytest.raises(ValueError, match="contiguous"):
-        run(attention.attend, given, None)
+@pytest.mark.parametrize(("name", "change", "match"), MISREAD)
+def test_what_would_be_misread_is_refused(name: str, change: Callable[[Any], Any], match: str) -> None:
+    given = case("cpu", lengths=[9, 7], queries=3, norm=True)
+    work = work_for(given)
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=match):
+        run(attention.attend, given, work)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_heads_without_a_tile_are_refused(queries: int) -> None:
+    given = case("cpu", lengths=[20], queries=queries, dim=512)
+    with pytest.raises(ValueError, match="head_dim is 512; wanted an even one up to 256"):
+        run(attention.attend, given, work_for(given))
+
+
+def test_views_are_read_as_they_are() -> None:
+    """Of what one pass alone is made of: the product, positions and writes."""
+    given = case("cpu", lengths=[9, 7], queries=3)
+    expected = attend(copied(given))
+    views = copied(given)
+    for name in ("qkv", "positions", "writes"):
+        views[name] = torch.stack((given[name], given[name]), -1)[..., 0]
+    assert torch.equal(attend(views), expected)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastspec import state as states
 from fastspec import verify
@@ -16,7 +19,7 @@ from tests.helpers.states import MAX_LENGTH, assert_same, copy_of, random_state
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.commit import commit, scratch_of
+from fastspec.kernels.commit import COLUMNS, commit, scratch_of
 
 
 def compare(whole: DecodeState, first: int, accepted: torch.Tensor, block: torch.Tensor, ring: bool = False) -> None:
@@ -101,11 +104,37 @@ def test_a_length_beyond_the_table_writes_nothing_outside(device: str) -> None:
 def test_layout_is_checked() -> None:
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     block, accepted = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="scratch is too small"):
+    with pytest.raises(ValueError, match=r"scratch is int64 \[5\]; wanted .*\[9\] or longer: make it with scratch_of"):
         commit(accepted, block, rows, scratch_of(1, 2, block.device))
-    with pytest.raises(ValueError, match="fewer than 3 drafts"):
+    with pytest.raises(ValueError, match=r"block is int64 \[2, 3\]; wanted int64 \[2, 4 or more\]"):
         commit(accepted, torch.zeros(2, 4, dtype=torch.int64), rows, scratch_of(2, 4, block.device))
-    with pytest.raises(ValueError, match="hold 1 rows"):
+    with pytest.raises(ValueError, match=r"lengths is int64 \[2\]; wanted contiguous int64 \[1\]"):
         commit(accepted[:1], block[:1], rows, scratch_of(2, 2, block.device))
-    with pytest.raises(ValueError, match="entries must be"):
+    with pytest.raises(ValueError, match=r"accepted is int64 \[1\]; wanted contiguous int64 \[2\]"):
+        commit(accepted[:1], block, rows, scratch_of(2, 2, block.device))
+    with pytest.raises(ValueError, match=r"entries is int64 \[2, 8\]; wanted .*B >= 2: make the ring"):
         commit(accepted, block, rows, scratch_of(2, 2, block.device), (torch.zeros(2, 8).long(), accepted[:1]))
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same numbers, none beside the next."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+@pytest.mark.parametrize("change", [spread, Tensor.int, lambda x: x[:1]])
+@pytest.mark.parametrize("name", [*COLUMNS, "tokens", "stop_ids", "block", "draft_tokens"])
+def test_a_state_that_would_be_misread_is_refused(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
+    rows = replace(rows, **{name: change(getattr(rows, name))})
+    with pytest.raises(ValueError, match=f"^{name} is .*; wanted "):
+        commit(torch.zeros(2).long(), torch.zeros(2, 3).long(), rows, scratch_of(2, 2, rows.tokens.device))
+
+
+@pytest.mark.parametrize("change", [spread, Tensor.int])
+@pytest.mark.parametrize("name", ["accepted", "block", "scratch"])
+def test_arguments_that_would_be_misread_are_refused(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
+    given = {"accepted": torch.zeros(2).long(), "block": torch.zeros(2, 3).long(), "scratch": torch.zeros(9).long()}
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=f"^{name} is .*; wanted "):
+        commit(**given, rows=rows)

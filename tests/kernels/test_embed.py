@@ -66,9 +66,16 @@ def test_a_table_beyond_two_to_the_31_elements(is_packed: bool) -> None:
     assert torch.equal(embed(stored, torch.tensor([[vocab - 1]], device="cuda"))[0, 0], row)
 
 
-def test_layout_is_checked() -> None:
-    weight = table(32, 64, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="embedding must be contiguous"):
-        embed(weight.T, torch.zeros(1, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="ids must be contiguous"):
-        embed(weight, torch.zeros(4, 2, dtype=torch.int64).T)
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"weight": torch.zeros(64, 32).T}, r"embedding is float32 \[32, 64\] with strides.*packing.pack"),
+        ({"weight": torch.zeros(2, 2, 32, 16)}, r"embedding is float32 \[2, 2, 32, 16\]; wanted"),
+        ({"ids": torch.zeros(4, 2, dtype=torch.int64).T}, r"ids is int64 \[2, 4\] with strides.*pass ids.contiguous"),
+        ({"ids": torch.zeros(4, 2, dtype=torch.int32)}, "ids is int32"),
+    ],
+)
+def test_what_would_be_misread_is_refused(change: dict[str, Tensor], match: str) -> None:
+    given = {"weight": table(32, 64, torch.float32, "cpu"), "ids": torch.zeros(1, 1, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=match):
+        embed(**{**given, **change})

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.models import spec
 from tests.helpers.devices import devices
 
-pytest.importorskip("triton", reason="Triton ships for Linux only")
+triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import paged_attention as attention
+from fastspec.kernels import attend as decoding  # noqa: E402
+from fastspec.kernels import paged_attention as attention  # noqa: E402
+from fastspec.kernels.checks import MAX_HEAD_DIM  # noqa: E402
+from fastspec.kernels.device import shared_memory  # noqa: E402
 
 NAN = float("nan")
 
@@ -182,18 +190,60 @@ def test_cache_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(out[0], out[1])
 
 
-def test_layout_is_checked() -> None:
-    given = case("cpu", lengths=[9], queries=1)
-    given["keys"] = given["keys"].transpose(0, 1)
-    with pytest.raises(ValueError, match="contiguous"):
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("keys", lambda x: x.transpose(0, 1), r"keys is .*strides.*pass whole layers"),
+        ("keys", lambda x: x.double(), "keys is float64"),
+        ("values", lambda x: x[1:], "values is .*goes with keys"),
+        ("block_table", lambda x: x.t().contiguous().t(), "block_table is .*each row contiguous"),
+        ("block_table", lambda x: x.int(), "block_table is int32"),
+        ("block_table", lambda x: x[:1], r"block_table is int64 \[1, .*wanted int64 \[2, 1 or more\]"),
+        ("positions", lambda x: x.int(), r"positions is int32 \[2, 3\]; wanted contiguous int64 \[2, 3\]"),
+        ("positions", lambda x: x[:, :2], r"positions is int64 \[2, 2\]"),
+        ("query", lambda x: x.half(), "query is float16"),
+        ("query", lambda x: x[..., :16], "query is .*wanted contiguous float32"),
+        ("query", lambda x: x[:, :, :3], "num_heads is 3; wanted a multiple of the 2"),
+    ],
+)
+def test_layout_is_checked(name: str, change: Callable[[Tensor], Tensor], match: str) -> None:
+    given = case("cpu", lengths=[9, 7], queries=3)
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=match):
         attention.paged_attention(**given, num_blocks=1, window=None)
 
 
-def test_launch_entries_fit_the_device() -> None:
-    """Off CUDA the small entry: the large one is for devices with as much shared memory."""
-    for size, dim in attention.LAUNCH:
-        assert attention.launch_of(torch.device("cpu"), size, dim) == attention.LAUNCH[size, dim]
+@pytest.mark.parametrize("change", [lambda x: x[:1], Tensor.half, lambda x: torch.stack((x, x), -1)[..., 0]])
+def test_where_the_result_goes_is_checked(change: Callable[[Tensor], Tensor]) -> None:
+    given = case("cpu", lengths=[9, 7], queries=3)
+    with pytest.raises(ValueError, match=r"out is .*leave it out"):
+        attention.paged_attention(**given, num_blocks=1, window=None, out=change(given["query"]))
+
+
+@pytest.mark.parametrize("dim", [512, 33])
+def test_heads_without_a_tile_are_refused(dim: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim is {dim}; wanted an even one up to 256"):
+        attention.paged_attention(**case("cpu", lengths=[9], queries=1, dim=dim), num_blocks=1, window=None)
+
+
+def test_every_head_that_is_taken_has_a_tile() -> None:
+    for table in (attention.LAUNCH, decoding.LAUNCH):
+        dims = {(size, dim) for size in (2, 4) for dim in (16, 32, 64, 128, MAX_HEAD_DIM)}
+        assert set(table) == dims
+    assert MAX_HEAD_DIM == spec.MAX_HEAD_DIM
+
+
+def test_launch_entries_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large entry where a program may have as much shared memory, and never off CUDA."""
     assert set(attention.LARGE) <= set(attention.LAUNCH)
+    monkeypatch.setattr(attention, "shared_memory", shared_memory.__wrapped__)  # what it is told here is not kept
+    for bytes_there, large in ((attention.LARGE_SHARED - 1, False), (attention.LARGE_SHARED, True)):
+        utils = SimpleNamespace(get_device_properties=lambda index, most=bytes_there: {"max_shared_mem": most})
+        monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+        for entry, small in attention.LAUNCH.items():
+            expected = attention.LARGE.get(entry, small) if large else small
+            assert attention.launch_of(torch.device("cuda", 0), *entry) == expected
+            assert attention.launch_of(torch.device("cpu"), *entry) == small
 
 
 @pytest.mark.parametrize("device", devices())

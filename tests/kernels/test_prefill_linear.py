@@ -177,8 +177,21 @@ def test_arguments_are_checked() -> None:
         prefill.prefill_linear(x[:, :32], weight[:, :1].contiguous())
     with pytest.raises(ValueError, match="gated"):
         prefill.prefill_linear(x, weight, gated=True, residual=x)
-    with pytest.raises(ValueError, match="norm"):
-        prefill.prefill_linear(x, weight, norm=(x[0, :3], 1e-5))
     with pytest.raises(ValueError, match="residual"):
         prefill.prefill_linear(x, weight, residual=x)
     assert prefill.prefill_linear(x[:0], weight).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bias": torch.ones(3)}, r"bias is float32 \[3\]; wanted contiguous float32 \[16\]"),
+        ({"bias": torch.ones(32)[::2]}, r"strides \[2\].*pass bias.contiguous"),
+        ({"norm": (torch.ones(3), 1e-5)}, r"norm\[0\] is float32 \[3\]"),
+        ({"norm": (torch.ones(128)[::2], 1e-5)}, r"norm\[0\].*strides"),
+    ],
+)
+def test_what_would_be_misread_is_refused(change: dict[str, Any], match: str) -> None:
+    x, weight, _ = case(2, 16, 64, torch.float16, "cpu")
+    with pytest.raises(ValueError, match=match):
+        prefill.prefill_linear(x, weight, **change)

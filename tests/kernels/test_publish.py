@@ -147,12 +147,23 @@ def test_the_host_sees_every_entry_whole_and_in_order(path: str, batch: int) -> 
 def test_layout_is_checked() -> None:
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     entries, counter = ring_of(2, 2, "cpu")
-    with pytest.raises(ValueError, match="entries must be contiguous"):
+    with pytest.raises(ValueError, match=r"entries is int64 \[5, 14\]; wanted contiguous \[slots, 1 \+ B \* 7\]"):
         publish(entries[:, :-1].contiguous(), counter, rows, drafting=True)
     with pytest.raises(ValueError, match="B >= 2"):
         publish(entries[:, :8].contiguous(), counter, rows, drafting=True)
-    with pytest.raises(ValueError, match="details must be"):
+    with pytest.raises(ValueError, match=r"details is int32 \[5, 2, 3, 5\]; wanted"):
         publish(entries, counter, rows, drafting=True, details=torch.zeros(SLOTS, 2, 3, 5, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "top_ids", "top_logprobs"])
+def test_what_would_be_misread_of_log_probabilities_is_refused(name: str) -> None:
+    _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
+    entries, counter = ring_of(2, 2, "cpu")
+    details = torch.zeros(SLOTS, 2, 3, 1 + 2 * rows.top_ids.shape[2], dtype=torch.int32)
+    field = getattr(rows, name)
+    rows = replace(rows, **{name: torch.stack((field, field), -1)[..., 0]})
+    with pytest.raises(ValueError, match=f"{name} is .*strides.*pass {name}.contiguous"):
+        publish(entries, counter, rows, drafting=True, details=details)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from tests.helpers.attention import TENSORS, case, copied, stored, twin
+from tests.helpers.attention import MISREAD, TENSORS, case, copied, stored, twin
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -62,3 +63,14 @@ def test_norms(device: str, dtype: torch.dtype) -> None:
     twin(same)
     for ours, theirs in zip(stored(given), stored(same), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+LAYOUT = [(name, lambda x: torch.stack((x, x), -1)[..., 0], f"{name} is .*strides") for name in ("positions", "writes")]
+
+
+@pytest.mark.parametrize(("name", "change", "match"), [*MISREAD, *LAYOUT])
+def test_what_would_be_misread_is_refused(name: str, change: Callable[[Any], Any], match: str) -> None:
+    given = case("cpu", lengths=[9, 7], queries=3, norm=True)
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=match):
+        rotated(given)

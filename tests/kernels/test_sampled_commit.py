@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.modes import BLOCK, COUPLED, MODES, REJECTION
-from fastspec.sampling import PhiloxDraws
+from fastspec.sampling import DRAFT, PhiloxDraws
 from fastspec.state import IDLE, RUNNING, DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.sampled import INF, assert_same_step, drafted, logits_for, mixed_state, plain_state
@@ -25,6 +26,7 @@ from fastspec.kernels import sampled_groups, sampled_laws, sampled_parts  # noqa
 from fastspec.kernels import sampled_judge as module  # noqa: E402
 from fastspec.kernels.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampled_commit import sampled_commit  # noqa: E402
+from fastspec.kernels.sampled_draw import sampled_draw  # noqa: E402
 from fastspec.kernels.sampled_parts import SampledWork, sampled_work  # noqa: E402
 
 NAN = float("nan")
@@ -274,13 +276,28 @@ def test_layout_is_checked() -> None:
     state = plain_state(2, 2, 12, "cpu")
     logits = torch.zeros(2, 3, 12)
     scratch, work = scratch_of(2, 2, logits.device), sampled_work(2, 2, 12, logits.device)
-    with pytest.raises(ValueError, match="too small"):
+    with pytest.raises(ValueError, match=r"work area is too small.*sampled_work\(2, 2, 12, "):
         sampled_commit(logits, state, scratch, sampled_work(1, 2, 12, logits.device), rule=BLOCK, certain=False)
-    with pytest.raises(ValueError, match="fp32"):
+    with pytest.raises(ValueError, match=r"logits is float64 .*wanted float32"):
         sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, certain=False)
     wide = sampled_work(2, 2, 13, logits.device)
-    with pytest.raises(ValueError, match="the state knows 12 ids"):
+    with pytest.raises(ValueError, match="the state knows 12 ids, the logits have 13: allocate"):
         sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, certain=False)
+    with pytest.raises(ValueError, match=r"logits is .*strides.*at one stride"):
+        sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, certain=False)
+
+
+@pytest.mark.parametrize("name", [*sampled_parts.SOURCE, "draft_probs"])
+def test_a_state_that_would_be_misread_is_refused(name: str) -> None:
+    """As it is refused where drafts are drawn, too."""
+    state = plain_state(2, 2, 12, "cpu")
+    field = getattr(state, name)
+    state = replace(state, **{name: torch.stack((field, field), -1)[..., 0]})
+    logits, work = torch.zeros(2, 3, 12), sampled_work(2, 2, 12, torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
+        sampled_commit(logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, certain=False)
+    with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
+        sampled_draw(logits[:, :1], state, 0, work, purpose=DRAFT, keeps_law=True)
 
 
 @triton.jit

@@ -237,16 +237,45 @@ def test_arguments_are_checked() -> None:
         tile.tile_linear(x, weight.half())
     with pytest.raises(ValueError, match="gate; up"):
         tile.tile_linear(x, weight[:15], gated=True)
-    with pytest.raises(ValueError, match="norm"):
-        tile.tile_linear(x, weight, norm=(x[0, :3], 1e-5))
     with pytest.raises(ValueError, match="residual"):
         tile.tile_linear(x, weight, residual=x)
     with pytest.raises(ValueError, match="limit"):
         tile.tile_pick(x, weight, 17, scratch)
-    with pytest.raises(ValueError, match="scratch"):
-        tile.tile_pick(x, weight, 16, scratch[:2])
     assert tile.tile_linear(x[:0], weight).shape == (0, 16)
     assert tile.tile_pick(x[:0], weight, 16, scratch).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bias": torch.ones(3)}, r"bias is float32 \[3\]; wanted contiguous float32 \[16\]"),
+        ({"bias": torch.ones(32)[::2]}, r"strides \[2\].*pass bias.contiguous"),
+        ({"norm": (torch.ones(3), 1e-5)}, r"norm\[0\] is float32 \[3\]"),
+        ({"norm": (torch.ones(64)[::2], 1e-5)}, r"norm\[0\].*strides"),
+    ],
+)
+def test_what_would_be_misread_is_refused(change: dict[str, Any], match: str) -> None:
+    x, weight, _ = product_case(2, 16, 32, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=match):
+        tile.tile_linear(x, weight, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"scratch": torch.zeros(2, dtype=torch.int64)}, r"scratch is int64 \[2\]; wanted .*\[3\] or longer"),
+        ({"scratch": torch.zeros(3, dtype=torch.int32)}, "scratch is int32"),
+        ({"scratch": torch.zeros(6, dtype=torch.int64)[::2]}, "scratch .*strides"),
+        ({"norm": (torch.ones(64)[::2], 1e-5)}, r"norm\[0\].*strides"),
+        ({"out": torch.zeros(3, dtype=torch.int64)}, r"out is int64 \[3\]; wanted contiguous int64 \[2\]"),
+        ({"out": torch.zeros(2, dtype=torch.int32)}, "out is int32"),
+        ({"out": torch.zeros(2, 3, dtype=torch.int64)[:, 1]}, "strides.*leave it out"),
+    ],
+)
+def test_what_a_pick_would_overrun_is_refused(change: dict[str, Any], match: str) -> None:
+    x, weight, _ = product_case(2, 16, 32, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=match):
+        tile.tile_pick(**{"x": x, "weight": weight, "limit": 16, "scratch": torch.zeros(3).long(), **change})
 
 
 @pytest.mark.parametrize("compiled_only", [False, True])

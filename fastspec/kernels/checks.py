@@ -1,0 +1,116 @@
+"""What wrappers of kernels refuse: by shape, dtype and strides, never by a value, for that would wait for the device.
+
+A kernel is given addresses and a few strides. What it is not told it takes for granted, and a tensor that is laid out
+otherwise is misread, or written beyond, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ATTENTION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256  # the widest head that the launch tables of attention have tiles for
+
+
+def told(tensor: Tensor) -> str:
+    """A tensor in an error: dtype and shape, and its strides unless it is contiguous."""
+    strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}{strides}"
+
+
+def check(
+    name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, *, step: str | None = None
+) -> None:
+    """Raises ValueError unless `tensor` is contiguous, of this shape and, where one is given, of this dtype.
+
+    Args:
+        step: what to do about it; by default what the difference itself suggests.
+    """
+    fits = tensor.shape == tuple(shape) and dtype in (None, tensor.dtype)
+    if fits and tensor.is_contiguous():
+        return
+    wanted = f"{_name(dtype or tensor.dtype)} {list(shape)}"
+    raise ValueError(f"{name} is {told(tensor)}; wanted contiguous {wanted}: {step or _step(name, fits)}")
+
+
+def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
+    """Raises ValueError unless `table` is int64 of `rows` rows, `width` columns or more, each row contiguous."""
+    fits = table.dim() == 2 and table.dtype == torch.int64 and table.shape[0] == rows and table.shape[1] >= width
+    if fits and table.stride(1) == 1:
+        return
+    wanted = f"int64 [{rows}, {width} or more], each row contiguous"
+    raise ValueError(f"{name} is {told(table)}; wanted {wanted}: {_step(name, fits)}")
+
+
+def check_room(name: str, tensor: Tensor, least: int, step: str) -> None:
+    """Raises ValueError unless `tensor` is contiguous int64 of `least` elements or more."""
+    if tensor.dtype != torch.int64 or tensor.numel() < least or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {told(tensor)}; wanted contiguous int64 [{least}] or longer: {step}")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ValueError unless `logits` is fp32 [B, places, V] whose last axis is contiguous."""
+    if logits.dim() != 3 or logits.dtype != torch.float32 or logits.stride(2) != 1:
+        raise ValueError(
+            f"logits is {told(logits)}; wanted float32 [B, places, V], contiguous over the vocabulary: "
+            "pass logits.float().contiguous()"
+        )
+
+
+def check_cache(
+    rows: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, positions: Tensor, num_heads: int
+) -> None:
+    """Raises ValueError unless kernels can read what `rows` [B, Q, ...] with `num_heads` query heads attend to."""
+    if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in ATTENTION_TYPES:
+        raise ValueError(
+            f"keys is {told(keys)}; wanted contiguous [num_pages, page_size, Hkv, D] of bfloat16, float16 or float32: "
+            "pass whole layers of the cache"
+        )
+    kv_heads, dim = keys.shape[2:]
+    if dim % 2 or dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim is {dim}; wanted an even one up to {MAX_HEAD_DIM}: `reference` has this op for any other"
+        )
+    if num_heads < kv_heads or num_heads % kv_heads:
+        raise ValueError(f"num_heads is {num_heads}; wanted a multiple of the {kv_heads} key heads of the cache")
+    check("values", values, keys.shape, keys.dtype, step="pass the layer of the cache that goes with keys")
+    check("positions", positions, rows.shape[:2], torch.int64)
+    check_table("block_table", block_table, rows.shape[0])
+
+
+def check_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    num_heads: int,
+) -> None:
+    """Raises ValueError unless kernels can make K and V of `qkv`, store and read them: shapes as in rope.py."""
+    check_cache(qkv, keys, values, block_table, positions, num_heads)
+    kv_heads, dim = keys.shape[2:]
+    width = (num_heads + 2 * kv_heads) * dim
+    step = f"that is num_heads={num_heads} and 2 * {kv_heads} key heads of {dim}, in the cache's dtype"
+    check("qkv", qkv, (*qkv.shape[:2], width), keys.dtype, step=step)
+    check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
+    check("sin", sin, cos.shape, torch.float32)
+    check("writes", writes, positions.shape, torch.bool)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check(name, weight, (dim,))
+
+
+def _step(name: str, fits: bool) -> str:
+    return f"pass {name}.contiguous()" if fits else "the table at the top of the op's file has all shapes and dtypes"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
