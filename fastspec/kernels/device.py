@@ -57,8 +57,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     """kernel[grid](*args, **options), or no more than its compilation within `compiling()`.
 
     A kernel's first launch on a device also says how much shared memory it is to have, in percent `least_shared` at
-    least: see carveout.py.
+    least: see carveout.py. Unless `options` forbid it, a product and a sum may be rounded together: said at every
+    launch, for what Triton takes for granted changes between its versions, and bits with it.
     """
+    options = {"enable_fp_fusion": True, **options}
     if _compiling.get():
         kernel.warmup(*args, grid=grid, **options)
     else:

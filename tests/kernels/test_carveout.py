@@ -65,10 +65,10 @@ class Kernel:
     """Launched, it returns what was compiled."""
 
     def __init__(self, result):
-        self.result = result
+        self.result, self.options = result, []
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.result
+        return lambda *args, **options: self.options.append(options) or self.result
 
 
 def test_a_launch_sets_it_once_for_each_kernel(driver):
@@ -78,6 +78,14 @@ def test_a_launch_sets_it_once_for_each_kernel(driver):
     device.launch(Kernel(compiled(10, shared=0)), (1,), least_shared=0)
     assert driver.asked == [(7, 128, 18 * KIB), (8, 128, 18 * KIB), (9, 128, 0), (10, 128, 0)]
     assert driver.set == [(7, 9, 17), (8, 9, 17), (9, 9, 14), (10, 9, 1)]
+
+
+def test_every_launch_says_what_may_be_rounded_together():
+    """So that bits do not follow a default of Triton's."""
+    kernel = Kernel(None)
+    device.launch(kernel, (1,), num_warps=2)
+    device.launch(kernel, (1,), enable_fp_fusion=False)
+    assert kernel.options == [{"num_warps": 2, "enable_fp_fusion": True}, {"enable_fp_fusion": False}]
 
 
 def test_what_runs_without_the_cuda_driver_is_left_alone(driver):
