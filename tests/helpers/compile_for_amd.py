@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import TritonError
 
-from tests.helpers.compile_kernels import Entry, entries
+from tests.helpers.compile_kernels import FUSED, Entry, entries
 
 TARGET = GPUTarget("hip", "gfx942", 64)
 PLAINEST = 80  # the architecture whose entries have nothing that came with a later one
@@ -40,7 +40,7 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], 
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=full, constexprs=constexprs)
     options = {name: value for name, value in options.items() if name not in FOR_NVIDIA}
-    return triton.compile(source, target=TARGET, options=options)
+    return triton.compile(source, target=TARGET, options={**FUSED, **options})
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+FUSED = {"enable_fp_fusion": True}  # what `launch` says where an entry says nothing
 Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
 PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 
@@ -41,7 +42,7 @@ def compiled(
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(fn=kernel, signature=full, constexprs=constexprs, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **options})
 
 
 def spilled_bytes(cubin: bytes) -> int:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels import packed_launch, packed_layer, packed_norm, packed_sum
 from fastspec.kernels.packed_launch import Call
-from tests.helpers.compile_kernels import spilled_bytes
+from tests.helpers.compile_kernels import FUSED, spilled_bytes
 
 KIND = {
     torch.int32: "*i32",
@@ -121,7 +121,7 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: dict[str, Any], arch:
         signature[name], constants[(names.index(name),)] = "constexpr", options[name]
     left = {name: value for name, value in options.items() if name not in names}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=left)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **left})
 
 
 def facts(kernel: str, ptx: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from fastspec.kernels import prefill_hopper as hopper
-from tests.helpers.compile_kernels import spilled_bytes
+from tests.helpers.compile_kernels import FUSED, spilled_bytes
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def _compiled(tile: hopper.Tile, gated: bool, out: str) -> Any:
         constexprs={(names.index(name),): value for name, value in constants.items() if name not in given},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.rows // 16})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**FUSED, "num_warps": tile.rows // 16})
 
 
 def _descriptor(block: list[int]) -> str:
