@@ -4,6 +4,7 @@
 #   VENV       where the environment lies                        (.venv)
 #   TORCH      what to give pip for torch: a pin, a wheel, or a pin with its --index-url
 #   TRITON     the same for triton
+#   NEWEST     what `make newest` gives to pip                   (triton)
 #   PIP_ARGS   further arguments of every pip install; with --no-index nothing is fetched
 #   VENV_ARGS  arguments of python -m venv, for example --system-site-packages
 #   TESTS      what pytest runs, with any of its options         (everything)
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 TRITON ?=
+NEWEST ?= triton
 PIP_ARGS ?=
 VENV_ARGS ?=
 TESTS ?=
@@ -28,12 +30,13 @@ LINTERS := ruff mypy importlinter
 have = $(PY) -c 'import importlib.util, sys; sys.exit(any(map(lambda name: importlib.util.find_spec(name) is None, sys.argv[1:])))' $(1)
 missing = $(PY) -c 'import importlib.util, sys; print(*filter(lambda name: importlib.util.find_spec(name) is None, sys.argv[1:]))' $(1)
 
-.PHONY: help demo test lint unit format clean
+.PHONY: help demo test lint unit newest format clean
 help:
 	@echo 'make demo    one prompt decoded plainly and speculatively, with the shipped pair of models'
 	@echo 'make test    linters, type check, import contracts and every test'
 	@echo 'make lint    the first three of them'
 	@echo 'make unit    the tests alone; TESTS="tests/unit -k stream" picks some'
+	@echo 'make newest  compiles some launches of every kernel with the newest Triton'
 	@echo 'make format  rewrites the sources in the house format'
 	@echo 'make clean   removes .venv and every cache'
 
@@ -56,6 +59,11 @@ lint: $(VENV)/.dev-$(KEY)
 unit: $(VENV)/.dev-$(KEY)
 	@parallel=$$(if $(call have,xdist); then echo '-n auto --maxprocesses=4'; fi); \
 	set -x; OMP_NUM_THREADS=1 $(PY) -m pytest $$parallel $(TESTS)
+
+# beside the environment's own Triton, which stays as it is
+newest: $(VENV)/.dev-$(KEY)
+	$(INSTALL) -q --no-deps --upgrade --target $(VENV)/newest '$(NEWEST)'
+	TRITON_ALWAYS_COMPILE=1 PYTHONPATH=$(VENV)/newest $(PY) -m tests.helpers.compile_some
 
 format: $(VENV)/.dev-$(KEY)
 	$(PY) -m ruff check --fix .

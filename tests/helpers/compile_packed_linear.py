@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,10 +162,10 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
             yield f"fp16 {rows}", launch
 
 
-def distinct(arch: int) -> Iterator[tuple[str, Launch]]:
-    """Those of `entries` that are compiled on their own, each where it comes first."""
+def distinct(launches: Iterable[tuple[str, Launch]]) -> Iterator[tuple[str, Launch]]:
+    """Those that are compiled on their own, each where it comes first."""
     seen = set()
-    for name, launch in entries(arch):
+    for name, launch in launches:
         kernel, _grid, given, options = launch
         kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
         compiled_by = {name: value for name, value in options.items() if name != "least_shared"}
@@ -177,7 +177,7 @@ def distinct(arch: int) -> Iterator[tuple[str, Launch]]:
 
 def main() -> None:
     arch = int(sys.argv[1])
-    for name, (kernel, grid, given, options) in distinct(arch):
+    for name, (kernel, grid, given, options) in distinct(entries(arch)):
         code, arguments = compiled(kernel, given, options, arch), dict(zip(kernel.arg_names, given, strict=False))
         out = arguments.get("out_ptr")
         report = {

@@ -21,7 +21,7 @@ def main() -> None:
     for tile in hopper.TILES:
         for gated in (False, True):
             for out in ("*bf16", "*fp32"):
-                code = _compiled(tile, gated, out)
+                code = compiled(tile, gated, out)
                 ptx = code.asm["ptx"]
                 report = {
                     "tile": str(tile),
@@ -34,7 +34,7 @@ def main() -> None:
                 print(json.dumps(report))
 
 
-def _compiled(tile: hopper.Tile, gated: bool, out: str) -> Any:
+def compiled(tile: hopper.Tile, gated: bool, out: str) -> Any:
     kernel = hopper._hopper_kernel
     pointers = ["out_ptr"] if gated else ["bias_ptr", "residual_ptr", "out_ptr"]
     given = {**dict.fromkeys(pointers, "*bf16"), "out_ptr": out, "num_rows": "i32"}
