@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
+from tests.helpers.layouts import spread
 
 NAN = float("nan")
 TENSORS = ("qkv", "cos", "sin", "keys", "values", "block_table", "positions", "writes")
@@ -32,7 +33,7 @@ MISREAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("sin", lambda x: x.t().contiguous().t(), "sin is .*strides"),
     ("sin", lambda x: x[:5], r"sin is float32 \[5, 16\]; wanted contiguous float32 \[10, 16\]"),
     ("sin", lambda x: x.half(), "sin is float16"),
-    ("q_norm", lambda x: torch.stack((x, x), -1)[:, 0], "q_norm is .*strides"),
+    ("q_norm", spread, "q_norm is .*strides"),
     ("k_norm", lambda x: x[:16], r"k_norm is float32 \[16\]; wanted contiguous float32 \[32\]"),
     ("keys", lambda x: x.transpose(0, 1), "keys is .*strides.*pass whole layers"),
     ("values", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "values is .*strides"),

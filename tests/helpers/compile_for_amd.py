@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import TritonError
 
-from tests.helpers.compile_kernels import FUSED, Entry, entries
+from tests.helpers.compile_kernels import FUSED, Entry, entries, first_of_each
 
 TARGET = GPUTarget("hip", "gfx942", 64)
 PLAINEST = 80  # the architecture whose entries have nothing that came with a later one
@@ -26,12 +26,8 @@ FOR_NVIDIA = ("maxnreg", "launch_pdl")  # options
 
 def first_entries() -> Iterator[Entry]:
     """One entry of each kernel."""
-    seen = set()
-    for entry in entries(PLAINEST):
-        kernel = entry[0]
-        if kernel.__name__ not in seen and not kernel.is_gluon():
-            seen.add(kernel.__name__)
-            yield entry
+    plain = (entry for entry in entries(PLAINEST) if not entry[0].is_gluon())
+    return first_of_each(plain, lambda entry: entry[0].__name__)
 
 
 def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:

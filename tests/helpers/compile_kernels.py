@@ -12,9 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -23,7 +23,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 FUSED = {"enable_fp_fusion": True}  # what `launch` says where an entry says nothing
 Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
+T = TypeVar("T")
 PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
+
+
+def first_of_each(items: Iterable[T], key: Callable[[T], object]) -> Iterator[T]:
+    """Items whose key no earlier one has."""
+    seen = set()
+    for item in items:
+        if (mark := key(item)) not in seen:
+            seen.add(mark)
+            yield item
 
 
 def entries(arch: int) -> Iterator[Entry]:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels import packed_launch, packed_layer, packed_norm, packed_sum
 from fastspec.kernels.packed_launch import Call
-from tests.helpers.compile_kernels import FUSED, spilled_bytes
+from tests.helpers.compile_kernels import FUSED, first_of_each, spilled_bytes
 
 KIND = {
     torch.int32: "*i32",
@@ -164,15 +164,14 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
 
 def distinct(launches: Iterable[tuple[str, Launch]]) -> Iterator[tuple[str, Launch]]:
     """Those that are compiled on their own, each where it comes first."""
-    seen = set()
-    for name, launch in launches:
-        kernel, _grid, given, options = launch
+
+    def key(named: tuple[str, Launch]) -> object:
+        kernel, _grid, given, options = named[1]
         kinds = tuple(value.dtype if isinstance(value, Tensor) else type(value) for value in given)
         compiled_by = {name: value for name, value in options.items() if name != "least_shared"}
-        key = (kernel.__name__, kinds, str(compiled_by))
-        if key not in seen:
-            seen.add(key)
-            yield name, launch
+        return kernel.__name__, kinds, str(compiled_by)
+
+    return first_of_each(launches, key)
 
 
 def main() -> None:

@@ -20,19 +20,19 @@ from tests.helpers import compile_kernels, compile_packed_linear, compile_prefil
 from tests.helpers.compile_packed_linear import LAYERS, Launch, distinct
 
 ARCHITECTURES = (90, 100, 80)  # by warp groups, by clusters, by neither
-FUSED = ("norm", "norm+gated", "residual", "norm+pick")
+KINDS = ("norm", "norm+gated", "residual", "norm+pick")  # of what is fused with a product
 ROWS = (8, 16, 40)  # a norm on the way, a kernel of its own, and kernels for many rows
 HIDDEN, INNER, QKV = 4096, 14336, 6144
 
 
 def launches() -> Iterator[tuple[str, int, Callable[[], object]]]:
     """(kernel, architecture, what compiles it)."""
-    seen = set()
+    every = ((arch, entry) for arch in ARCHITECTURES for entry in compile_kernels.entries(arch))
+    for arch, (kernel, *launch, _size) in compile_kernels.first_of_each(
+        every, lambda of: (of[1][0].__name__, of[1][-1])
+    ):
+        yield kernel.__name__, arch, partial(compile_kernels.compiled, kernel, *launch, arch)
     for arch in ARCHITECTURES:
-        for kernel, *launch, size in compile_kernels.entries(arch):
-            if (kernel.__name__, size) not in seen:
-                seen.add((kernel.__name__, size))
-                yield kernel.__name__, arch, partial(compile_kernels.compiled, kernel, *launch, arch)
         for name, (kernel, _grid, given, options) in distinct(packed(arch)):
             yield name, arch, partial(compile_packed_linear.compiled, kernel, given, options, arch)
     for gated in (False, True):
@@ -45,7 +45,7 @@ def packed(arch: int) -> Iterator[tuple[str, Launch]]:
         launch
         for n, k, fused in LAYERS
         for rows in ROWS
-        if fused in FUSED and HIDDEN in (n, k)
+        if fused in KINDS and HIDDEN in (n, k)
         for launch in compile_packed_linear.launches(n, k, fused, rows, torch.bfloat16, arch)
     ]
     if arch == 90:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.helpers import gluon_simulator
 from tests.helpers.attention import MISREAD, case, copied, rows_of, run, stored, torch_error, twin
 from tests.helpers.devices import devices
+from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -404,7 +405,7 @@ def test_views_are_read_as_they_are() -> None:
     expected = attend(copied(given))
     views = copied(given)
     for name in ("qkv", "positions", "writes"):
-        views[name] = torch.stack((given[name], given[name]), -1)[..., 0]
+        views[name] = spread(given[name])
     assert torch.equal(attend(views), expected)
 
 

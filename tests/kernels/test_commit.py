@@ -15,6 +15,7 @@ from fastspec import verify
 from fastspec.kernels import reference
 from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.layouts import spread
 from tests.helpers.states import MAX_LENGTH, assert_same, copy_of, random_state
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
@@ -114,11 +115,6 @@ def test_layout_is_checked() -> None:
         commit(accepted[:1], block, rows, scratch_of(2, 2, block.device))
     with pytest.raises(ValueError, match=r"entries is int64 \[2, 8\]; wanted .*B >= 2: make the ring"):
         commit(accepted, block, rows, scratch_of(2, 2, block.device), (torch.zeros(2, 8).long(), accepted[:1]))
-
-
-def spread(x: Tensor) -> Tensor:
-    """The same numbers, none beside the next."""
-    return torch.stack((x, x), -1)[..., 0]
 
 
 @pytest.mark.parametrize("change", [spread, Tensor.int, lambda x: x[:1]])

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.models import spec
 from tests.helpers.devices import devices
+from tests.helpers.layouts import spread
 
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -213,7 +214,7 @@ def test_layout_is_checked(name: str, change: Callable[[Tensor], Tensor], match:
         attention.paged_attention(**given, num_blocks=1, window=None)
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:1], Tensor.half, lambda x: torch.stack((x, x), -1)[..., 0]])
+@pytest.mark.parametrize("change", [lambda x: x[:1], Tensor.half, spread])
 def test_where_the_result_goes_is_checked(change: Callable[[Tensor], Tensor]) -> None:
     given = case("cpu", lengths=[9, 7], queries=3)
     with pytest.raises(ValueError, match=r"out is .*leave it out"):

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.layouts import spread
 from tests.helpers.states import random_state
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
@@ -160,8 +161,7 @@ def test_what_would_be_misread_of_log_probabilities_is_refused(name: str) -> Non
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     entries, counter = ring_of(2, 2, "cpu")
     details = torch.zeros(SLOTS, 2, 3, 1 + 2 * rows.top_ids.shape[2], dtype=torch.int32)
-    field = getattr(rows, name)
-    rows = replace(rows, **{name: torch.stack((field, field), -1)[..., 0]})
+    rows = replace(rows, **{name: spread(getattr(rows, name))})
     with pytest.raises(ValueError, match=f"{name} is .*strides.*pass {name}.contiguous"):
         publish(entries, counter, rows, drafting=True, details=details)
 

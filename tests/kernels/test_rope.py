@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from tests.helpers.attention import MISREAD, TENSORS, case, copied, stored, twin
+from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -65,7 +66,7 @@ def test_norms(device: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
-LAYOUT = [(name, lambda x: torch.stack((x, x), -1)[..., 0], f"{name} is .*strides") for name in ("positions", "writes")]
+LAYOUT = [(name, spread, f"{name} is .*strides") for name in ("positions", "writes")]
 
 
 @pytest.mark.parametrize(("name", "change", "match"), [*MISREAD, *LAYOUT])

@@ -15,6 +15,7 @@ from fastspec.modes import BLOCK, COUPLED, MODES, REJECTION
 from fastspec.sampling import DRAFT, PhiloxDraws
 from fastspec.state import IDLE, RUNNING, DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.layouts import spread
 from tests.helpers.sampled import INF, assert_same_step, drafted, logits_for, mixed_state, plain_state
 from tests.helpers.states import copy_of
 
@@ -291,8 +292,7 @@ def test_layout_is_checked() -> None:
 def test_a_state_that_would_be_misread_is_refused(name: str) -> None:
     """As it is refused where drafts are drawn, too."""
     state = plain_state(2, 2, 12, "cpu")
-    field = getattr(state, name)
-    state = replace(state, **{name: torch.stack((field, field), -1)[..., 0]})
+    state = replace(state, **{name: spread(getattr(state, name))})
     logits, work = torch.zeros(2, 3, 12), sampled_work(2, 2, 12, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
         sampled_commit(logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, certain=False)
