@@ -109,6 +109,7 @@ def build(
             ops.commit_scratch(layout.batch, layout.max_drafts, device),
             mark,
             work,
+            ops.record_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device),
         ),
         state=state,
         pages=PageTable(layout.num_pages(length), layout.page_size),

@@ -145,8 +145,9 @@ class Layout:
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs]
         queries = max(2, self.max_drafts + 1)
-        sampled = self.ops.sampled_work_bytes(self.batch, self.max_drafts, self.target.vocab_size)
-        return sampled + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
+        lines = self.batch, self.max_drafts, self.target.vocab_size
+        ends = self.ops.sampled_work_bytes(*lines) + self.ops.record_work_bytes(*lines)
+        return ends + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
         """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""

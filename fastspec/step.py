@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastspec import processors, sampling, verify
 from fastspec.kernels import TORCH_OPS, Ops
+from fastspec.kernels.reference_step import Record, record_logprobs
 from fastspec.kv_cache.cache import PassRows
 from fastspec.models.base import CausalModel
 from fastspec.modes import SyntheticAcceptance
@@ -37,6 +38,7 @@ class Parts:
         scratch: work area of the commit, from `ops.commit_scratch`.
         mark: names a phase of the step to a profiler while it is entered.
         work: work area of a sampled step's end, from `ops.sampled_work`.
+        record_work: work area of log-probabilities, from `ops.record_work`.
     """
 
     target: CausalModel
@@ -46,6 +48,7 @@ class Parts:
     scratch: Tensor | None = None
     mark: Callable[[str], AbstractContextManager[object]] = nullcontext
     work: Any = None
+    record_work: Any = None
 
 
 def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -78,24 +81,18 @@ def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
 
 def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
-    recorded = shape.top_logprobs
-    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox and recorded is None else None
+    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
+    record = None
+    if shape.top_logprobs is not None:
+        record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
     if isinstance(shape.verification, SyntheticAcceptance):
-        _settle_by_fiat(parts, state, shape, shape.verification, draws, logits, entry)
+        _settle_by_fiat(parts, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
         certain = parts.proposer is None or parts.proposer.certain
         rule = {"rule": shape.verification, "certain": certain, "draws": draws}
-        parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule)
+        parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule, record=record)
     else:
-        parts.ops.verify_commit(logits, state, parts.scratch, entry)
-    if recorded is None:
-        return
-    record_logprobs(state, recorded, logits, state.block[:, : shape.num_drafts + 1])
-    if parts.outbox:
-        drafting = shape.num_drafts > 0
-        parts.ops.publish(
-            parts.outbox.entries, parts.outbox.counter, state, drafting=drafting, details=parts.outbox.details
-        )
+        parts.ops.verify_commit(logits, state, parts.scratch, entry, record)
 
 
 def _settle_by_fiat(
@@ -106,8 +103,10 @@ def _settle_by_fiat(
     draws: verify.Draws,
     logits: Tensor,
     entry: tuple[Tensor, Tensor] | None,
+    record: Record | None,
 ) -> None:
     """Accepts as many drafts as a rule for benchmarks says, and then what the target picks."""
+    raw = logits
     drafts, counts = state.draft_tokens[:, : shape.num_drafts], state.draft_counts
     places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
     picks = logits.argmax(dim=-1)
@@ -117,20 +116,13 @@ def _settle_by_fiat(
     number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
     accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
     accepted = processors.marked(accepted, processors.broken(logits))
-    parts.ops.commit(accepted, block, state, parts.scratch, entry)
+    parts.ops.commit(accepted, block, state, parts.scratch, None if record else entry)
+    if record:
+        record_logprobs(state, record.top, raw)
+        if entry:
+            parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
     if shape.sampler == FULL:
         processors.count(state.output_counts, state.block, state.emitted)
-
-
-def record_logprobs(state: DecodeState, top: int, logits: Tensor, block: Tensor) -> None:
-    """Stores the raw target's log-probabilities of block [B, k+1], and of the `top` largest logits [B, k+1, V]."""
-    places = block.shape[1]
-    logprobs = logits.log_softmax(dim=-1)
-    state.logprobs[:, :places] = logprobs.gather(2, block[:, :, None])[:, :, 0]
-    if top:
-        values, ids = logprobs.topk(top, dim=-1)
-        state.top_logprobs[:, :places, :top] = values
-        state.top_ids[:, :places, :top] = ids
 
 
 def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int | Tensor, chunk: int) -> None:

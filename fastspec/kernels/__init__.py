@@ -30,6 +30,8 @@ class Ops:
         commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
         sampled_work: (batch, max_drafts, vocab, device) -> what `sampled_commit` and `sampled_draw` work in.
         sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
+        record_work: (batch, max_drafts, vocab, device) -> what log-probabilities are recorded in.
+        record_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
         compiling: a context in which ops compute nothing, and their kernels are compiled.
     """
 
@@ -49,6 +51,8 @@ class Ops:
     sampled_work_bytes: Callable[[int, int, int], int]
     sampled_commit: Callable[..., None]
     sampled_draw: Callable[..., None]
+    record_work: Callable[[int, int, int, torch.device], Any]
+    record_work_bytes: Callable[[int, int, int], int]
     commit: Callable[..., None]
     publish: Callable[..., None]
     compiling: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -71,6 +75,8 @@ TORCH_OPS = Ops(
     sampled_work_bytes=lambda batch, max_drafts, vocab: 0,
     sampled_commit=reference.sampled_commit,
     sampled_draw=reference.sampled_draw,
+    record_work=lambda batch, max_drafts, vocab, device: None,
+    record_work_bytes=lambda batch, max_drafts, vocab: 0,
     commit=reference.commit,
     publish=reference.publish,
 )

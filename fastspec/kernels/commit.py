@@ -23,7 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec import verify
 from fastspec.kernels.checks import check, check_room, check_table
 from fastspec.kernels.device import has_pdl, launch
-from fastspec.kernels.publish import check_ring, store_entry, store_sequence
+from fastspec.kernels.logprobs import record_block
+from fastspec.kernels.publish import check_ring, store_details, store_entry, store_sequence
 from fastspec.verify import CommitRows
 
 RUNNING = tl.constexpr(verify.RUNNING)
@@ -33,6 +34,7 @@ AT_LIMIT = tl.constexpr(verify.AT_LIMIT)
 NUM_WARPS = 2
 STATE_INTS = ["batch", "num_drafts", "places", "slots", "entry_width", "block_stride", "stop_stride", "tokens_width"]
 COLUMNS = ("lengths", "limits", "draft_lengths", "finish", "draft_counts", "emitted", "accepted")
+DETAILS_BLOCK = tl.constexpr(512)  # words of log-probabilities at a time
 _MIN_PLACES = 32  # one compiled kernel for all usual k
 
 
@@ -63,11 +65,17 @@ def commit_row(
     batch,
     places,  # K + 1
     num_drafts,
+    record,  # None, or (logits, their stride, levels, logprobs, top_ids, top_logprobs), see logprobs.py
+    details_ptr,  # None: log-probabilities are not published
+    details_width,
+    TOP: tl.constexpr,
     PLACES: tl.constexpr,
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
 ):
     """`verify.commit` of one row; the last row to come publishes the step's entry.
+
+    With a record, the log-probabilities of what is emitted are stored before.
 
     Returns how many tokens were emitted.
     """
@@ -106,6 +114,8 @@ def commit_row(
     tl.store(block_ptr + row * block_stride + place, block, mask=place <= num_drafts)
     tl.store(emitted_ptr + row, count)
     tl.store(accepted_ptr + row, accepted)
+    if record is not None:
+        record_block(record[0], record[1], record[2], record[3], row, block, place, count, num_drafts, places)
     if entries_ptr is not None:
         before = (batch - 1).to(tl.int64)
         if batch == 1:
@@ -138,6 +148,11 @@ def commit_row(
                     places,
                     num_drafts > 0,
                 )
+            if details_ptr is not None:
+                tl.debug_barrier()  # a lone row's log-probabilities are there for all threads
+                slot_ptr = details_ptr + sequence % slots * details_width
+                total = batch * places * (1 + 2 * TOP)
+                store_details(slot_ptr, record[3], record[4], record[5], total, TOP, DETAILS_BLOCK)
             store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
     return count
 
@@ -206,6 +221,10 @@ def _commit_kernel(
         batch,
         places,
         num_drafts,
+        None,
+        None,
+        0,
+        0,
         PLACES,
         STOPS,
         NUM_STOPS,

@@ -80,28 +80,29 @@ def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
 
 
 @triton.jit
-def _store_details(
-    details_ptr,
+def store_details(
+    details_ptr,  # of the entry's slot
     logprobs_ptr,
     top_ids_ptr,
     top_logprobs_ptr,
-    slot_ptr_offset,
     total,
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bits of the log-probabilities of all places, `total` words in all."""
+    """Bits of the log-probabilities of all places, `total` words in all; one program alone, as `store_entry`."""
     width: tl.constexpr = 1 + 2 * TOP
     for first in range(0, total, BLOCK):
         word = first + tl.arange(0, BLOCK)
         place, field = word // width, word % width
         valid = word < total
-        own = tl.load(logprobs_ptr + place, mask=valid & (field == 0), other=0.0)
-        ids = tl.load(top_ids_ptr + place * TOP + field - 1, mask=valid & (field > 0) & (field <= TOP), other=0)
-        others = tl.load(top_logprobs_ptr + place * TOP + field - 1 - TOP, mask=valid & (field > TOP), other=0.0)
+        ranked = valid & (field > 0) & (field <= TOP)
+        beyond = valid & (field > TOP)
+        own = tl.load(logprobs_ptr + place, mask=valid & (field == 0), other=0.0, cache_modifier=".cg")
+        ids = tl.load(top_ids_ptr + place * TOP + field - 1, mask=ranked, other=0, cache_modifier=".cg")
+        at = place * TOP + field - 1 - TOP
+        others = tl.load(top_logprobs_ptr + at, mask=beyond, other=0.0, cache_modifier=".cg")
         bits = tl.where(field == 0, own, others).to(tl.int32, bitcast=True)
-        bits = tl.where((field > 0) & (field <= TOP), ids.to(tl.int32), bits)
-        tl.store(details_ptr + slot_ptr_offset + word, bits, mask=valid)
+        tl.store(details_ptr + word, tl.where(ranked, ids.to(tl.int32), bits), mask=valid)
 
 
 @triton.jit(do_not_specialize=["batch", "places", "drafting", "slots", "entry_width", "block_stride", "details_width"])
@@ -148,9 +149,9 @@ def _publish_kernel(
         drafting,
     )
     if details_ptr is not None:
-        slot = sequence % slots * details_width
+        slot_ptr = details_ptr + sequence % slots * details_width
         total = batch * places * (1 + 2 * TOP)
-        _store_details(details_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, slot, total, TOP, BLOCK)
+        store_details(slot_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, total, TOP, BLOCK)
     store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
 
 
@@ -165,6 +166,7 @@ def publish(
     check_ring(entries, rows)
     batch, places = rows.block.shape
     if details is not None:
+        check_recorded(rows)
         check_details(details, rows)
     recorded = (None, None, None) if details is None else (rows.logprobs, rows.top_ids, rows.top_logprobs)
     pdl = has_pdl(counter.device)
@@ -207,12 +209,17 @@ def check_ring(entries: Tensor, rows: CommitRows) -> None:
     _check_pinned("entries", entries, rows)
 
 
-def check_details(details: Tensor, rows: CommitRows) -> None:
-    """Raises ValueError at a ring of log-probabilities that does not fit `rows`, or that cannot be written to."""
+def check_recorded(rows: CommitRows) -> None:
+    """Raises ValueError at log-probabilities of `rows` that would be misread."""
     batch, places, top = rows.top_ids.shape
     check("logprobs", rows.logprobs, (batch, places), torch.float32)
     check("top_ids", rows.top_ids, (batch, places, top), torch.int64)
     check("top_logprobs", rows.top_logprobs, (batch, places, top), torch.float32)
+
+
+def check_details(details: Tensor, rows: CommitRows) -> None:
+    """Raises ValueError at a ring of log-probabilities that does not fit `rows`, or that cannot be written to."""
+    batch, places, top = rows.top_ids.shape
     fits = details.dim() == 4 and details.shape[1] >= batch and details.shape[2:] == (places, 1 + 2 * top)
     if not fits or not details.is_contiguous():
         raise ValueError(

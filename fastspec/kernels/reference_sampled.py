@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec import processors, sampling, verify
-from fastspec.kernels.reference_step import commit
+from fastspec.kernels.reference_step import Record, ended
 from fastspec.modes import BLOCK, COUPLED
 
 
@@ -46,6 +46,7 @@ def sampled_commit(
     rule: str,
     certain: bool,
     draws: verify.Draws,
+    record: Record | None = None,
 ) -> None:
     """Ends a step that samples: judges the drafts, marks what is broken, commits, counts, and publishes if asked to.
 
@@ -57,6 +58,7 @@ def sampled_commit(
         rule: one of `fastspec.modes.MODES`.
         certain: drafts had the law that is one on them; otherwise that in draft_probs.
         draws: coins and draws.
+        record: log-probabilities to record, of the raw logits.
     """
     k = logits.shape[1] - 1
     drafts, counts = rows.draft_tokens[:, :k], rows.draft_counts
@@ -72,7 +74,7 @@ def sampled_commit(
         q = None if certain else rows.draft_probs[:, :k].to(p.dtype)
         judge = verify.block if rule == BLOCK else verify.rejection
         accepted, block = judge(p, q, drafts, counts, places, draws, sampling.TARGET)
-    commit(processors.marked(accepted, broken), block, rows, scratch, publish_to)
+    ended(processors.marked(accepted, broken), block, rows, logits, publish_to, record)
     processors.count(rows.output_counts, rows.block, rows.emitted)
 
 

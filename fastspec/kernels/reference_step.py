@@ -5,11 +5,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastspec import processors, verify
 from fastspec.kernels import packing
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The log-probabilities that the end of a step is to record.
+
+    Attributes:
+        top: how many of the most probable ids beside the emitted one, at each place.
+        work: of the kernels, from `Ops.record_work`.
+        details: where they are published, as in `publish`; None: they stay in the rows.
+    """
+
+    top: int
+    work: Any = None
+    details: Tensor | None = None
 
 
 def feed_rows(
@@ -67,10 +85,43 @@ def verify_commit(
     rows: verify.CommitRows,
     scratch: Tensor | None = None,
     publish_to: tuple[Tensor, Tensor] | None = None,
+    record: Record | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `commit`."""
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `ended`."""
     accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
-    commit(processors.marked(accepted, processors.broken(logits)), block, rows, scratch, publish_to)
+    ended(processors.marked(accepted, processors.broken(logits)), block, rows, logits, publish_to, record)
+
+
+def ended(
+    accepted: Tensor,
+    block: Tensor,
+    rows: verify.CommitRows,
+    logits: Tensor,
+    publish_to: tuple[Tensor, Tensor] | None,
+    record: Record | None,
+) -> None:
+    """`commit`, with what `record` asks for of the raw logits [B, k+1, V] recorded and published along."""
+    if record is None:
+        commit(accepted, block, rows, None, publish_to)
+        return
+    commit(accepted, block, rows)
+    record_logprobs(rows, record.top, logits)
+    if publish_to is not None:
+        publish(*publish_to, rows, drafting=block.shape[1] > 1, details=record.details)
+
+
+def record_logprobs(rows: verify.CommitRows, top: int, logits: Tensor) -> None:
+    """Stores the log-probabilities of `rows.block` under raw logits [B, k+1, V], and the `top` largest at each place.
+
+    At places that are not emitted anything may be left. Among equal logits the lowest id is first.
+    """
+    places = logits.shape[1]
+    logprobs = logits.log_softmax(dim=-1)
+    rows.logprobs[:, :places] = logprobs.gather(2, rows.block[:, :places, None])[:, :, 0]
+    if top:
+        ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :, :top]
+        rows.top_ids[:, :places, :top] = ids
+        rows.top_logprobs[:, :places, :top] = logprobs.gather(2, ids)
 
 
 def commit(

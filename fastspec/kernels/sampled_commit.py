@@ -32,9 +32,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels import commit as committing
-from fastspec.kernels import sampled_parts
+from fastspec.kernels import logprobs, sampled_parts
 from fastspec.kernels.commit import STATE_INTS, commit_row
 from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.logprobs import check_record
+from fastspec.kernels.reference_step import Record
 from fastspec.kernels.sampled_judge import (
     BY_COUPLING,
     RULES,
@@ -80,7 +82,7 @@ def end_chunk() -> int:
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
-@triton.jit(do_not_specialize=[*INTS, "num_places", "parts", *STATE_INTS])
+@triton.jit(do_not_specialize=[*INTS, "num_places", "parts", "details_width", *STATE_INTS])
 def _end_kernel(
     logits_ptr,
     bias_ptr,
@@ -113,6 +115,11 @@ def _end_kernel(
     scratch_ptr,
     entries_ptr,  # None: nothing is published
     counter_ptr,
+    levels_ptr,  # None, with all that follow: no log-probabilities are recorded
+    top_ids_ptr,
+    top_logprobs_ptr,
+    logprobs_ptr,
+    details_ptr,
     vocab,
     logits_stride,
     bias_stride,
@@ -133,7 +140,9 @@ def _end_kernel(
     batch,
     places,  # K + 1
     parts,  # programs that share out the places of a row
+    details_width,
     RULE: tl.constexpr,
+    TOP: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
     RACED: tl.constexpr,
@@ -244,6 +253,16 @@ def _end_kernel(
                 *((low, high, carried), row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
                 *(seed, length, RULE, PLACES),
             )
+        record = None
+        if levels_ptr is not None:
+            record = (
+                logits_ptr,
+                tl.cast(logits_stride, tl.int64),
+                levels_ptr,
+                logprobs_ptr,
+                top_ids_ptr,
+                top_logprobs_ptr,
+            )
         emitted = commit_row(
             row,
             accepted.to(tl.int64),
@@ -270,6 +289,10 @@ def _end_kernel(
             batch,
             places,
             num_drafts,
+            record,
+            details_ptr,
+            details_width,
+            TOP,
             PLACES,
             STOPS,
             NUM_STOPS,
@@ -294,6 +317,7 @@ def sampled_commit(
     rule: str,
     certain: bool,
     draws: object = None,
+    record: Record | None = None,
 ) -> None:
     """As `reference.sampled_commit`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
 
@@ -305,8 +329,10 @@ def sampled_commit(
     committing.check_rows(rows, batch, places - 1, scratch)
     laws = None if certain or rule == COUPLED or places == 1 else rows.draft_probs
     check_laws(laws, vocab)
+    if record is not None:
+        check_record(record, rows, vocab, places)
     drafts = 0 if rule == COUPLED else places - 1
-    find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True)
+    find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True, record=record)
     source = sampled_parts.source_of(logits, rows)
     tokens_stride, tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     pdl = has_pdl(logits.device)
@@ -325,10 +351,14 @@ def sampled_commit(
         *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
         *(rows.tokens, rows.limits, rows.draft_lengths, rows.block, rows.emitted, rows.accepted, scratch),
         *(publish_to or (None, None)),
+        *logprobs.of_lines(record, rows)[2:],
+        *logprobs.of_blocks(record, rows),
         *sampled_parts.sizes_of(logits, rows, 0),
         *((0, 0) if laws is None else laws.stride()[:2]),
         *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
+        logprobs.sizes_of(record)[1],
         RULE=RULES[rule],
+        TOP=0 if record is None else rows.top_ids.shape[2],
         CHUNK=chunk,
         MOST=most,
         RACED=min(RACED, most),

@@ -3,7 +3,7 @@
 Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
 CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
 takes off memory is little work, so it is bound by how much is. The next launch (sampled_laws.py) makes laws of what
-they leave.
+they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from the L2 cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.logprobs import record_line
 from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, tempered, view_of
 
 CHUNK = 2048  # ids per program
@@ -69,7 +70,7 @@ def _at(view, offset, early, place):
     )
 
 
-@triton.jit(do_not_specialize=[*INTS, "parts"])
+@triton.jit(do_not_specialize=[*INTS, "parts", "top", "state_places"])
 def _groups_kernel(
     logits_ptr,
     bias_ptr,
@@ -88,6 +89,11 @@ def _groups_kernel(
     finish_ptr,
     unbiased_ptr,
     groups_ptr,
+    record_arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
+    record_groups_ptr,
+    levels_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
     vocab,
     logits_stride,
     bias_stride,
@@ -99,9 +105,13 @@ def _groups_kernel(
     first,
     groups,
     parts,  # programs that share out the places of a chunk
+    top,
+    state_places,  # K + 1
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -157,3 +167,14 @@ def _groups_kernel(
             x = tl.load(view[0] + at * stride + index, mask=known, other=-float("inf")) + bias
             x = tempered(view[5], length + first + at < least, view[11], x, index, known, STOPS)
             _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
+    if levels_ptr is not None:
+        record = record_arrivals_ptr, record_groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr
+        if running:
+            index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+            for at in range(part, end, parts):
+                line_ptr = logits_ptr + (row * places + at) * stride
+                x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
+                record_line(
+                    *(x, record, line_ptr, row * places + at, row * state_places + at),
+                    *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+                )

@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels import sampled_bounds, sampled_groups, sampled_parts
+from fastspec.kernels import logprobs, sampled_bounds, sampled_groups, sampled_parts
 from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.reference_step import Record
 from fastspec.kernels.sampled_bounds import described, filtered, merged
 from fastspec.kernels.sampled_candidates import gather, list_groups, noted, read_off
 from fastspec.kernels.sampled_groups import _groups_kernel
@@ -340,6 +341,7 @@ def find_laws(
     drafts: int = 0,
     laws: Tensor | None = None,
     ragged: bool = False,
+    record: Record | None = None,
 ) -> None:
     """Fills the records of `work` for logits [B, R, V] of places first.. of each row, in two launches.
 
@@ -351,6 +353,7 @@ def find_laws(
         drafts: places below this hold a draft, whose probabilities are recorded.
         laws: [B, K, V] that drafts were drawn from; None: they were certain.
         ragged: places beyond a row's draft_counts are left out.
+        record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
     """
     batch, places, vocab = logits.shape
     source = list(sampled_parts.source_of(logits, rows))
@@ -365,13 +368,13 @@ def find_laws(
     launch(
         _groups_kernel,
         (chunks, batch * parts),
-        *(*source[:13], *source[15:], rows.unbiased, work.groups),
-        *(*sizes, parts),
+        *(*source[:13], *source[15:], rows.unbiased, work.groups, *logprobs.of_lines(record, rows)),
+        *(*sizes, parts, 0 if record is None else record.top, rows.block.shape[1]),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),
         STAGES=sampled_groups.STAGES if parts < places else 1,
-        **sampled_groups.LAUNCH,
-        **shared,
+        **(sampled_groups.LAUNCH if record is None else {}),
+        **(shared | logprobs.constants_of(record, rows, vocab)),
     )
     lines = batch * places
     chunks = triton.cdiv(vocab, sampled_parts.CHUNK)

@@ -16,6 +16,7 @@ from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.device import compiling, has_pdl
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.logprobs import record_work, record_work_bytes
 from fastspec.kernels.packed_launch import supported
 from fastspec.kernels.packed_layer import between as packed_between
 from fastspec.kernels.packed_layer import in_a_ring
@@ -148,6 +149,8 @@ TRITON_OPS = Ops(
     sampled_work_bytes=sampled_work_bytes,
     sampled_commit=sampled_commit,
     sampled_draw=sampled_draw,
+    record_work=record_work,
+    record_work_bytes=record_work_bytes,
     commit=commit,
     publish=publish,
     compiling=compiling,

@@ -19,9 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels import logprobs
 from fastspec.kernels.checks import check_logits
 from fastspec.kernels.commit import STATE_INTS, check_rows, commit_row, constants_of, sizes_of, state_of
 from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.logprobs import RECORD_INTS, check_record, record_line
+from fastspec.kernels.reference_step import Record
 from fastspec.verify import CommitRows
 
 # (places of the whole batch from which it holds, logits per program, warps): exact arithmetic, so it may depend on them
@@ -51,7 +54,7 @@ def _best_of(x, index):
     return ((key.to(tl.int64) + 0x80000000) << 31) | (0x7FFFFFFF - first)
 
 
-@triton.jit(do_not_specialize=STATE_INTS)
+@triton.jit(do_not_specialize=[*STATE_INTS, *RECORD_INTS])
 def _verify_kernel(
     logits_ptr,
     drafts_ptr,
@@ -68,6 +71,13 @@ def _verify_kernel(
     scratch_ptr,
     entries_ptr,  # None: nothing is published
     counter_ptr,
+    arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
+    groups_ptr,
+    levels_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    logprobs_ptr,
+    details_ptr,
     vocab,
     logits_stride,
     drafts_stride,
@@ -80,7 +90,11 @@ def _verify_kernel(
     batch,
     places,
     num_drafts,
+    top,
+    details_width,
     CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
     PLACES: tl.constexpr,
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -94,10 +108,19 @@ def _verify_kernel(
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     # what lies beyond the vocabulary comes last among equals, and is never the largest alone
     x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
+    record = None
+    if levels_ptr is not None:
+        record = logits_ptr, logits_stride, levels_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr
+        line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
+        record_line(
+            *(x, (arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr), line_ptr, line),
+            *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+        )
+        tl.debug_barrier()  # what all threads stored is there before the row is told
     best = _best_of(x, index)
-    arrivals_ptr = scratch_ptr + 1 + row
+    row_arrivals_ptr = scratch_ptr + 1 + row
     tl.atomic_max(scratch_ptr + 1 + batch + line, best, sem="relaxed")
-    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+    arrived = tl.atomic_add(row_arrivals_ptr, 1, sem="acq_rel")
     if arrived == (num_drafts + 1) * tl.num_programs(0) - 1:
         place = tl.arange(0, PLACES)
         in_block = place <= num_drafts
@@ -138,16 +161,24 @@ def _verify_kernel(
             batch,
             places,
             num_drafts,
+            record,
+            details_ptr,
+            details_width,
+            TOP,
             PLACES,
             STOPS,
             NUM_STOPS,
         )
         tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # behind the barrier in commit_row
-        tl.store(arrivals_ptr, 0)
+        tl.store(row_arrivals_ptr, 0)
 
 
 def verify_commit(
-    logits: Tensor, rows: CommitRows, scratch: Tensor, publish_to: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    rows: CommitRows,
+    scratch: Tensor,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+    record: Record | None = None,
 ) -> None:
     """As `reference.verify_commit`, which defines it; the junk column of `rows.tokens` is left alone.
 
@@ -157,8 +188,11 @@ def verify_commit(
     check_logits(logits)
     batch, places, vocab = logits.shape
     check_rows(rows, batch, places - 1, scratch)
+    if record is not None:
+        check_record(record, rows, vocab, places)
     lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
-    chunk, warps = next(entry[1:] for entry in LAUNCH if batch * places >= entry[0])
+    # where log-probabilities are recorded, a program ranks one place at most: more of them wait for less
+    chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if record else batch * places))
     grid = (triton.cdiv(vocab, chunk), batch * places)
     pdl = has_pdl(logits.device)
     launch(
@@ -169,6 +203,8 @@ def verify_commit(
         *state_of(rows),
         scratch,
         *(publish_to or (None, None)),
+        *logprobs.of_lines(record, rows),
+        *logprobs.of_blocks(record, rows),
         vocab,
         lines.stride(0),
         rows.draft_tokens.stride(0),
@@ -176,9 +212,10 @@ def verify_commit(
         batch,
         rows.block.shape[1],
         places - 1,
+        *logprobs.sizes_of(record),
         CHUNK=chunk,
         PDL=pdl,
-        num_warps=warps,
         launch_pdl=pdl,
         **constants_of(rows),
+        **({"num_warps": warps} | logprobs.constants_of(record, rows, vocab)),
     )

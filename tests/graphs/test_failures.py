@@ -18,7 +18,6 @@ from fastspec.graphs import ring as rings
 from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import Captured, EagerRunner, GraphRunner
 from fastspec.proposers.base import GREEDY
-from fastspec.state import DecodeState
 from tests.helpers.tiny import tiny_engine
 
 CUDA = torch.device("cuda", 0)
@@ -193,13 +192,14 @@ def test_a_kernel_that_nobody_warmed_up() -> None:
 def test_a_step_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read inside the step: named with its key and the way out, and the generator goes on without it."""
     with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
-        original = step.record_logprobs
+        original = step.score
 
-        def reads(state: DecodeState, top: int, logits: torch.Tensor, block: torch.Tensor) -> None:
-            original(state, top, logits, block)
+        def reads(*given: Any) -> torch.Tensor:
+            logits = original(*given)
             logits.sum().item()
+            return logits
 
-        monkeypatch.setattr(step, "record_logprobs", reads)
+        monkeypatch.setattr(step, "score", reads)
         with pytest.raises(RuntimeError, match=r"step \(1 rows, k = 4, greedy, 2 top logprobs\) could not be captured"):
             gen.generate([[5, 6]], max_new_tokens=5, logprobs=2)
         monkeypatch.undo()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastspec.kernels import (
+    logprobs,
     sampled_bounds,
     sampled_commit,
     sampled_draw,
@@ -27,7 +28,12 @@ WORK = {
     "listed_ptr": "*i32",
     "q_ptr": "*fp32",
     "laws_ptr": "*fp32",
+    **{"record_groups_ptr": "*fp32", "levels_ptr": "*fp32", "top_logprobs_ptr": "*fp32", "logprobs_ptr": "*fp32"},
+    "details_ptr": "*i32",
 }
+LINES = ("record_arrivals_ptr", "record_groups_ptr", "levels_ptr", "top_ids_ptr", "top_logprobs_ptr")
+SILENT_LINES = {**dict.fromkeys(LINES), "GROUPS": 0, "TOP": 0}
+SILENT_BLOCKS = {**dict.fromkeys([*LINES[2:], "logprobs_ptr", "details_ptr"]), "TOP": 0}
 RING = ("entries_ptr", "counter_ptr")
 
 
@@ -52,7 +58,11 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     for stages, absent in ((sampled_groups.STAGES, {}), (1, {"counts_ptr": None})):
         chunk = sampled_groups.CHUNK
         constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": stages}
-        yield sampled_groups._groups_kernel, {**constants, "STOPS": STOPS, **absent}, sampled_groups.LAUNCH
+        constants |= {"STOPS": STOPS, **absent}
+        yield sampled_groups._groups_kernel, {**constants, **SILENT_LINES}, sampled_groups.LAUNCH
+        for groups in () if absent else (512, 2048, 4096):  # of 32000, 128256 and 256000 ids
+            recording = {**constants, "GROUPS": groups, "TOP": 20}
+            yield sampled_groups._groups_kernel, recording, {"num_warps": logprobs.NUM_WARPS}
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
     for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
         each = max(1, groups // sampled_bounds.MOST_GROUPS)
@@ -64,12 +74,14 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
 
 
 def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
-    silent = dict.fromkeys(RING)
+    silent = {**dict.fromkeys(RING), **SILENT_BLOCKS}
     for rule, absent in (
-        ("rejection", {}),
+        ("rejection", SILENT_BLOCKS),
+        ("rejection", {"TOP": 20}),
         ("block", silent),
-        ("block", {"q_ptr": None}),
-        ("coupled", {"q_ptr": None}),
+        ("block", {"q_ptr": None, "TOP": 20}),
+        ("coupled", {"q_ptr": None, **SILENT_BLOCKS}),
+        ("coupled", {"q_ptr": None, **dict.fromkeys(RING), "details_ptr": None, "TOP": 20}),
     ):
         constants = {
             "RULE": sampled_judge.RULES[rule],

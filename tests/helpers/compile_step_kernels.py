@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastspec.kernels import commit, embed, feed_rows, publish, verify_commit
+from fastspec.kernels import commit, embed, feed_rows, logprobs, publish, sampled_parts, verify_commit
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STATE = [
@@ -18,6 +18,10 @@ STATE_SIZES = [
 FEED = ["tokens_ptr", "lengths_ptr", "finish_ptr", "drafts_ptr"]
 FEED_SIZES = ["tokens_stride", "tokens_width", "drafts_stride", "queries", "first", "limit", "vocab", "num_drafts"]
 RING = ["entries_ptr", "counter_ptr"]
+RECORDED = {
+    **{"arrivals_ptr": "*i64", "groups_ptr": "*fp32", "levels_ptr": "*fp32", "top_ids_ptr": "*i64"},
+    **{"top_logprobs_ptr": "*fp32", "logprobs_ptr": "*fp32", "details_ptr": "*i32"},
+}
 
 
 def entries(arch: int) -> Iterator[Entry]:
@@ -55,11 +59,19 @@ def _commits() -> Iterator[Entry]:
         given = ["given_accepted_ptr", "given_block_ptr"]
         signature = _signature([*given, *STATE, *ring], ["given_stride", *STATE_SIZES])
         yield commit._commit_kernel, signature, {**constants, **absent}, {"num_warps": commit.NUM_WARPS}, 8
-        sizes = ["vocab", "logits_stride", "drafts_stride", *STATE_SIZES]
+        sizes = ["vocab", "logits_stride", "drafts_stride", *STATE_SIZES, "top", "details_width"]
         signature = _signature(["drafts_ptr", *STATE, *ring], sizes, logits_ptr="*fp32")
         for _, chunk, warps in verify_commit.LAUNCH:
-            blocks = {**constants, "CHUNK": chunk, **absent}
+            silent = dict.fromkeys(RECORDED) | {"GROUPS": 0, "TOP": 0}
+            blocks = {**constants, "CHUNK": chunk, **absent, **silent}
             yield verify_commit._verify_kernel, signature, blocks, {"num_warps": warps}, 4
+        details = dict.fromkeys([] if ring else ["details_ptr"])
+        signature |= {name: kind for name, kind in RECORDED.items() if name not in details}
+        for groups in (512, 2048, 4096):  # of 32000, 128256 and 256000 ids
+            chunk = verify_commit.LAUNCH[-1][1]
+            blocks = {**constants, "CHUNK": chunk, **absent, **details, "GROUPS": groups, "TOP": 20}
+            options = {"num_warps": logprobs.NUM_WARPS, **sampled_parts.OPTIONS}
+            yield verify_commit._verify_kernel, signature, blocks, options, 4
 
 
 def _publishes() -> Iterator[Entry]:

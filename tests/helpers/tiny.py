@@ -145,10 +145,11 @@ def tiny_engine(
         proposer = DraftModel(draft, ops, VOCAB, draft_context, work=work)
         ring = ResultRing(batch, k, state.top_ids.shape[2], on, pinned=ops.name == "triton")
         scratch = ops.commit_scratch(batch, k, on)
+        record_work = ops.record_work(batch, k, VOCAB, on)
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=Parts(target, proposer, ops, ring.outbox, scratch, work=work),
+        parts=Parts(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

@@ -23,6 +23,7 @@ SPILLS = {
     ("stream_kernel", 255): 32,
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
+    ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
 }

@@ -6,6 +6,7 @@ sm_80 with launches that do nothing, over steps and prompts of whole models; `co
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -63,7 +64,7 @@ def compile_all(directory: Path, dtype: torch.dtype, ks: tuple[int, ...], batch:
         directory, directory, dtype=dtype, max_batch_size=batch, max_length=length, device="cpu", progress=False
     ) as generator:
         engine = generator._open_engine()
-        kinds = [(k, *kind) for k in ks for kind in ((GREEDY, None), (FULL, None), (GREEDY, 2))]
+        kinds = [(k, *kind) for k in ks for kind in ((GREEDY, None), (FULL, None), (GREEDY, 2), (FULL, 0))]
         with engine.on_device():
             steps = [(rows, engine.shape(*kind, length)) for rows in (1, batch) for kind in kinds]
             engine.compile(steps, prompts=True)
@@ -76,7 +77,8 @@ def test_wrappers_take_what_the_engine_gives(
     family: str, dtype: torch.dtype, capability: tuple[int, int], launched: list[str], tmp_path: Path
 ) -> None:
     compile_all(make_checkpoint(tmp_path, family, **SIZES), dtype, (0, 4), 8, 300)
-    assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel", "_publish_kernel"} <= set(launched)
+    assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel"} <= set(launched)
+    assert "_publish_kernel" not in launched  # what ends a step publishes, log-probabilities too
     products = {"narrow_kernel", *(("ring_kernel", "sum_kernel") if capability == (9, 0) else ("wide_kernel",))}
     assert (products <= set(launched)) == (dtype.itemsize == 2)
     assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))
@@ -95,15 +97,18 @@ def test_so_over_a_long_cache(capability: tuple[int, int], launched: list[str], 
 def test_how_many_launches_end_a_step(
     sampler: str, end: int, capability: tuple[int, int], launched: list[str], tmp_path: Path
 ) -> None:
-    """Behind the head verification, commit, stops and what the host is told: one kernel, or three with sampling."""
+    """Behind the head verification, commit, stops and what the host is told: one kernel, or three with sampling.
+
+    With log-probabilities recorded there are no more.
+    """
     with FastSpecGenerator(
         *[make_checkpoint(tmp_path, "llama3", **SIZES)] * 2,
         dtype=torch.bfloat16, max_length=300, device="cpu", progress=False,
     ) as generator:  # fmt: skip
         engine = generator._open_engine()
-        for k in (0, 4):
+        for k, recorded in itertools.product((0, 4), (None, 0, 5)):
             launched.clear()
             with engine.on_device():
-                engine.compile([(8, engine.shape(k, sampler, None, 200))], prompts=False)
+                engine.compile([(8, engine.shape(k, sampler, recorded, 200))], prompts=False)
             head = max(at for at, name in enumerate(launched) if name in PRODUCTS)
             assert len(launched) - 1 - head == end, launched[head:]
