@@ -14,10 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.engine import Engine, chunks_of
+from fastspec.kernels import device
 from fastspec.output import GenerateOutput
 from fastspec.proposers.base import GREEDY
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score
+from tests.helpers.modules import exchange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,6 +125,34 @@ def test_logits_behind_the_text(gen: FastSpecGenerator) -> None:
         together = told(gen, rows, num_speculative_tokens=k, **options)
         assert together.logprobs == [each.logprobs[0] for each in plain]  # type: ignore[index]
         assert together.top_logprobs == [each.top_logprobs[0] for each in plain]  # type: ignore[index]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["shipped", "small gap"])
+def test_kernels_that_start_early_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand captured steps and more, with programmatic dependent launches and without."""
+    if not device.has_pdl(torch.device("cuda")):
+        pytest.skip("this GPU is older than sm_90, and no kernel starts early there")
+    rows, launch = prompts(64, longest=20), device.launch
+    found, early = [], set[bool]()
+
+    def watched(*given: Any, **options: Any) -> None:
+        early.add(options.get("launch_pdl", False))
+        launch(*given, **options)
+
+    for pdl in (True, False):
+        early.clear()
+        with monkeypatch.context() as patch:
+            exchange(patch, {device.has_pdl: lambda on, pdl=pdl: pdl, launch: watched})
+            with made(kind) as gen:
+                runs = [
+                    told(gen, rows, max_new_tokens=900, num_speculative_tokens=k, logprobs=2, **options)
+                    for k, options in ((0, {}), (3, {}), (3, {"temperature": 0.8, "do_sample": True, "seed": 1}))
+                ]
+        assert (True in early) == pdl
+        assert sum(run.stats.steps for run in runs) >= 10_000 * 8  # steps of a row, of which a captured one has eight
+        found.append([(run.new_tokens, run.logprobs, run.top_logprobs) for run in runs])
+    assert found[0] == found[1]
 
 
 def fill(engine: Engine, texts: Tensor, rows: list[int], length: int) -> None:

@@ -175,25 +175,35 @@ def test_greedy_rows_emit_what_greedy_verification_does(rule: str, device: str) 
 @pytest.mark.parametrize("device", devices())
 def test_rows_do_not_depend_on_each_other_nor_on_where_they_are(device: str) -> None:
     """A row alone, in another place beside others, and again: the same record to the bit, and the same tokens."""
-    k, vocab = 2, 80
-    state, _ = mixed_state(5, batch=3, k=k, vocab=vocab, device=device)
+    compare_alone(3, 2, 80, device, range(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "k", "vocab"), [(33, 5, 32000), (33, 2, 128256), (8, 7, 151936)])
+def test_so_at_real_sizes(batch: int, k: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # chunks as they are
+    compare_alone(batch, k, vocab, "cuda", range(0, batch, 3))
+
+
+def compare_alone(batch: int, k: int, vocab: int, device: str, alone_too: range) -> None:
+    state, _ = mixed_state(5, batch=batch, k=k, vocab=vocab, device=device)
     state.finish.fill_(RUNNING)
     state.draft_counts.fill_(k)
-    target, draft = logits_for(5, 3, k, vocab, device)
+    target, draft = logits_for(5, batch, k, vocab, device)
     drafted(state, draft, BLOCK)
     together, again = copy_of(state), copy_of(state)
-    works = [sampled_work(3, k, vocab, target.device) for _ in range(2)]
+    works = [sampled_work(batch, k, vocab, target.device) for _ in range(2)]
     for rows, work in zip((together, again), works, strict=True):
-        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, certain=False)
+        sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=BLOCK, certain=False)
     assert torch.equal(works[0].records, works[1].records)
     assert torch.equal(together.block, again.block)
-    for row in range(3):
+    for row in alone_too:
         alone = copy_of(state).rows(row, row + 1)
         work = sampled_work(1, k, vocab, target.device)
         sampled_commit(
             target[row : row + 1].clone(), alone, scratch_of(1, k, target.device), work, rule=BLOCK, certain=False
         )
-        assert torch.equal(work.records.view(k + 1, -1), works[0].records.view(3, k + 1, -1)[row])
+        assert torch.equal(work.records.view(k + 1, -1), works[0].records.view(batch, k + 1, -1)[row])
         assert torch.equal(alone.block, together.block[row : row + 1])
 
 
