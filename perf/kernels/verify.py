@@ -21,7 +21,9 @@ from fastspec.kernels import reference
 from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.logprobs import record_work
 from fastspec.kernels.publish import publish
+from fastspec.kernels.reference_step import Record
 from fastspec.kernels.verify_commit import verify_commit
 from fastspec.state import RUNNING, DecodeState
 from perf import timing
@@ -64,9 +66,34 @@ def ends_of_a_step(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     accepted, block = torch.zeros_like(state.accepted), torch.zeros_like(state.block)
     one_hot = torch.zeros(batch, k, vocab, device=device).scatter_(2, state.draft_tokens[:, :k, None], 1.0)
     draws = sampling.PhiloxDraws(state.seeds)
+    words = SLOTS, batch, k + 1, 1 + 2 * state.top_ids.shape[2]
+    details = torch.zeros(words, dtype=torch.int32).pin_memory()
+    work = record_work(batch, k, vocab, device)
+
+    def recorded(top: int) -> Call:
+        return lambda logits: verify_commit(logits, state, scratch, ring, Record(top, work, details))
+
+    def recorded_by_torch(top: int) -> Call:
+        def call(logits: Tensor) -> None:
+            verify_commit(logits, state, scratch)
+            logprobs = logits.log_softmax(dim=-1)
+            state.logprobs.copy_(logprobs.gather(2, state.block[:, :, None])[:, :, 0])
+            if top:
+                values, ids = logprobs.topk(top, dim=-1)
+                state.top_logprobs[:, :, :top] = values
+                state.top_ids[:, :, :top] = ids
+            publish(*ring, state, drafting=k > 0, details=details)
+
+        return call
+
     return {
         "verify_commit": lambda logits: verify_commit(logits, state, scratch),
         "verify_commit + publish": lambda logits: verify_commit(logits, state, scratch, ring),
+        "its own logprobs": recorded(0),
+        "and those of 5 ids": recorded(5),
+        "and those of 20 ids": recorded(20),
+        "torch: its own logprobs": recorded_by_torch(0),
+        "torch: and those of 5 ids": recorded_by_torch(5),
         "commit": lambda _: commit(accepted, block, state, scratch),
         "commit + publish": lambda _: commit(accepted, block, state, scratch, ring),
         "publish": lambda _: publish(*ring, state, drafting=k > 0),
@@ -114,6 +141,16 @@ def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
             "share": round(size / found["verify_commit + publish"] / 1e3 / ceiling, 3),
             "torch_us": round(found["torch: greedy, commit"], 2),
         }
+        for name in ("its own logprobs", "and those of 5 ids"):
+            yield {
+                "op": f"verify_commit + publish, {name}",
+                "shape": f"batch {batch}, {vocab}",
+                "rows": k + 1,
+                "us": round(found[name], 2),
+                "bytes": size,
+                "share": round(size / found[name] / 1e3 / ceiling, 3),
+                "torch_us": round(found[f"torch: {name}"], 2),
+            }
 
 
 def main() -> None:
