@@ -60,6 +60,15 @@ def check_logits(logits: Tensor) -> None:
         )
 
 
+def check_ieee() -> None:
+    """Raises RuntimeError where torch has been told to multiply fp32 in tf32, which keeps 10 bits of 23."""
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        raise RuntimeError(
+            "torch has been told to multiply float32 in tf32; wanted IEEE products, for bits are promised: call "
+            "torch.set_float32_matmul_precision('highest') before generating, or make the generator with exact=False"
+        )
+
+
 def check_cache(
     rows: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, positions: Tensor, num_heads: int
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastspec.kernels import Ops, packing, reference
 from fastspec.kernels.attend import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attend import attend as attend_paged
+from fastspec.kernels.checks import check_ieee
 from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.device import compiling, has_pdl
 from fastspec.kernels.embed import embed
@@ -78,15 +79,22 @@ def attend(*tensors: Tensor, work: Workspace, product: Tensor | None = None, **o
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
     """As `reference.linear`, which defines it, for what `store` returned.
 
-    A packed weight has one kernel for the passes of steps and one for prompts. For other weights `tiling.rows` says
-    which it is: a library's product is as good for a prompt's many rows, and for fp32, padded to always as many rows.
+    A packed weight has one kernel for the passes of steps and one for prompts. For other weights a library's product is
+    as good for a prompt's many rows; in fp32 far better, and for steps far worse, for it has to be padded there.
+
+    Raises:
+        RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
     """
+    prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
     if weight.dim() == 4:
         # no bias goes with a gate there
-        if x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES and (bias is None or not options.get("gated")):
+        if prompt and (bias is None or not options.get("gated")):
             return prefill_linear(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
-    if x.dtype == torch.float32 or tiling.rows is None or tiling.rows > DECODE_ROWS:
+    wide = x.dtype == torch.float32
+    if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
+        if wide and tiling.rows is not None:
+            check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)
     return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
 
@@ -126,7 +134,7 @@ def pick(
     """As `reference.pick`, which defines it."""
     if weight.dim() == 4:
         packed_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device), out=out)
-    elif x.dtype == torch.float32 or tiling.rows is None:
+    elif tiling.rows is None:
         reference.pick(x, weight, limit, tiling, norm=norm, out=out)
     else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
         out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))

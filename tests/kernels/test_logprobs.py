@@ -214,8 +214,8 @@ def test_a_line_without_a_law_leaves_the_others_alone(value: float, device: str)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [32000, 50257, 128256, 151936, 262145])
-@pytest.mark.parametrize("batch", [1, 7, 33])
+@pytest.mark.parametrize("vocab", [50257, 128256, 262145])
+@pytest.mark.parametrize("batch", [1, 33])
 def test_real_sizes(batch: int, vocab: int) -> None:
     for k, top in ((0, 20), (5, 5), (16, 0)):
         rows = plain_state(batch, k, vocab, "cuda")

@@ -291,3 +291,22 @@ def test_ids_can_be_looked_up_while_kernels_are_compiled(compiled_only: bool, mo
         torch.use_deterministic_algorithms(False)
         launching._compiling.reset(token)
     assert picked.tolist() == [0] * 3 if compiled_only else min(picked.tolist()) > 20
+
+
+@pytest.mark.parametrize("setting", [torch.backends, torch.backends.cuda.matmul])
+def test_tf32_is_refused_where_bits_are_promised(setting: Any) -> None:
+    """The kernel of steps multiplies as it always does; a library's product of a prompt would follow the setting."""
+    from fastspec.kernels import UNTILED, Tiling, triton_ops
+
+    prompt, weight, before = torch.ones(1, 64, 16), torch.ones(8, 16), setting.fp32_precision
+    expected = triton_ops.linear(prompt, weight, tiling=Tiling(64, 64))
+    setting.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match=r"float32 in tf32; wanted IEEE.*'highest'.*exact=False"):
+            triton_ops.linear(prompt, weight, tiling=Tiling(64, 64))
+        few = prompt[:, :3].contiguous()
+        assert torch.equal(triton_ops.linear(few, weight, tiling=Tiling(64, 8)), expected[:, :3])
+        assert torch.equal(triton_ops.linear(prompt, weight, tiling=UNTILED), expected)
+    finally:
+        setting.fp32_precision = before
+    assert torch.equal(triton_ops.linear(prompt, weight, tiling=Tiling(64, 64)), expected)
