@@ -134,7 +134,8 @@ def test_a_greedy_step(k: int, vocab: int, batch: int, top: int, device: str) ->
 def test_a_step_that_samples(options: dict[str, float], rule: str, device: str) -> None:
     """Whatever is done to logits before they are sampled from, what is recorded is of the raw ones."""
     batch, k, vocab, top = 2, 2, 150, 3
-    rows = plain_state(batch, k, vocab, device)
+    rows = plain_state(batch, k + 1, vocab, device)  # of more places than the step has
+    rows.draft_counts.fill_(k)
     for name, option in options.items():
         getattr(rows, name).fill_(option)
     logits = likely(rows, k, vocab, 1, device)
