@@ -42,13 +42,8 @@ COUNTS = (
 # (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
 SHORT = (
     *((8, 128, 8, 2), (8, 256, 8, 2), (8, 128, 32, 4), (8, 256, 8, 16)),
-    *((16, 128, 64, 4), (24, 128, 8, 32), (32, 128, 8, 32), (16, 256, 8, 32), (24, 256, 8, 32), (32, 256, 8, 32)),
-    *((8, 128, 256, 8), (16, 128, 256, 8), (24, 128, 256, 8), (32, 128, 256, 8)),
-)
-# of heads of 128, whose programs take fewer splits also: in one variant, for nothing of these hangs on how many
-FEWER_SPLITS = (
-    *((8, 128, 64, 8), (16, 128, 64, 8), (24, 128, 128, 4), (32, 128, 128, 4)),
-    *((8, 128, 64, 16), (16, 128, 64, 16), (24, 128, 128, 8), (32, 128, 128, 8)),
+    *((16, 128, 64, 4), (24, 128, 64, 4), (32, 128, 64, 4), (16, 256, 8, 32), (24, 256, 8, 32), (32, 256, 8, 32)),
+    *((8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4), (32, 128, 256, 4)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
@@ -65,10 +60,6 @@ def entries(arch: int) -> Iterator[Entry]:
             kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
-        for rows, split, pairs, splits in FEWER_SPLITS if dim == 128 else ():
-            kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
-            assert kernel is attend_short.batch_kernel, constants
-            yield _entry(kernel, 2, {**constants, "REGROUP": arch == RING_ARCH}, options, PLAIN, arch)
         behind = [RING_ROWS.value] if arch == RING_ARCH else []
         for rows in (8, 16):
             constants, options = attend_long.stream_launch(rows, dim)
