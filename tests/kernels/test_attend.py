@@ -409,6 +409,20 @@ def test_views_are_read_as_they_are() -> None:
     assert torch.equal(attend(views), expected)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("each", [2, 4])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
+def test_splits_of_a_program_change_no_bit(
+    shape: dict[str, Any], each: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several in a tile that one program takes whole, or whose splits are added up by whoever comes last."""
+    choose("batch", monkeypatch)
+    given = case(device, **shape, dtype=dtype_for(device, "batch"))
+    expected = attend(copied(given))
+    monkeypatch.setattr(attend_short, "BATCH_SPLITS", each)
+    assert torch.equal(attend(copied(given)), expected)
+
+
 @pytest.mark.parametrize(
     ("sequences", "queries", "splits", "groups"),
     [(8, 8, 2, 1), (8, 8, 4, 4), (4, 16, 2, 1), (16, 4, 2, 2), (16, 8, 2, 4), (8, 5, 2, 1), (1, 8, 8, 1)],
