@@ -114,3 +114,18 @@ def test_other_statistics_say_nothing_of_the_kind(pair: tuple[Path, Path]) -> No
 def test_what_is_neither_is_refused(pair: tuple[Path, Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(pair[0], **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_log_probabilities_of_what_is_accepted_by_fiat(pair: tuple[Path, Path]) -> None:
+    """They are the target's: those of plain text where nothing is accepted, and else of text that is not its own."""
+    plain = decoded(made(pair[0]), logprobs=3)
+    refused = decoded(made(*pair, verification=SyntheticAcceptance(rate=0.0)), logprobs=3)
+    assert refused.new_tokens == plain.new_tokens
+    assert (refused.logprobs, refused.top_logprobs) == (plain.logprobs, plain.top_logprobs)
+    accepted = decoded(made(*pair, verification=SyntheticAcceptance(rate=1.0)), logprobs=3)
+    assert accepted.stats.accepted > 0
+    for row, values, tops in zip(accepted.new_tokens, accepted.logprobs, accepted.top_logprobs, strict=True):
+        assert len(row) == len(values) == len(tops)
+        assert all(dict(top).get(token, value) == value for token, value, top in zip(row, values, tops, strict=True))
+        assert any(value < top[0][1] for value, top in zip(values, tops, strict=True)), "not the target's own picks"
