@@ -28,15 +28,19 @@ HIDDEN, INNER, QKV = 4096, 14336, 6144
 def launches() -> Iterator[tuple[str, int, Callable[[], object]]]:
     """(kernel, architecture, what compiles it)."""
     every = ((arch, entry) for arch in ARCHITECTURES for entry in compile_kernels.entries(arch))
-    for arch, (kernel, *launch, _size) in compile_kernels.first_of_each(
-        every, lambda of: (of[1][0].__name__, of[1][-1])
-    ):
+    for arch, (kernel, *launch, _size) in compile_kernels.first_of_each(every, _kind):
         yield kernel.__name__, arch, partial(compile_kernels.compiled, kernel, *launch, arch)
     for arch in ARCHITECTURES:
         for name, (kernel, _grid, given, options) in distinct(packed(arch)):
             yield name, arch, partial(compile_packed_linear.compiled, kernel, given, options, arch)
     for gated in (False, True):
         yield "_hopper_kernel", 90, partial(compile_prefill_hopper.compiled, prefill_hopper.TILES[0], gated, "*bf16")
+
+
+def _kind(of: tuple[int, compile_kernels.Entry]) -> tuple[str, int, bool]:
+    """By kernel and size of its elements, and apart those that record log-probabilities."""
+    kernel, _signature, constants, _options, size = of[1]
+    return kernel.__name__, size, bool(constants.get("TOP"))
 
 
 def packed(arch: int) -> Iterator[tuple[str, Launch]]:
