@@ -80,7 +80,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling
     """As `reference.linear`, which defines it, for what `store` returned.
 
     A packed weight has one kernel for the passes of steps and one for prompts. For other weights a library's product is
-    as good for a prompt's many rows; in fp32 far better, and for steps far worse, for it has to be padded there.
+    as good for a prompt's many rows. In fp32 it is better there, and for the few rows of a step slower by far, for it
+    would have to be padded to as many as a step may have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
