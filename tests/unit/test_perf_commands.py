@@ -15,8 +15,10 @@ import torch
 from perf import __main__ as cli
 from perf import bench, commands, e2e, records, suite
 from perf.cases import SMOKE, Case
+from perf.kernels.passes import pass_rows
 from perf.opened import batches_of
 from perf.records import Row
+from perf.workloads import WORKLOADS, Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
 
@@ -144,8 +146,23 @@ def test_every_bench_here_imports_and_can_give_rows() -> None:
     pytest.importorskip("triton")
     rows = list(bench.run_benches([], device=torch.device("cpu"), quick=True))
     assert [row["status"] for row in rows] == ["imported; it needs a GPU to run"] * len(bench.names())
-    for name in ("attention", "linear", "prefill", "verify"):
+    for name in ("attention", "linear", "passes", "prefill", "verify"):
         assert callable(importlib.import_module(f"perf.kernels.{name}").rows)
+
+
+def test_passes_are_timed_against_one_row() -> None:
+    """On a CPU, where it shows no more than that it runs: shapes, bytes, and what a row is compared with."""
+    tiny = Bytes.of(WORKLOADS["tiny"].config("target"), torch.float32)
+    found = list(pass_rows(WORKLOADS["tiny"], [(2, 3)], [40, 70], torch.device("cpu"), room=300, repeats=2))
+    assert [(row["shape"], row["rows"]) for row in found] == [
+        (f"{name} behind {behind}, room for 300", count)
+        for behind in (40, 70)
+        for name, count in (("1x1", 1), ("2x3", 6))
+    ]
+    assert [row["bytes"] - tiny.weights for row in found] == [n * tiny.cache_token for n in (40, 84, 70, 144)]
+    for one, more in (found[:2], found[2:]):
+        assert one["over_one"] == 1.0
+        assert more["over_one"] == pytest.approx(more["us"] / one["us"], rel=1e-2)  # both are rounded
 
 
 def test_ceiling_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
