@@ -296,7 +296,7 @@ def plant(
     language = Language.draw(min(config.vocab_size for config in configs), seed)
     with torch.no_grad():
         pair = [
-            Planted(_empty(config, dtype or workload.dtype, device), language, noise=noise, seed=seed + number)
+            Planted(unplanted(config, dtype or workload.dtype, device), language, noise=noise, seed=seed + number)
             for number, config in enumerate(configs, start=1)
         ]
         spread, agreement = _find_spread(pair, language, acceptance, torch.device(device).type, seed)
@@ -319,7 +319,8 @@ def plant(
     return PlantedPair(models[0], models[1], language, report)
 
 
-def _empty(config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def unplanted(config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """A model of this shape with the random weights that transformers begins with; no token ends a text."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

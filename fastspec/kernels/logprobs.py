@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastspec.kernels.publish import check_details, check_recorded
 from fastspec.kernels.reference_step import Record
-from fastspec.kernels.sampled_parts import MOST_IDS, OPTIONS, key_of, value_of
+from fastspec.kernels.sampled_parts import MOST_IDS, OPTIONS, key_of, level_of, value_of
 from fastspec.verify import CommitRows
 
 GROUP = 64  # neighbouring ids whose largest and mass are kept
@@ -75,17 +75,11 @@ def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 
 
 @triton.jit
-def _level(largest):
-    """What a sum is relative to: nothing that is finite weighs more than one, and no NaN comes of an infinity."""
-    return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
-
-
-@triton.jit
 def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
     """Stores the largest of every group of a chunk's logits x [CHUNK], and the group's mass."""
     x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _GROUP, _GROUP])
     largest = tl.max(x, axis=1)
-    weights = tl.exp(x - _level(largest)[:, None])
+    weights = tl.exp(x - level_of(largest)[:, None])
     mass = tl.sum((weights * ID_UNIT + 0.5).to(tl.uint32), axis=1).to(tl.float32) * NO_ID_UNIT
     group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
     tl.store(groups_ptr + group, largest, mask=group < groups)
@@ -100,7 +94,7 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
         group = first + tl.arange(0, SIZE)
         x = tl.load(groups_ptr + group, mask=group < groups, other=-float("inf"), cache_modifier=".cg")
         largest = tl.maximum(largest, x)
-    level = _level(tl.max(largest, axis=0))
+    level = level_of(tl.max(largest, axis=0))
     total = tl.zeros([SIZE], tl.int64)
     for first in tl.range(0, groups, SIZE):
         group = first + tl.arange(0, SIZE)
@@ -142,23 +136,26 @@ def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, 
 
 
 @triton.jit
-def record_chunk(
+def record_line(
     x,  # fp32 [CHUNK], -inf beyond V
+    record,  # what `of_lines` gives
     line_ptr,
-    arrivals_ptr,  # of this line, like all that follow
-    groups_ptr,
-    levels_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
+    line,  # of the launch
+    place,  # that of the line among all of the state's
     chunk,
     chunks,
-    groups,
     vocab,
     top,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
 ):
     """Records of a line what its chunk of logits x says, and, where all others have done so, what they say together."""
+    arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr = record
+    line, place = line.to(tl.int64), place.to(tl.int64) * TOP
+    groups = tl.cdiv(vocab, _GROUP)
+    arrivals_ptr, groups_ptr, levels_ptr = arrivals_ptr + line, groups_ptr + line * groups * 2, levels_ptr + line * 2
+    top_ids_ptr, top_logprobs_ptr = top_ids_ptr + place, top_logprobs_ptr + place
     _sum_up(x, groups_ptr, chunk, groups, CHUNK)
     # the counting thread's release covers its own stores; the barrier hands it those of the others
     tl.debug_barrier()
@@ -169,18 +166,6 @@ def record_chunk(
         tl.store(levels_ptr + 1, log_mass)
         if top > 0:
             _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS)
-
-
-@triton.jit
-def record_line(x, record, line_ptr, line, place, chunk, chunks, vocab, top, CHUNK, GROUPS, TOP):
-    """`record_chunk` of one line of a launch; `place` is that of the line among all of the state's."""
-    arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr = record
-    line, place = line.to(tl.int64), place.to(tl.int64) * TOP
-    groups = tl.cdiv(vocab, _GROUP)
-    record_chunk(
-        *(x, line_ptr, arrivals_ptr + line, groups_ptr + line * groups * 2, levels_ptr + line * 2),
-        *(top_ids_ptr + place, top_logprobs_ptr + place, chunk, chunks, groups, vocab, top, CHUNK, GROUPS),
-    )
 
 
 @triton.jit
@@ -214,12 +199,17 @@ def sizes_of(record: Record | None) -> tuple[int, int]:
     return record.top, 0 if record.details is None else record.details.stride(0)
 
 
+def width_of(record: Record | None, rows: CommitRows) -> int:
+    """TOP: for how many of the likeliest ids the state has room; 0 where nothing is recorded."""
+    return 0 if record is None else rows.top_ids.shape[2]
+
+
 def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
     """Block shapes and options of a launch: roundings are those of all launches that record."""
     if record is None:
-        return {"GROUPS": 0, "TOP": 0}
+        return {"GROUPS": 0, "TOP": width_of(record, rows)}
     groups = max(16, triton.next_power_of_2(triton.cdiv(vocab, GROUP)))
-    return {"GROUPS": groups, "TOP": rows.top_ids.shape[2], "num_warps": NUM_WARPS, **OPTIONS}
+    return {"GROUPS": groups, "TOP": width_of(record, rows), "num_warps": NUM_WARPS, **OPTIONS}
 
 
 def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> None:

@@ -101,13 +101,12 @@ def ended(
     record: Record | None,
 ) -> None:
     """`commit`, with what `record` asks for of the raw logits [B, k+1, V] recorded and published along."""
-    if record is None:
-        commit(accepted, block, rows, None, publish_to)
-        return
-    commit(accepted, block, rows)
-    record_logprobs(rows, record.top, logits)
+    verify.commit(rows, accepted, block)
+    if record is not None:
+        record_logprobs(rows, record.top, logits)
     if publish_to is not None:
-        publish(*publish_to, rows, drafting=block.shape[1] > 1, details=record.details)
+        details = None if record is None else record.details
+        publish(*publish_to, rows, drafting=block.shape[1] > 1, details=details)
 
 
 def record_logprobs(rows: verify.CommitRows, top: int, logits: Tensor) -> None:

@@ -335,6 +335,7 @@ def sampled_commit(
     find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True, record=record)
     source = sampled_parts.source_of(logits, rows)
     tokens_stride, tokens_width, _, *others = committing.sizes_of(rows, publish_to)
+    _, details_width = logprobs.sizes_of(record)
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
@@ -356,9 +357,9 @@ def sampled_commit(
         *sampled_parts.sizes_of(logits, rows, 0),
         *((0, 0) if laws is None else laws.stride()[:2]),
         *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
-        logprobs.sizes_of(record)[1],
+        details_width,
         RULE=RULES[rule],
-        TOP=0 if record is None else rows.top_ids.shape[2],
+        TOP=logprobs.width_of(record, rows),
         CHUNK=chunk,
         MOST=most,
         RACED=min(RACED, most),

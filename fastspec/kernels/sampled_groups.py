@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.logprobs import record_line
-from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, scaled, tempered, view_of
+from fastspec.kernels.sampled_parts import GROUP, INTS, RUNNING, level_of, scaled, tempered, view_of
 
 CHUNK = 2048  # ids per program
 STAGES = 3  # places that are summed up or on their way, where a program has several
@@ -35,8 +35,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
     tl.store(tops_ptr + group, tops, mask=group < groups)
     if weighs:
         # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line broken, whatever it weighs
-        level = tl.where((tops > -float("inf")) & (tops < float("inf")), tops, 0.0)
-        masses = tl.sum(tl.exp(x - level[:, None]), axis=1)
+        masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
         tl.store(tops_ptr + groups + group, masses, mask=group < groups)
 
 

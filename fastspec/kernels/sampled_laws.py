@@ -365,11 +365,12 @@ def find_laws(
     chunk = sampled_groups.CHUNK
     chunks = triton.cdiv(vocab, chunk)
     parts = sampled_parts.parts_of(batch, places, chunks)
+    top, _ = logprobs.sizes_of(record)
     launch(
         _groups_kernel,
         (chunks, batch * parts),
         *(*source[:13], *source[15:], rows.unbiased, work.groups, *logprobs.of_lines(record, rows)),
-        *(*sizes, parts, 0 if record is None else record.top, rows.block.shape[1]),
+        *(*sizes, parts, top, rows.block.shape[1]),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),
         STAGES=sampled_groups.STAGES if parts < places else 1,

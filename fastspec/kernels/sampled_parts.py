@@ -168,6 +168,12 @@ def value_of(key):
 
 
 @triton.jit
+def level_of(largest):
+    """What masses are relative to: nothing that is finite weighs more than one, and no NaN comes of an infinity."""
+    return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
+
+
+@triton.jit
 def view_of(
     logits_ptr,
     bias_ptr,

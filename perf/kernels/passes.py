@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator, NGram
 from fastspec.engine import Engine, blocks
@@ -32,6 +31,7 @@ from fastspec.state import RUNNING
 from fastspec.step import score
 from perf import timing
 from perf.inside import engine_of
+from perf.pairs import unplanted
 from perf.workloads import WORKLOADS, Bytes, Workload
 
 GPU_ONLY = True  # for perf.bench
@@ -45,8 +45,7 @@ def engine_for(
     workload: Workload, passes: list[tuple[int, int]], length: int, device: torch.device
 ) -> Iterator[Engine]:
     """An engine over random weights, with room for these passes of rows of `length` tokens."""
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(workload.config("target"), dtype=workload.dtype)
+    model = unplanted(workload.config("target"), workload.dtype, device)
     most_rows, most_tokens = (max(sizes) for sizes in zip(*passes, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # nothing is generated: what a generator advises has no bearing
