@@ -352,13 +352,14 @@ def _decode(
         attend_long.long(tensors, out, work.partials, sizes, splits, window, pdl)
         return out
     splits = triton.cdiv(room, work.split_keys)
-    groups = triton.cdiv(splits, FAN.value)
+    groups, programs = triton.cdiv(splits, FAN.value), splits
     kernel: Any = _decode_kernel
     if fragments:
         shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
-        kernel, constants, options = attend_short.short_launch(*shape)
+        kernel, shares, constants, options = attend_short.short_launch(*shape)
         constants["REGROUP"] = regroup
-        rows, sizes = constants["G"] * 8, (*sizes, splits)
+        rows, sizes = constants["G"] * 8, (*sizes, splits, *([shares] if shares else []))
+        programs = max(shares, triton.cdiv(splits, constants.get("MOST", 1)))
     else:
         constants, options = tile_launch(qkv.dtype, dim)
         constants["NORM"], rows = q_norm is not None, constants["ROWS"]
@@ -368,7 +369,7 @@ def _decode(
         _check_room(work, tiles * (1 + groups), row_size * (splits + groups))
     launch(
         kernel,
-        (tiles, triton.cdiv(splits, constants.get("CHUNK", 1))),
+        (tiles, programs),
         *tensors,
         out,
         work.partials,

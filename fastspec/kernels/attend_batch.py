@@ -1,10 +1,11 @@
 """The decoding kernel of attend.py for batches: what attend_fragments.py computes, several splits to a program.
 
 With many rows there are more splits than a device runs at a time, and a program of attend_fragments.py spends more
-instructions on its queries, positions and places than on a split of keys. So a program takes up to CHUNK neighbouring
-splits of its tile, one after another; as soon as a product has taken a split's keys or values out of its registers, the
-next one's loads begin. Where these are all splits of the tile it joins each to those before as it goes, in shared
-memory, and nobody else adds up. The bits are the same.
+instructions on its queries, positions and places than on a split of keys. So a program takes several neighbouring
+splits of its tile, one after another: as few as leave no more than `shares` programs some to do, and at most MOST. How
+many there are it finds among the positions, for a captured step knows only for how many there is room. As soon as a
+product has taken a split's keys or values out of its registers, the next one's loads begin. Where these are all splits
+of the tile it joins each to those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -55,8 +56,20 @@ from fastspec.kernels.attend_stream_parts import (
 from fastspec.kernels.gluon_names import thread_barrier
 
 
+@gluon.jit
+def share_of(first, last, shares, MOST: gl.constexpr):
+    """log2 of the splits that a program takes of first .. last: few enough for `shares` programs, at most MOST."""
+    shift = first * 0
+    for doubled in gl.static_range(4):
+        if (2 << doubled) <= MOST:
+            shift += ((last >> shift) - (first >> shift) >= shares).to(gl.int32)
+    return shift
+
+
 @gluon.jit(
-    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
+    do_not_specialize=[
+        *("num_queries", "num_pairs", "splits", "shares", "table_stride", "table_width", "num_pages", "num_angles")
+    ],
 )
 def batch_kernel(
     qkv_ptr,
@@ -81,8 +94,9 @@ def batch_kernel(
     scale,
     eps,
     splits,  # that the pass has room for
+    shares,  # programs that are to share out a tile's splits, where MOST are enough for each
     SPLIT: gl.constexpr,
-    CHUNK: gl.constexpr,  # splits of a program, a divisor of FAN
+    MOST: gl.constexpr,  # splits of a program, a divisor of FAN
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -115,8 +129,9 @@ def batch_kernel(
     given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
     fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, newest // SPLIT
-    mine_first = gl.maximum(gl.program_id(1) * CHUNK, first)
-    mine_last = gl.minimum(gl.program_id(1) * CHUNK + CHUNK - 1, last)
+    shift = share_of(first, last, shares, MOST)
+    mine_first = gl.maximum(((first >> shift) + gl.program_id(1)) << shift, first)
+    mine_last = gl.minimum(mine_first | ((1 << shift) - 1), last)
     if mine_first > mine_last:
         return
     begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
