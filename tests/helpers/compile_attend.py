@@ -33,17 +33,17 @@ COUNTS = (
     "num_pairs",
     "split_keys",
     "splits",
+    "shares",
     "limit",
     "table_stride",
     "table_width",
     "num_pages",
     "num_angles",
 )
-# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, more, groups together, batches
+# (rows, split, pairs, splits) of every launch of attend_short.py: a program for each split, and programs with several
 SHORT = (
-    *((8, 128, 8, 2), (8, 256, 8, 2), (8, 128, 32, 4), (8, 256, 8, 16)),
-    *((16, 128, 64, 4), (24, 128, 64, 4), (32, 128, 64, 4), (16, 256, 8, 32), (24, 256, 8, 32), (32, 256, 8, 32)),
-    *((8, 128, 256, 4), (16, 128, 256, 4), (24, 128, 256, 4), (32, 128, 256, 4)),
+    *((8, 128, 8, 2), (16, 128, 64, 2), (24, 128, 128, 1), (32, 128, 128, 1), (8, 256, 8, 16), (16, 256, 8, 16)),
+    *((8, 128, 8, 64), (16, 128, 64, 64), (24, 128, 128, 64), (32, 128, 128, 64), (8, 256, 8, 64), (16, 256, 8, 64)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
@@ -57,7 +57,7 @@ def entries(arch: int) -> Iterator[Entry]:
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, split, pairs, splits in SHORT:
-            kernel, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
+            kernel, _, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
         behind = [RING_ROWS.value] if arch == RING_ARCH else []

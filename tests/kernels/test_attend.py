@@ -62,14 +62,19 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
                 )
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
-    from_tiles = 1 if kind == "batch" else 2**30
-    monkeypatch.setattr(attend_short, "BATCH_TILES", dict.fromkeys((64, 128), (from_tiles, from_tiles)))
-    monkeypatch.setattr(attend_short, "FEW_PROGRAMS", 0)  # as many rows to a tile as there are
+    share(1 if kind == "batch" else 0, monkeypatch)
+    for name in ("ALONE", "FEW_TILES"):  # as many rows to a tile as there are
+        monkeypatch.setattr(attend_short, name, 0)
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "STREAMED", 0 if kind in ("stream", "ring") else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)
     monkeypatch.setattr(attend_long, "rings", lambda device, page_size: kind == "ring")
     return kind
+
+
+def share(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many programs share out the splits of a tile; 0: every split has its own."""
+    monkeypatch.setattr(attend_short, "shares_of", lambda dim, tiles, splits: shares)
 
 
 def simulate_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,25 +415,43 @@ def test_views_are_read_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("each", [2, 4])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("shares", "most"), [(1, 2), (1, 4), (1, 8), (2, 8), (3, 8), (3, 2), (7, 4), (40, 8)])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
-def test_splits_of_a_program_change_no_bit(
-    shape: dict[str, Any], each: int, device: str, monkeypatch: pytest.MonkeyPatch
+def test_programs_that_share_out_splits_change_no_bit(
+    shape: dict[str, Any], shares: int, most: int, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several in a tile that one program takes whole, or whose splits are added up by whoever comes last."""
+    """Against a program for every split; what several left is added up by whoever comes last, one needs nobody."""
+    choose("fragments", monkeypatch)
+    given = case(device, **shape, dtype=dtype_for(device, "fragments"))
+    expected = attend(copied(given), window=window)
     choose("batch", monkeypatch)
-    given = case(device, **shape, dtype=dtype_for(device, "batch"))
-    expected = attend(copied(given))
-    monkeypatch.setattr(attend_short, "BATCH_SPLITS", each)
-    assert torch.equal(attend(copied(given)), expected)
+    share(shares, monkeypatch)
+    monkeypatch.setattr(attend_short, "BATCH_SPLITS", most)
+    assert torch.equal(attend(copied(given), window=window), expected)
 
 
 @pytest.mark.parametrize(
-    ("sequences", "queries", "splits", "groups"),
-    [(8, 8, 2, 1), (8, 8, 4, 4), (4, 16, 2, 1), (16, 4, 2, 2), (16, 8, 2, 4), (8, 5, 2, 1), (1, 8, 8, 1)],
+    ("sequences", "queries", "splits", "groups", "shares"),
+    [
+        *((1, 1, 32, 1, 0), (1, 5, 8, 1, 0), (1, 5, 32, 1, 11), (1, 8, 32, 1, 8), (1, 17, 32, 2, 6), (2, 8, 32, 1, 4)),
+        *((4, 8, 2, 2, 0), (4, 8, 32, 2, 4), (8, 1, 4, 1, 0), (8, 1, 32, 1, 4), (8, 5, 32, 2, 2), (8, 8, 32, 2, 2)),
+        *((16, 4, 2, 2, 0), (16, 5, 32, 3, 2), (16, 8, 32, 4, 2), (32, 1, 32, 1, 1), (32, 5, 2, 3, 1)),
+    ],
 )
-@pytest.mark.parametrize("dim", [64, 128])
-def test_who_reads_keys_once(dim: int, sequences: int, queries: int, splits: int, groups: int) -> None:
-    """For four query heads to each of eight: groups of 8 query rows in a program, by how many there would be."""
-    _, constants, _ = attend_short.short_launch(4 * queries, dim, 128, 8 * sequences, splits)
-    assert constants["G"] == groups
+def test_who_reads_keys_once(sequences: int, queries: int, splits: int, groups: int, shares: int) -> None:
+    """For four query heads of 128 to each of eight: groups of 8 query rows to a program, programs to a tile."""
+    kernel, found, constants, _ = attend_short.short_launch(4 * queries, 128, 128, 8 * sequences, splits)
+    assert (constants["G"], found) == (groups, shares)
+    assert kernel is (attend_short.batch_kernel if shares else attend_short.fragment_kernel)
+
+
+def test_more_programs_run_at_a_time_with_fewer_registers() -> None:
+    assert [attend_short.short_launch(32, dim, 128, 8, 32)[1] for dim in (64, 128)] == [12, 8]
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 64])
+@pytest.mark.parametrize("queries", [1, 4, 17])
+def test_splits_of_several_blocks_leave_registers_for_two_groups(queries: int, sequences: int) -> None:
+    _, _, constants, _ = attend_short.short_launch(4 * queries, 128, 256, 8 * sequences, 32)
+    assert constants["G"] == (1 if queries == 1 else 2)
