@@ -24,7 +24,7 @@ KEYS = gl.constexpr(32)  # of one warp's products
 ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
 EIGHT = gl.constexpr(8)  # that rows of a tile come in
 FAN = gl.constexpr(16)  # partial sums that one program adds up
-FEW = gl.constexpr(4)  # as many of them as short rows have
+FEW, SOME = gl.constexpr(4), gl.constexpr(8)  # as many of them as short rows have; and not so short ones
 
 
 @gluon.jit

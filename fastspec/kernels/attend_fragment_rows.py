@@ -99,7 +99,7 @@ def slots_of(
     PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Of rows first_row .. first_row + NEW_ROWS - 1: (index, fed or not, where K and V go, whether they do, angles).
+    """Of rows first_row .. first_row + NEW_ROWS - 1: (index, where K and V go, whether they do, angles).
 
     They go to the cache where their position lies in start..stop-1.
     """
@@ -113,7 +113,7 @@ def slots_of(
     page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
     turn = angles(position, fed, cos_ptr, sin_ptr, num_angles, D // 2, layout)
-    return at, fed, slot, writes & (position >= start) & (position < stop), turn
+    return at, slot, writes & (position >= start) & (position < stop), turn
 
 
 @gluon.jit
@@ -132,9 +132,9 @@ def append(
 ):
     """Stores K and V of the rows that `slots_of` told of."""
     HALF: gl.constexpr = D // 2
-    at, fed, slot, stored, turn = slots
+    at, slot, stored, turn = slots
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
-    mask = gl.expand_dims(fed, 1)
+    mask = gl.expand_dims(stored, 1)
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D
     source = qkv_ptr + gl.expand_dims(head, 1) + column
     k1 = gl.load(source, mask=mask, other=0.0)
@@ -143,11 +143,10 @@ def append(
     v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
     k1, k2 = turned(k1, k2, turn, k_norm_ptr, eps, HALF)
     target = gl.expand_dims(slot, 1) + column
-    stored = gl.expand_dims(stored, 1)
-    gl.store(key_ptr + target, k1, mask=stored)
-    gl.store(key_ptr + target + HALF, k2, mask=stored)
-    gl.store(value_ptr + target, v1, mask=stored)
-    gl.store(value_ptr + target + HALF, v2, mask=stored)
+    gl.store(key_ptr + target, k1, mask=mask)
+    gl.store(key_ptr + target + HALF, k2, mask=mask)
+    gl.store(value_ptr + target, v1, mask=mask)
+    gl.store(value_ptr + target + HALF, v2, mask=mask)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.attend_fragment_layouts import met, room_place
-from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, averaged, finish, keep, shift_of
+from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, SOME, averaged, finish, keep, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
 
@@ -109,13 +109,14 @@ def _combine_few(
     D: gl.constexpr,
     G: gl.constexpr,
     WARPS: gl.constexpr,
+    MOST: gl.constexpr,
 ):
-    """The output of a tile of G groups of rows, as `combine`, out of splits that are among the first FEW of a group."""
+    """The output of a tile of G groups of rows, as `combine`, out of splits that are among the first MOST of a group."""
     layout: gl.constexpr = _row_layout(D, WARPS)
     means = ()
     for g in gl.static_range(G):  # all that is read is on its way before the first is there
         row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
-        mean, _w = _merged(mean_ptr, weight_ptr, first, last, rows, row, row < rows, FEW, D, layout)
+        mean, _w = _merged(mean_ptr, weight_ptr, first, last, rows, row, row < rows, MOST, D, layout)
         means += (mean,)
     for g in gl.static_range(G):
         row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
@@ -183,11 +184,17 @@ def settle(
         gl.store(count_ptr + 1 + group, 0)
         thread_barrier()
     only = first // FAN == last // FAN
-    if only & (end - group * FAN < FEW):
-        _combine_few(
-            mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G,
-            WARPS,
-        )  # fmt: skip
+    if only & (end - group * FAN < SOME):
+        if end - group * FAN < FEW:  # apart: what few leave would wait for more instructions
+            _combine_few(
+                mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
+                G, WARPS, FEW,
+            )  # fmt: skip
+        else:
+            _combine_few(
+                mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
+                G, WARPS, SOME,
+            )  # fmt: skip
         return
     TILE: gl.constexpr = G * EIGHT
     row_start, row_stop = tile * TILE, gl.minimum(rows, tile * TILE + TILE)

@@ -19,8 +19,11 @@ __all__ = ["batch_kernel", "fragment_kernel", "short_launch"]
 REGISTERS, BESIDE = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 GROUPS = 4  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)
-# up to so many groups of 8 rows each is read K and V for by itself; up to so many tiles a tile has fewer groups
-ALONE, FEW_TILES, HALVED = 64, 128, 2
+# up to so many programs have two warps for each part of a block, and a multiprocessor to themselves: what starts early
+# beside fewer threads slows them down
+ALONE_PROGRAMS = MULTIPROCESSORS // 2
+# up to so many groups of 8 rows a program has one; and two at most where with more there are fewer tiles than FEW_TILES
+FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
 BATCH_SPLITS = 8  # of a program at most
 
 
@@ -40,6 +43,8 @@ def short_launch(
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
         return batch_kernel, shares, {**constants, "MOST": BATCH_SPLITS}, options
+    if tiles * splits <= ALONE_PROGRAMS:
+        options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, 0, constants, options
 
 
@@ -51,7 +56,7 @@ def tile_groups(num_rows: int, pairs: int, *, one_block: bool) -> int:
             registers.
     """
     eights = triton.cdiv(num_rows, 8)
-    if one_block and pairs * eights <= ALONE:
+    if one_block and pairs * eights <= FEW_EIGHTS:
         return 1
     groups = groups_of(num_rows, GROUPS if one_block else HALVED)
     few = pairs * triton.cdiv(eights, groups) < FEW_TILES

@@ -63,7 +63,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
     share(1 if kind == "batch" else 0, monkeypatch)
-    for name in ("ALONE", "FEW_TILES"):  # as many rows to a tile as there are
+    for name in ("FEW_EIGHTS", "FEW_TILES"):  # as many rows to a tile as there are
         monkeypatch.setattr(attend_short, name, 0)
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "STREAMED", 0 if kind in ("stream", "ring") else 2**30)
