@@ -111,7 +111,7 @@ def _combine_few(
     WARPS: gl.constexpr,
     MOST: gl.constexpr,
 ):
-    """The output of a tile of G groups of rows, as `combine`, out of splits that are among the first MOST of a group."""
+    """The output of a tile of G groups of rows, as `combine`, of splits that are among the first MOST of a group."""
     layout: gl.constexpr = _row_layout(D, WARPS)
     means = ()
     for g in gl.static_range(G):  # all that is read is on its way before the first is there
@@ -184,7 +184,8 @@ def settle(
         gl.store(count_ptr + 1 + group, 0)
         thread_barrier()
     only = first // FAN == last // FAN
-    if only & (end - group * FAN < SOME):
+    FITTING: gl.constexpr = SOME if G <= 2 else FEW  # of more rows, so many do not fit into registers
+    if only & (end - group * FAN < FITTING):
         if end - group * FAN < FEW:  # apart: what few leave would wait for more instructions
             _combine_few(
                 mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
@@ -193,7 +194,7 @@ def settle(
         else:
             _combine_few(
                 mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
-                G, WARPS, SOME,
+                G, WARPS, FITTING,
             )  # fmt: skip
         return
     TILE: gl.constexpr = G * EIGHT
