@@ -1,11 +1,11 @@
-"""The decoding kernel of attend.py for batches: what attend_fragments.py computes, several splits to a program.
+"""The decoding kernel of attend.py for many splits: what attend_fragments.py computes, several of them to a program.
 
-With many rows there are more splits than a device runs at a time, and a program of attend_fragments.py spends more
-instructions on its queries, positions and places than on a split of keys. So a program takes several neighbouring
-splits of its tile, one after another: as few as leave no more than `shares` programs some to do, and at most MOST. How
-many there are it finds among the positions, for a captured step knows only for how many there is room. As soon as a
-product has taken a split's keys or values out of its registers, the next one's loads begin. Where these are all splits
-of the tile it joins each to those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
+Where there is room for more splits than a device runs programs, one for each would spend more instructions on its
+queries, positions and places than on its keys. So a program takes several neighbouring splits of its tile, one after
+another: as few as leave no more than `shares` programs some to do, and at most MOST. How many there are it finds among
+the positions, for a captured step knows only for how many there is room. As soon as a product has taken a split's keys
+or values out of its registers, the next one's loads begin. Where these are all splits of the tile it joins each to
+those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
