@@ -36,14 +36,15 @@ def short_launch(
         num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
         splits: that the pass has room for.
     """
-    groups = tile_groups(num_rows, pairs, one_block=split_keys <= PARTS * KEYS.value)
+    one_block = split_keys <= PARTS * KEYS.value
+    groups = tile_groups(num_rows, pairs, one_block=one_block)
     tiles = pairs * triton.cdiv(triton.cdiv(num_rows, 8), groups)
     shares = shares_of(dim, tiles, splits)
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
         return batch_kernel, shares, {**constants, "MOST": BATCH_SPLITS}, options
-    if tiles * splits <= ALONE_PROGRAMS:
+    if one_block and tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, 0, constants, options
 

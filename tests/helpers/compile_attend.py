@@ -40,10 +40,10 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, one for
-# each split, and several splits to a program
+# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, one for each
+# split, and several splits to a program
 SHORT = (
-    *((8, 128, 8, 2), (8, 256, 8, 2), (16, 256, 8, 2)),
+    (8, 128, 8, 2),
     *((8, 128, 8, 16), (16, 128, 64, 2), (24, 128, 128, 1), (32, 128, 128, 1), (8, 256, 8, 16), (16, 256, 8, 16)),
     *((8, 128, 8, 64), (16, 128, 64, 64), (24, 128, 128, 64), (32, 128, 128, 64), (8, 256, 8, 64), (16, 256, 8, 64)),
 )
