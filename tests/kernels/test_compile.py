@@ -17,9 +17,9 @@ ARCHITECTURES = [80, 86, 89, 90, 100]
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
     ("fragment_kernel", 168): 8,
-    ("fragment_kernel", 255): 24,
-    ("batch_kernel", 168): 56,
-    ("batch_kernel", 255): 88,
+    ("fragment_kernel", 255): 16,
+    ("batch_kernel", 168): 64,
+    ("batch_kernel", 255): 72,
     ("stream_kernel", 255): 32,
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
