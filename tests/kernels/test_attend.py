@@ -431,6 +431,18 @@ def test_programs_that_share_out_splits_change_no_bit(
     assert torch.equal(attend(copied(given), window=window), expected)
 
 
+@pytest.mark.parametrize("device", devices())
+def test_as_many_splits_as_are_added_up_at_once_and_one_more(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4, 5, 8, 9, 16 and 17: against the twin, and against one program that joins up to 8 as it goes."""
+    choose("fragments", monkeypatch)
+    lengths = [512, 513, 1024, 1025, 2048, 2049]
+    given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
+    check(given, 128, None)
+    apart = attend(copied(given))
+    choose("batch", monkeypatch)
+    assert torch.equal(attend(copied(given)), apart)
+
+
 @pytest.mark.parametrize(
     ("sequences", "queries", "splits", "groups", "shares"),
     [
