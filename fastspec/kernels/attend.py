@@ -352,24 +352,21 @@ def _decode(
         attend_long.long(tensors, out, work.partials, sizes, splits, window, pdl)
         return out
     splits = triton.cdiv(room, work.split_keys)
-    groups, programs = triton.cdiv(splits, FAN.value), splits
     kernel: Any = _decode_kernel
     if fragments:
         shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
-        kernel, shares, constants, options = attend_short.short_launch(*shape)
-        constants["REGROUP"] = regroup
-        rows, sizes = constants["G"] * 8, (*sizes, splits, *([shares] if shares else []))
-        programs = max(shares, triton.cdiv(splits, constants.get("MOST", 1)))
+        kernel, grid, shares, constants, options = attend_short.short_launch(*shape)
+        constants["REGROUP"], sizes = regroup, (*sizes, splits, *([shares] if shares else []))
     else:
         constants, options = tile_launch(qkv.dtype, dim)
-        constants["NORM"], rows = q_norm is not None, constants["ROWS"]
-        sizes = (work.split_keys, *sizes)
-    tiles = batch * kv_heads * triton.cdiv(num_queries * group, rows)
+        grid = (batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"]), splits)
+        constants["NORM"], sizes = q_norm is not None, (work.split_keys, *sizes)
     if splits > 1:
-        _check_room(work, tiles * (1 + groups), row_size * (splits + groups))
+        groups = triton.cdiv(splits, FAN.value)
+        _check_room(work, grid[0] * (1 + groups), row_size * (splits + groups))
     launch(
         kernel,
-        (tiles, programs),
+        grid,
         *tensors,
         out,
         work.partials,

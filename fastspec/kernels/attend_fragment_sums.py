@@ -191,10 +191,10 @@ def settle(
                 mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
                 G, WARPS, FEW,
             )  # fmt: skip
-        else:
+        elif G <= 2:
             _combine_few(
                 mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
-                G, WARPS, FITTING,
+                G, WARPS, SOME,
             )  # fmt: skip
         return
     TILE: gl.constexpr = G * EIGHT

@@ -23,14 +23,17 @@ MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/
 # beside fewer threads slows them down
 ALONE_PROGRAMS = MULTIPROCESSORS // 2
 # up to so many groups of 8 rows a program has one; and two at most where with more there are fewer tiles than FEW_TILES
+# (or as many, of an even number of groups)
 FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
 BATCH_SPLITS = 8  # of a program at most
 
 
 def short_launch(
     num_rows: int, dim: int, split_keys: int, pairs: int, splits: int
-) -> tuple[Any, int, dict[str, int], dict[str, Any]]:
-    """(kernel, shares, constants, options) of a pass: programs that share out a tile's splits, 0 where each takes one.
+) -> tuple[Any, tuple[int, int], int, dict[str, int], dict[str, Any]]:
+    """(kernel, (tiles, programs to each), shares, constants, options) of a pass.
+
+    `shares` programs share out a tile's splits, 0: each takes one.
 
     Args:
         num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
@@ -43,10 +46,11 @@ def short_launch(
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
-        return batch_kernel, shares, {**constants, "MOST": BATCH_SPLITS}, options
+        programs = max(shares, triton.cdiv(splits, BATCH_SPLITS))
+        return batch_kernel, (tiles, programs), shares, {**constants, "MOST": BATCH_SPLITS}, options
     if one_block and tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
-    return fragment_kernel, 0, constants, options
+    return fragment_kernel, (tiles, splits), 0, constants, options
 
 
 def tile_groups(num_rows: int, pairs: int, *, one_block: bool) -> int:
@@ -60,7 +64,8 @@ def tile_groups(num_rows: int, pairs: int, *, one_block: bool) -> int:
     if one_block and pairs * eights <= FEW_EIGHTS:
         return 1
     groups = groups_of(num_rows, GROUPS if one_block else HALVED)
-    few = pairs * triton.cdiv(eights, groups) < FEW_TILES
+    tiles = pairs * triton.cdiv(eights, groups)
+    few = tiles < FEW_TILES or (tiles == FEW_TILES and eights % 2 == 0)
     return min(groups, HALVED) if few else groups
 
 

@@ -14,22 +14,23 @@ from fastspec.kernels import attend_short
     [
         *((1, 1, 32, 1, 0), (1, 5, 8, 1, 0), (1, 5, 32, 1, 11), (1, 8, 32, 1, 8), (1, 17, 32, 2, 6), (2, 8, 32, 1, 4)),
         *((4, 8, 2, 2, 0), (4, 8, 32, 2, 4), (8, 1, 4, 1, 0), (8, 1, 32, 1, 4), (8, 5, 32, 2, 2), (8, 8, 32, 2, 2)),
-        *((16, 4, 2, 2, 0), (16, 5, 32, 3, 2), (16, 8, 32, 4, 2), (32, 1, 32, 1, 1), (32, 5, 2, 3, 1)),
+        *((16, 4, 2, 2, 0), (16, 5, 32, 3, 2), (16, 8, 32, 2, 1), (24, 8, 32, 4, 1), (32, 1, 32, 1, 1)),
+        (32, 5, 2, 3, 1),
     ],
 )
 def test_who_reads_keys_once(sequences: int, queries: int, splits: int, groups: int, shares: int) -> None:
     """For four query heads of 128 to each of eight: groups of 8 query rows to a program, programs to a tile."""
-    kernel, found, constants, _ = attend_short.short_launch(4 * queries, 128, 128, 8 * sequences, splits)
+    kernel, _, found, constants, _ = attend_short.short_launch(4 * queries, 128, 128, 8 * sequences, splits)
     assert (constants["G"], found) == (groups, shares)
     assert kernel is (attend_short.batch_kernel if shares else attend_short.fragment_kernel)
 
 
 def test_more_programs_run_at_a_time_with_fewer_registers() -> None:
-    assert [attend_short.short_launch(32, dim, 128, 8, 32)[1] for dim in (64, 128)] == [12, 8]
+    assert [attend_short.short_launch(32, dim, 128, 8, 32)[2] for dim in (64, 128)] == [12, 8]
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 64])
 @pytest.mark.parametrize("queries", [1, 4, 17])
 def test_splits_of_several_blocks_leave_registers_for_two_groups(queries: int, sequences: int) -> None:
-    _, _, constants, _ = attend_short.short_launch(4 * queries, 128, 256, 8 * sequences, 32)
+    _, _, _, constants, _ = attend_short.short_launch(4 * queries, 128, 256, 8 * sequences, 32)
     assert constants["G"] == (1 if queries == 1 else 2)
