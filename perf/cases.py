@@ -68,6 +68,8 @@ CORE = (
     Case("8b+1b", 1, 128, 256, (0, 4), sampled=True, calls=2, traced=(4,)),
     Case("8b+1b", 8, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
     Case("8b+1b", 32, 128, 128, (0, 2, 4), calls=2, traced=(0, 4)),
+    Case("8b+1b", 1, 1024, 128, (0, 4), calls=2, traced=(4,), max_length=4096),  # a chat: room for more than there is
+    Case("8b+1b", 8, 1024, 128, (0, 4), calls=2, max_length=4096),
     Case("8b+1b", 1, 8192, 128, (0, 4), calls=2, traced=(4,)),
     Case("qwen3-8b+0.6b", 1, 128, 256, (0, 4), calls=2, traced=(4,)),
     Case("qwen2.5-7b+0.5b", 1, 128, 256, (0, 4), calls=2, traced=(4,)),
