@@ -27,7 +27,8 @@ SPILLS = {
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
 }
-# where a split is two blocks of keys, whose sums wait for the second: timed at 255 registers alone
+# where a split is two blocks of keys, whose sums wait for the second: launches with norms and a window, which have not
+# been timed; without them at most 40
 TWO_BLOCKS_SPILLS = {("batch_kernel", 168): 64, ("batch_kernel", 255): 72}
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
