@@ -57,13 +57,27 @@ from fastspec.kernels.gluon_names import thread_barrier
 
 
 @gluon.jit
-def share_of(first, last, shares, MOST: gl.constexpr):
-    """log2 of the splits that a program takes of first .. last: few enough for `shares` programs, at most MOST."""
-    shift = first * 0
-    for doubled in gl.static_range(4):
-        if (2 << doubled) <= MOST:
-            shift += ((last >> shift) - (first >> shift) >= shares).to(gl.int32)
-    return shift
+def run_of(first, last, shares, MOST: gl.constexpr):
+    """(first, last) of the splits first .. last that this program takes, the first beyond the last where none are left.
+
+    As few each as leave no more than `shares` programs some, at most MOST. Of one group they are as many for each, so
+    that none is waited for; of several a power of two, so that no run lies in two of them.
+    """
+    number = gl.program_id(1)
+    if first // FAN == last // FAN:
+        splits = last - first + 1
+        takers = gl.maximum(shares, (splits + MOST - 1) // MOST)
+        length = (splits + takers - 1) // takers
+        begin = first + number * length
+        end = begin + length - 1
+    else:
+        shift = first * 0
+        for doubled in gl.static_range(4):
+            if (2 << doubled) <= MOST:
+                shift += ((last >> shift) - (first >> shift) >= shares).to(gl.int32)
+        begin = ((first >> shift) + number) << shift
+        end = begin | ((1 << shift) - 1)
+    return gl.maximum(begin, first), gl.minimum(end, last)
 
 
 @gluon.jit(
@@ -129,9 +143,7 @@ def batch_kernel(
     given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
     fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, newest // SPLIT
-    shift = share_of(first, last, shares, MOST)
-    mine_first = gl.maximum(((first >> shift) + gl.program_id(1)) << shift, first)
-    mine_last = gl.minimum(mine_first | ((1 << shift) - 1), last)
+    mine_first, mine_last = run_of(first, last, shares, MOST)
     if mine_first > mine_last:
         return
     begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)

@@ -1,6 +1,7 @@
 """Pieces of the kernels of attend_short.py: what the splits of a tile left is added up once all are there."""
 
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005, SIM114  (Triton adds tuples, and knows no starred ones; and what it need not compile is a branch)
 # tuples of blocks grow in unrolled loops
 
 from __future__ import annotations
@@ -25,33 +26,6 @@ def joined(top, total, out, weight, mean):
     return new_top, total * fade + share, out
 
 
-@gluon.jit
-def _merged(
-    mean_ptr, weight_ptr, first, last, rows, row, valid, AT_ONCE: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Numbers `first` .. `last` of what `keep` stored of rows [M], joined in ascending order; AT_ONCE on their way.
-
-    Read past L1, where an older content of the same memory may lie.
-    """
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
-    top = gl.full([row.shape[0]], -float("inf"), gl.float32, of_rows)
-    total = gl.zeros([row.shape[0]], gl.float32, of_rows)
-    out = gl.zeros([row.shape[0], D], gl.float32, layout)
-    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
-        weights, means = (), ()
-        for i in gl.static_range(AT_ONCE):
-            there = valid & (begin + i >= first) & (begin + i <= last)
-            at = (begin + i) * rows + row
-            weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
-            at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
-            means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
-        for i in gl.static_range(AT_ONCE):
-            if (begin + i >= first) & (begin + i <= last):
-                top, total, out = joined(top, total, out, weights[i], means[i])
-    return averaged(out, top, total)
-
-
 @gluon.constexpr_function
 def _row_layout(D, WARPS):
     """Rows [128 / D for each warp, D]: four values of a head to a lane."""
@@ -63,41 +37,10 @@ def combine(
     mean_ptr,
     weight_ptr,
     source,
-    begin,
-    end,
-    target,
-    final,
-    out_ptr,
-    batch,
-    kv_head,
-    row_start,
-    row_stop,
-    rows,
-    num_queries,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
-    layout: gl.constexpr = _row_layout(D, WARPS)
-    M: gl.constexpr = WARPS * (128 // D)
-    source_mean, source_weight = mean_ptr + source * rows * D, weight_ptr + source * rows
-    for first_row in range(row_start, row_stop, M):
-        row = first_row + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
-        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, row < row_stop, FAN, D, layout)
-        if final:
-            finish(out_ptr, batch, kv_head, row, row_stop, num_queries, mean, KV_HEADS, GROUP)
-        else:
-            keep(mean_ptr, weight_ptr, target * rows + row, row < row_stop, mean, weight)
-
-
-@gluon.jit
-def _combine_few(
-    mean_ptr,
-    weight_ptr,
     first,
     last,
+    target,
+    final,
     out_ptr,
     batch,
     kv_head,
@@ -109,18 +52,45 @@ def _combine_few(
     D: gl.constexpr,
     G: gl.constexpr,
     WARPS: gl.constexpr,
-    MOST: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ):
-    """The output of a tile of G groups of rows, as `combine`, of splits that are among the first MOST of a group."""
+    """Numbers source + first .. source + last of a tile of G groups of rows: the output if `final`, else `target`.
+
+    Joined in ascending order, AT_ONCE of all rows on their way before one is there. Read past L1, where an older
+    content of the same memory may lie.
+    """
     layout: gl.constexpr = _row_layout(D, WARPS)
-    means = ()
-    for g in gl.static_range(G):  # all that is read is on its way before the first is there
-        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
-        mean, _w = _merged(mean_ptr, weight_ptr, first, last, rows, row, row < rows, MOST, D, layout)
-        means += (mean,)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
+    row = tile * (G * EIGHT) + gl.arange(0, EIGHT, layout=of_rows)
+    tops, totals, outs = (), (), ()
+    for _g in gl.static_range(G):
+        tops += (gl.full([EIGHT], -float("inf"), gl.float32, of_rows),)
+        totals += (gl.zeros([EIGHT], gl.float32, of_rows),)
+        outs += (gl.zeros([EIGHT, D], gl.float32, layout),)
+    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
+        weights, means = (), ()
+        for g in gl.static_range(G):
+            for i in gl.static_range(AT_ONCE):
+                there = (row + g * EIGHT < rows) & (begin + i >= first) & (begin + i <= last)
+                at = (source + begin + i) * rows + row + g * EIGHT
+                weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+                at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
+                means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(AT_ONCE):
+            if (begin + i >= first) & (begin + i <= last):
+                new_tops, new_totals, new_outs = (), (), ()
+                for g in gl.static_range(G):
+                    mean, weight = means[g * AT_ONCE + i], weights[g * AT_ONCE + i]
+                    top, total, out = joined(tops[g], totals[g], outs[g], weight, mean)
+                    new_tops, new_totals, new_outs = new_tops + (top,), new_totals + (total,), new_outs + (out,)
+                tops, totals, outs = new_tops, new_totals, new_outs
     for g in gl.static_range(G):
-        row = (tile * G + g) * EIGHT + gl.arange(0, EIGHT, layout=gl.SliceLayout(1, layout))
-        finish(out_ptr, batch, kv_head, row, rows, num_queries, means[g], KV_HEADS, GROUP)
+        mean, weight = averaged(outs[g], tops[g], totals[g])
+        if final:
+            finish(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
+        else:
+            keep(mean_ptr, weight_ptr, target * rows + row + g * EIGHT, row + g * EIGHT < rows, mean, weight)
 
 
 @gluon.jit
@@ -184,25 +154,13 @@ def settle(
         gl.store(count_ptr + 1 + group, 0)
         thread_barrier()
     only = first // FAN == last // FAN
-    FITTING: gl.constexpr = SOME if G <= 2 else FEW  # of more rows, so many do not fit into registers
-    if only & (end - group * FAN < FITTING):
-        if end - group * FAN < FEW:  # apart: what few leave would wait for more instructions
-            _combine_few(
-                mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
-                G, WARPS, FEW,
-            )  # fmt: skip
-        elif G <= 2:
-            _combine_few(
-                mean_ptr, weight_ptr, begin, end, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D,
-                G, WARPS, SOME,
-            )  # fmt: skip
-        return
-    TILE: gl.constexpr = G * EIGHT
-    row_start, row_stop = tile * TILE, gl.minimum(rows, tile * TILE + TILE)
-    combine(
-        mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
-    )  # fmt: skip
+    of_tile = (out_ptr, batch, kv_head, tile, rows, num_queries)
+    if G > 2:  # of so many rows no more fit into registers
+        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)
+    elif end - group * FAN < FEW:  # apart: what few leave would wait for more instructions
+        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)
+    else:
+        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, SOME)
     if only:
         return
     thread_barrier()
@@ -210,7 +168,5 @@ def settle(
         return
     gl.store(count_ptr, 0)
     thread_barrier()
-    combine(
-        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, D, WARPS,
-    )  # fmt: skip
+    begin, end = first // FAN, last // FAN
+    combine(mean_ptr, weight_ptr, splits, begin, end, 0, True, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)

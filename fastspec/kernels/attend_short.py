@@ -25,7 +25,7 @@ ALONE_PROGRAMS = MULTIPROCESSORS // 2
 # up to so many groups of 8 rows a program has one; and two at most where with more there are fewer tiles than FEW_TILES
 # (or as many, of an even number of groups)
 FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
-BATCH_SPLITS = 8  # of a program at most
+BATCH_SPLITS = 16  # of a program at most
 
 
 def short_launch(

@@ -416,7 +416,7 @@ def test_views_are_read_as_they_are() -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize(("shares", "most"), [(1, 2), (2, 8), (3, 4), (40, 8)])
+@pytest.mark.parametrize(("shares", "most"), [(1, 2), (2, 16), (3, 4), (40, 8)])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
 def test_programs_that_share_out_splits_change_no_bit(
     shape: dict[str, Any], shares: int, most: int, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
@@ -432,12 +432,17 @@ def test_programs_that_share_out_splits_change_no_bit(
 
 
 @pytest.mark.parametrize("device", devices())
-def test_as_many_splits_as_are_added_up_at_once_and_one_more(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4, 5, 8, 9, 16 and 17: against the twin, and against one program that joins up to 8 as it goes."""
+@pytest.mark.parametrize("shares", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 2100])
+def test_as_many_splits_as_are_added_up_at_once_and_one_more(
+    window: int | None, shares: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4, 5, 8, 9, 16, 17 and of two groups: against the twin, and against programs that take runs of them."""
     choose("fragments", monkeypatch)
-    lengths = [512, 513, 1024, 1025, 2048, 2049]
+    lengths = [512, 513, 1024, 1025, 2048, 2049, 2900, 3000]
     given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
-    check(given, 128, None)
-    apart = attend(copied(given))
+    check(given, 128, window)
+    apart = attend(copied(given), window=window)
     choose("batch", monkeypatch)
-    assert torch.equal(attend(copied(given)), apart)
+    share(shares, monkeypatch)
+    assert torch.equal(attend(copied(given), window=window), apart)
