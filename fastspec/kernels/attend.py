@@ -355,8 +355,8 @@ def _decode(
     kernel: Any = _decode_kernel
     if fragments:
         shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
-        kernel, grid, shares, constants, options = attend_short.short_launch(*shape)
-        constants["REGROUP"], sizes = regroup, (*sizes, splits, *([shares] if shares else []))
+        kernel, grid, constants, options = attend_short.short_launch(*shape)
+        constants["REGROUP"], sizes = regroup, (*sizes, splits)
     else:
         constants, options = tile_launch(qkv.dtype, dim)
         grid = (batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"]), splits)

@@ -2,10 +2,10 @@
 
 Where there is room for more splits than a device runs programs, one for each would spend more instructions on its
 queries, positions and places than on its keys. So a program takes several neighbouring splits of its tile, one after
-another: as few as leave no more than `shares` programs some to do, and at most MOST. How many there are it finds among
-the positions, for a captured step knows only for how many there is room. As soon as a product has taken a split's keys
-or values out of its registers, the next one's loads begin. Where these are all splits of the tile it joins each to
-those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
+another, as many as each other one. How many there are it finds among the positions, for a captured step knows only for
+how many there is room. As soon as a product has taken a split's keys or values out of its registers, the next one's
+loads begin. Where these are all splits of the tile it joins each to those before as it goes, in shared memory, and
+nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -20,7 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
-    FAN,
     KEYS,
     ROWS,
     advanced,
@@ -56,34 +55,8 @@ from fastspec.kernels.attend_stream_parts import (
 from fastspec.kernels.gluon_names import thread_barrier
 
 
-@gluon.jit
-def run_of(first, last, shares, MOST: gl.constexpr):
-    """(first, last) of the splits first .. last that this program takes, the first beyond the last where none are left.
-
-    As few each as leave no more than `shares` programs some, at most MOST. Of one group they are as many for each, so
-    that none is waited for; of several a power of two, so that no run lies in two of them.
-    """
-    number = gl.program_id(1)
-    if first // FAN == last // FAN:
-        splits = last - first + 1
-        takers = gl.maximum(shares, (splits + MOST - 1) // MOST)
-        length = (splits + takers - 1) // takers
-        begin = first + number * length
-        end = begin + length - 1
-    else:
-        shift = first * 0
-        for doubled in gl.static_range(4):
-            if (2 << doubled) <= MOST:
-                shift += ((last >> shift) - (first >> shift) >= shares).to(gl.int32)
-        begin = ((first >> shift) + number) << shift
-        end = begin | ((1 << shift) - 1)
-    return gl.maximum(begin, first), gl.minimum(end, last)
-
-
 @gluon.jit(
-    do_not_specialize=[
-        *("num_queries", "num_pairs", "splits", "shares", "table_stride", "table_width", "num_pages", "num_angles")
-    ],
+    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
 )
 def batch_kernel(
     qkv_ptr,
@@ -108,9 +81,7 @@ def batch_kernel(
     scale,
     eps,
     splits,  # that the pass has room for
-    shares,  # programs that are to share out a tile's splits, where MOST are enough for each
     SPLIT: gl.constexpr,
-    MOST: gl.constexpr,  # splits of a program, a divisor of FAN
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -143,7 +114,9 @@ def batch_kernel(
     given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
     fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, newest // SPLIT
-    mine_first, mine_last = run_of(first, last, shares, MOST)
+    length = (last - first + gl.num_programs(1)) // gl.num_programs(1)
+    mine_first = first + gl.program_id(1) * length
+    mine_last = gl.minimum(mine_first + length - 1, last)
     if mine_first > mine_last:
         return
     begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
@@ -192,8 +165,7 @@ def batch_kernel(
     k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
     v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
 
-    groups = (splits + FAN - 1) // FAN
-    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     alone = (mine_first == first) & (mine_last == last)  # all splits of the tile are this program's
     rooms = ()
@@ -238,6 +210,6 @@ def batch_kernel(
             top, totals, out = new_top, new_totals, new_out
     if (first < last) & (alone == 0):
         settle(
-            mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, mine_first, mine_last,
-            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, mine_last - mine_first + 1, out_ptr, batch,
+            kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

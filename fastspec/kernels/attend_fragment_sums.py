@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.attend_fragment_layouts import met, room_place
-from fastspec.kernels.attend_fragment_parts import EIGHT, FAN, FEW, SOME, averaged, finish, keep, shift_of
+from fastspec.kernels.attend_fragment_parts import EIGHT, FEW, SOME, averaged, finish, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
 
 
@@ -33,14 +33,11 @@ def _row_layout(D, WARPS):
 
 
 @gluon.jit
-def combine(
+def _combine(
     mean_ptr,
     weight_ptr,
-    source,
     first,
     last,
-    target,
-    final,
     out_ptr,
     batch,
     kv_head,
@@ -54,10 +51,10 @@ def combine(
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """Numbers source + first .. source + last of a tile of G groups of rows: the output if `final`, else `target`.
+    """The output of a tile of G groups of rows: splits first .. last, joined in ascending order.
 
-    Joined in ascending order, AT_ONCE of all rows on their way before one is there. Read past L1, where an older
-    content of the same memory may lie.
+    AT_ONCE of all rows are on their way before one is there. Read past L1, where an older content of the same memory
+    may lie.
     """
     layout: gl.constexpr = _row_layout(D, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -68,17 +65,17 @@ def combine(
         tops += (gl.full([EIGHT], -float("inf"), gl.float32, of_rows),)
         totals += (gl.zeros([EIGHT], gl.float32, of_rows),)
         outs += (gl.zeros([EIGHT, D], gl.float32, layout),)
-    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
+    for begin in range(first, last + 1, AT_ONCE):
         weights, means = (), ()
         for g in gl.static_range(G):
             for i in gl.static_range(AT_ONCE):
-                there = (row + g * EIGHT < rows) & (begin + i >= first) & (begin + i <= last)
-                at = (source + begin + i) * rows + row + g * EIGHT
+                there = (row + g * EIGHT < rows) & (begin + i <= last)
+                at = (begin + i) * rows + row + g * EIGHT
                 weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
                 at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
                 means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
         for i in gl.static_range(AT_ONCE):
-            if (begin + i >= first) & (begin + i <= last):
+            if begin + i <= last:
                 new_tops, new_totals, new_outs = (), (), ()
                 for g in gl.static_range(G):
                     mean, weight = means[g * AT_ONCE + i], weights[g * AT_ONCE + i]
@@ -86,11 +83,8 @@ def combine(
                     new_tops, new_totals, new_outs = new_tops + (top,), new_totals + (total,), new_outs + (out,)
                 tops, totals, outs = new_tops, new_totals, new_outs
     for g in gl.static_range(G):
-        mean, weight = averaged(outs[g], tops[g], totals[g])
-        if final:
-            finish(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
-        else:
-            keep(mean_ptr, weight_ptr, target * rows + row + g * EIGHT, row + g * EIGHT < rows, mean, weight)
+        mean, _weight = averaged(outs[g], tops[g], totals[g])
+        finish(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
 
 
 @gluon.jit
@@ -125,9 +119,7 @@ def settle(
     count_ptr,  # of the tile
     first,
     last,
-    mine_first,
-    mine_last,
-    splits,
+    mine,  # how many of them this program has kept
     out_ptr,
     batch,
     kv_head,
@@ -140,33 +132,16 @@ def settle(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Adds up splits first .. last of a tile once all are kept: the program that keeps the last of them does.
-
-    This one has kept mine_first .. mine_last, of one group.
-    """
-    group = mine_first // FAN
-    begin, end = gl.maximum(first, group * FAN), gl.minimum(last, group * FAN + FAN - 1)
+    """Adds up splits first .. last of a tile once all are kept: the program that keeps the last of them does."""
     thread_barrier()  # what other threads kept is read below; and the counter is raised by one thread, for all
-    mine = mine_last - mine_first + 1
-    if mine <= end - begin:  # else there is nothing to wait for
-        if gl.atomic_add(count_ptr + 1 + group, mine, sem="acq_rel") + mine <= end - begin:
-            return
-        gl.store(count_ptr + 1 + group, 0)
-        thread_barrier()
-    only = first // FAN == last // FAN
-    of_tile = (out_ptr, batch, kv_head, tile, rows, num_queries)
-    if G > 2:  # of so many rows no more fit into registers
-        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)
-    elif end - group * FAN < FEW:  # apart: what few leave would wait for more instructions
-        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)
-    else:
-        combine(mean_ptr, weight_ptr, 0, begin, end, splits + group, only, *of_tile, KV_HEADS, GROUP, D, G, WARPS, SOME)
-    if only:
-        return
-    thread_barrier()
-    if gl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
+    if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
         return
     gl.store(count_ptr, 0)
     thread_barrier()
-    begin, end = first // FAN, last // FAN
-    combine(mean_ptr, weight_ptr, splits, begin, end, 0, True, *of_tile, KV_HEADS, GROUP, D, G, WARPS, FEW)
+    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
+    if G > 2:  # of so many rows no more fit into registers
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)
+    elif last - first < FEW:  # apart: what few leave would wait for more instructions
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)
+    else:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, SOME)

@@ -23,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
-    FAN,
     KEYS,
     ROWS,
     advanced,
@@ -162,8 +161,7 @@ def fragment_kernel(
     keys = keys_at(where, fresh, stop, keys, HALF)
     values = values_at(where, fresh, stop, values)
 
-    groups = (splits + FAN - 1) // FAN
-    nodes, base = num_pairs * (splits + groups) * rows, pair * (splits + groups) * rows
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     top, totals, out = (), (), ()
     for i in gl.static_range(STEPS):
@@ -195,6 +193,6 @@ def fragment_kernel(
             values = values_at(where, 0, stop, None)
     if first < last:
         settle(
-            mean_ptr, weight_ptr, count_ptr + gl.program_id(0) * (1 + groups), first, last, split, split,
-            splits, out_ptr, batch, kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
+            num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

@@ -25,15 +25,12 @@ ALONE_PROGRAMS = MULTIPROCESSORS // 2
 # up to so many groups of 8 rows a program has one; and two at most where with more there are fewer tiles than FEW_TILES
 # (or as many, of an even number of groups)
 FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
-BATCH_SPLITS = 16  # of a program at most
 
 
 def short_launch(
     num_rows: int, dim: int, split_keys: int, pairs: int, splits: int
-) -> tuple[Any, tuple[int, int], int, dict[str, int], dict[str, Any]]:
-    """(kernel, (tiles, programs to each), shares, constants, options) of a pass.
-
-    `shares` programs share out a tile's splits, 0: each takes one.
+) -> tuple[Any, tuple[int, int], dict[str, int], dict[str, Any]]:
+    """(kernel, (tiles, programs to each), constants, options) of a pass.
 
     Args:
         num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
@@ -46,11 +43,10 @@ def short_launch(
     constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
-        programs = max(shares, triton.cdiv(splits, BATCH_SPLITS))
-        return batch_kernel, (tiles, programs), shares, {**constants, "MOST": BATCH_SPLITS}, options
+        return batch_kernel, (tiles, shares), constants, options
     if one_block and tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
-    return fragment_kernel, (tiles, splits), 0, constants, options
+    return fragment_kernel, (tiles, splits), constants, options
 
 
 def tile_groups(num_rows: int, pairs: int, *, one_block: bool) -> int:

@@ -33,7 +33,6 @@ COUNTS = (
     "num_pairs",
     "split_keys",
     "splits",
-    "shares",
     "limit",
     "table_stride",
     "table_width",
@@ -59,7 +58,7 @@ def entries(arch: int) -> Iterator[Entry]:
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, split, pairs, splits in SHORT:
-            kernel, _, _, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
+            kernel, _, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
         behind = [RING_ROWS.value] if arch == RING_ARCH else []
