@@ -1,7 +1,7 @@
 """Pieces of the kernels of attend_short.py: what the splits of a tile left is added up once all are there."""
 
 # mypy: disable-error-code="assignment, var-annotated"
-# ruff: noqa: RUF005, SIM114  (Triton adds tuples, and knows no starred ones; and what it need not compile is a branch)
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 # tuples of blocks grow in unrolled loops
 
 from __future__ import annotations
@@ -138,10 +138,8 @@ def settle(
         return
     gl.store(count_ptr, 0)
     thread_barrier()
-    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
-    if G > 2:  # of so many rows no more fit into registers
-        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)
-    elif last - first < FEW:  # apart: what few leave would wait for more instructions
-        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)
-    else:
-        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, SOME)
+    AT_ONCE: gl.constexpr = SOME if G <= 2 else FEW  # of more rows, so many do not fit into registers
+    _combine(
+        mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries,
+        KV_HEADS, GROUP, D, G, WARPS, AT_ONCE,
+    )  # fmt: skip
