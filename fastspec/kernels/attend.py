@@ -68,6 +68,7 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
+SHORT_ROWS = 4096 + 256  # positions: with max_length 4096 rows have room for the drafts and the rest of a page more
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_short.py and attend_long.py are used for
 
 
@@ -228,7 +229,7 @@ class AttendWork:
 
 def split_keys_for(max_positions: int) -> int:
     """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
-    if max_positions <= 4096:
+    if max_positions <= SHORT_ROWS:
         return 128
     return 256 if max_positions <= 8192 else 512
 

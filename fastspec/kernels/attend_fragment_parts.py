@@ -23,7 +23,6 @@ from fastspec.kernels.attend_fragment_rows import NEVER
 KEYS = gl.constexpr(32)  # of one warp's products
 ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
 EIGHT = gl.constexpr(8)  # that rows of a tile come in
-FEW, SOME = gl.constexpr(4), gl.constexpr(8)  # splits added up at once: as many as short rows have; and others
 
 
 @gluon.jit

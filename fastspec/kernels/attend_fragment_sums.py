@@ -10,8 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.attend_fragment_layouts import met, room_place
-from fastspec.kernels.attend_fragment_parts import EIGHT, FEW, SOME, averaged, finish, shift_of
+from fastspec.kernels.attend_fragment_parts import EIGHT, averaged, finish, shift_of
 from fastspec.kernels.gluon_names import thread_barrier
+
+FEW, SOME = gl.constexpr(4), gl.constexpr(8)  # sums on their way at once: as many as short rows leave; and others
 
 
 @gluon.jit
@@ -138,8 +140,9 @@ def settle(
         return
     gl.store(count_ptr, 0)
     thread_barrier()
-    AT_ONCE: gl.constexpr = SOME if G <= 2 else FEW  # of more rows, so many do not fit into registers
-    _combine(
-        mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries,
-        KV_HEADS, GROUP, D, G, WARPS, AT_ONCE,
-    )  # fmt: skip
+    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
+    # of more rows, so many splits do not fit into registers; and what few leave would wait for more instructions
+    if G <= 2 and last - first >= FEW:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, SOME)
+    else:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)

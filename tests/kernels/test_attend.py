@@ -371,7 +371,7 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.isnan(given["keys"]).any()
 
 
-@pytest.mark.parametrize("positions", [256, 4096, 4097, 8192, 8193, 131072])
+@pytest.mark.parametrize("positions", [256, 4352, 4353, 8192, 8193, 131072])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads

@@ -18,8 +18,8 @@ ARCHITECTURES = [80, 86, 89, 90, 100]
 SPILLS = {
     ("fragment_kernel", 168): 8,
     ("fragment_kernel", 255): 16,
-    ("batch_kernel", 168): 48,
-    ("batch_kernel", 255): 48,
+    ("batch_kernel", 168): 40,
+    ("batch_kernel", 255): 40,
     ("stream_kernel", 255): 32,
     ("shares_kernel", 128): 96,
     ("_groups_kernel", 80): 16,
@@ -27,9 +27,9 @@ SPILLS = {
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
 }
-# where a split is two blocks of keys, whose sums wait for the second: launches with norms and a window, which have not
-# been timed; without them at most 40
-TWO_BLOCKS_SPILLS = {("batch_kernel", 168): 64, ("batch_kernel", 255): 72}
+# three groups of query rows, heads of 128, norms and pages that are no multiple of 32: where each key has a place of its
+# own to look up
+UNEVEN_PAGES_SPILL = 72
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
 RAGGED_SPILLS = {
@@ -65,8 +65,8 @@ def _spills(report: dict[str, Any]) -> int:
     if kernel.startswith("tile_") and constants["K"] % 8:
         fused = ["gated"] * constants.get("GATED", False) + ["norm"] * ("gamma_ptr" not in constants)
         return RAGGED_SPILLS.get((kernel, "+".join(fused), constants["ROWS"], constants["BLOCK_N"]), 0)
-    if constants.get("SPLIT") == 256 and (kernel, report["registers"]) in TWO_BLOCKS_SPILLS:
-        return TWO_BLOCKS_SPILLS[kernel, report["registers"]]
+    if kernel == "batch_kernel" and constants["PAGE_SIZE"] % 32 and (constants["G"], constants["D"]) == (3, 128):
+        return UNEVEN_PAGES_SPILL
     return SPILLS.get((kernel, report["registers"]), 0)
 
 
