@@ -27,8 +27,7 @@ SPILLS = {
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
 }
-# three groups of query rows, heads of 128, norms and pages that are no multiple of 32: where each key has a place of its
-# own to look up
+# three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 72
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
