@@ -16,10 +16,10 @@ A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds q
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
-`uses_fragments` names does the same out of registers: by way of attend_short.py as attend_fragments.py or, with several
-splits to a program, as attend_batch.py; in long caches, by way of attend_long.py, as attend_ring.py or
-attend_stream.py. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one launch (rope.py) and
-attends in a second (paged_attention.py).
+`uses_fragments` names does the same out of registers and without groups: by way of attend_short.py as
+attend_fragments.py or, with several splits to a program, as attend_batch.py; in long caches, by way of attend_long.py,
+as attend_ring.py or attend_stream.py. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one
+launch (rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
