@@ -57,7 +57,7 @@ lint: $(VENV)/.dev-$(KEY)
 
 # several processes of one thread each: tests are many and small, and torch's threads would only get into each other's way
 unit: $(VENV)/.dev-$(KEY)
-	@parallel=$$(if $(call have,xdist); then echo '-n auto --maxprocesses=4'; fi); \
+	@parallel=$$(if $(call have,xdist); then echo '-n auto --maxprocesses=4 --dist worksteal'; fi); \
 	set -x; OMP_NUM_THREADS=1 $(PY) -m pytest $$parallel $(TESTS)
 
 # beside the environment's own Triton, which stays as it is
