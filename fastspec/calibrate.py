@@ -21,7 +21,7 @@ from fastspec.auto import Observation, Outlook
 from fastspec.drafting import Choice
 from fastspec.engine import Engine
 from fastspec.estimates import tokens_per_step
-from fastspec.loop import DecodeLoop, Request, longest_of
+from fastspec.loop import DecodeLoop, Request, longest_of, shortest_of
 
 CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
 ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
@@ -230,7 +230,8 @@ def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int)
     found = {}
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, longest_of(requests))
+            lengths = longest_of(requests), shortest_of(requests)
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
             found[k] = engine.part_seconds(bucket, shape, _REPEATS)
     return found
 

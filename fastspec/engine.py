@@ -13,7 +13,7 @@ import torch
 
 from fastspec.graphs.ring import ResultRing
 from fastspec.graphs.runner import Runner
-from fastspec.kernels.reference import KEY_BLOCK, Tiling
+from fastspec.kernels.reference import EARLY_BLOCKS, KEY_BLOCK, Tiling
 from fastspec.kv_cache.pages import PageTable
 from fastspec.lane import Lane
 from fastspec.modes import REJECTION, Verification
@@ -69,21 +69,24 @@ class Engine:
         with torch.inference_mode(), self.runner.on():
             yield
 
-    def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int) -> StepShape:
-        """The shape of a step over rows of at most `longest` tokens."""
+    def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
+        """The shape of a step over rows of at most `longest` tokens and at least `shortest`."""
         if self.runner.static:
             longest = self.room(longest)  # so that few kinds of launches serve all lengths
-        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs, self.verification)
+        fed = shortest - 2  # the first position: a draft model is fed a row's last two tokens
+        first = EARLY_BLOCKS if fed >= EARLY_BLOCKS * KEY_BLOCK else 0
+        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs, self.verification, first)
 
     def room(self, longest: int) -> int:
         """Tokens a row that a captured step over rows of at most `longest` tokens has room for.
 
-        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle.
+        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle,
+        and behind _ROOM attention of a layer takes launches more.
         """
         room, most = _MANY_ROOM if self.state.batch >= _MANY_ROWS else _ROOM, self.state.tokens.shape[1]
         while room < longest:
             room *= _MORE
-        return room if 2 * room < most else most
+        return room if room + room // 8 < most else most  # not for a few tokens less
 
     def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of one row that ends before position `upto`."""
@@ -99,11 +102,16 @@ class Engine:
         """Those that steps of up to `max_rows` rows come to, ascending."""
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
-    def typical_shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0) -> StepShape:
-        """A step of a call whose rows may get `longest` tokens: captured as such, else over rows of a usual length."""
+    def typical_shape(
+        self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0
+    ) -> StepShape:
+        """A step of a call whose rows have `shortest` tokens and may get `longest`: captured as such.
+
+        Where steps are not captured, it is over rows of a usual length.
+        """
         if not self.runner.static:
-            longest = min(_USUAL_LENGTH, self.state.tokens.shape[1])
-        return self.shape(k, sampler, top_logprobs, longest)
+            longest, shortest = min(_USUAL_LENGTH, self.state.tokens.shape[1]), 0
+        return self.shape(k, sampler, top_logprobs, longest, shortest)
 
     def launch(self, rows: int, shape: StepShape) -> int:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
@@ -204,14 +212,20 @@ class Engine:
             self.ring.resync()
 
     def missing(
-        self, max_rows: int, ks: Iterable[int], sampler: str, top_logprobs: int | None, longest: int = 0
+        self,
+        max_rows: int,
+        ks: Iterable[int],
+        sampler: str,
+        top_logprobs: int | None,
+        longest: int = 0,
+        shortest: int = 0,
     ) -> list[tuple[int, StepShape]]:
-        """The steps that up to `max_rows` rows of up to `longest` tokens may come to and that are still to be captured.
+        """The steps that up to `max_rows` rows of such lengths may come to and that are still to be captured.
 
         Largest first: their graphs share one pool.
         """
         sizes = reversed(self.buckets(max_rows))
-        shapes = [self.shape(k, sampler, top_logprobs, longest) for k in sorted(set(ks), reverse=True)]
+        shapes = [self.shape(k, sampler, top_logprobs, longest, shortest) for k in sorted(set(ks), reverse=True)]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
         return [(rows, shape) for rows, shape in steps if not self.runner.ready(self.key_of(rows, shape))]
 
@@ -220,7 +234,8 @@ class Engine:
         recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
         several = self.room(0) < self.state.tokens.shape[1]
         room = f", {shape.num_blocks * KEY_BLOCK} positions" if several else ""
-        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}"
+        begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
+        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}{begin}"
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
         view = self.state.rows(0, rows)

@@ -23,7 +23,7 @@ from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import break_even_advice, explain
-from fastspec.loop import Request, longest_of
+from fastspec.loop import Request, longest_of, shortest_of
 from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
@@ -284,8 +284,8 @@ class FastSpecGenerator:
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         choice = self._drafting.every(chosen)
         with self._in_use() as engine:
-            rows, longest = min(len(requests), self._settings.layout.batch), longest_of(requests)
-            make_ready(engine, rows, choice, longest, progress=self._progress)
+            rows = min(len(requests), self._settings.layout.batch)
+            make_ready(engine, rows, choice, longest_of(requests), shortest_of(requests), progress=self._progress)
             return calibrate(engine, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
@@ -298,7 +298,8 @@ class FastSpecGenerator:
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
-            length: tokens of the longest row, prompt and output; up to 4096 share one kind of step.
+            length: tokens of the longest row, prompt and output; up to 4096 share one kind of step. With more there
+                is another kind for calls all of whose prompts have 4354 and more, which this captures as well.
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.
@@ -308,7 +309,9 @@ class FastSpecGenerator:
         check_range("length", length, 0, self.max_length)
         choice = self._drafting.ahead(num_speculative_tokens, sampler)
         with self._in_use() as engine:
-            make_ready(engine, self._settings.layout.batch, choice, length, progress=self._progress, prompts=True)
+            for shortest in (0, length):
+                rows, new = self._settings.layout.batch, shortest == 0
+                make_ready(engine, rows, choice, length, shortest, progress=self._progress, prompts=new)
 
     def _prepare(
         self,
@@ -352,7 +355,7 @@ class FastSpecGenerator:
         choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, longest_of(requests), progress=self._progress)
+            make_ready(engine, rows, choice, longest_of(requests), shortest_of(requests), progress=self._progress)
             yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 

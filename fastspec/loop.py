@@ -163,7 +163,7 @@ class DecodeLoop:
         self._engine = engine
         self._top_logprobs = top_logprobs
         self._requests = requests
-        self._longest = longest_of(requests)
+        self._longest, self._shortest = longest_of(requests), shortest_of(requests)
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
@@ -217,11 +217,12 @@ class DecodeLoop:
             passes = self._catch_up(drafting)
             self._hold(requests, drafting)
         rows = self._engine.bucket(max(self._rows) + 1)
-        longest = self._longest  # of captured steps one kind serves the whole call
+        longest, shortest = self._longest, self._shortest  # of captured steps one kind serves the whole call
         if not self._engine.runner.static:
             ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
             longest = max(request.length for request in requests.values()) + ahead
-        shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest)
+            shortest = min(request.length for request in requests.values())
+        shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest, shortest)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._launched) or self._engine.runner.depth == 1)
@@ -366,6 +367,11 @@ class DecodeLoop:
 def longest_of(requests: list[Request]) -> int:
     """Tokens that the longest of their rows may get."""
     return max((request.limit for request in requests), default=0)
+
+
+def shortest_of(requests: list[Request]) -> int:
+    """Tokens of the shortest of their prompts."""
+    return min((len(request.prompt) for request in requests), default=0)
 
 
 def _passes(chunks: list[int]) -> float:

@@ -12,7 +12,7 @@ from fastspec.loop import DecodeLoop, Request
 
 
 def make_ready(
-    engine: Engine, rows: int, choice: Choice, longest: int, *, progress: bool, prompts: bool = False
+    engine: Engine, rows: int, choice: Choice, longest: int, shortest: int, *, progress: bool, prompts: bool = False
 ) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
 
@@ -20,14 +20,15 @@ def make_ready(
         engine: of the generator.
         rows: at once.
         choice: drafts of the call.
-        longest: tokens that its rows may get.
+        longest: tokens that its rows may get. shortest: that they all have.
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
     """
-    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, longest)
+    lengths = longest, shortest
+    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths)
     if engine.runner.static and missing:
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
@@ -38,7 +39,7 @@ def make_ready(
         if prompts:
             engine.capture_prompts()
     if choice.controller is not None:
-        _time(engine, rows, choice, longest, progress)
+        _time(engine, rows, choice, lengths, progress)
 
 
 def decode(
@@ -52,7 +53,7 @@ def decode(
     )
 
 
-def _time(engine: Engine, rows: int, choice: Choice, longest: int, progress: bool) -> None:
+def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
     """Lets the controller know what steps take, as far as it does not."""
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
@@ -64,5 +65,5 @@ def _time(engine: Engine, rows: int, choice: Choice, longest: int, progress: boo
     bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
     with engine.on_device():
         for size, k in bar:
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, longest)
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
             controller.know({(size, k): engine.seconds(size, shape, repeats)})

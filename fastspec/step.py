@@ -75,7 +75,7 @@ def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling)
+    rows = PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling, shape.first_block)
     return parts.target.logits(parts.target.hidden(rows), shape.tiling)
 
 

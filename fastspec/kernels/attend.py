@@ -17,15 +17,16 @@ the keys at positions s * split_keys and up. It stores the new K/V that fall amo
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
 `uses_fragments` names does the same out of registers and without groups: by way of attend_short.py as
-attend_fragments.py or, with several splits to a program, as attend_batch.py; in long caches, by way of attend_long.py,
-as attend_ring.py or attend_stream.py. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one
-launch (rope.py) and attends in a second (paged_attention.py).
+attend_fragments.py or, with several splits to a program, as attend_batch.py; rows at `attend_long.FROM` and later, by
+way of attend_long.py, as attend_ring.py or attend_stream.py. A pass that has room for both launches both, each of which
+leaves the other's rows alone. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one launch
+(rope.py) and attends in a second (paged_attention.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
-model and on the room of its cache, blocks and splits lie at absolute positions, sums over them are taken in ascending
-order, and a block or split that is masked for a row is an exact no-op for it. Nothing is fused behind the compiler's
-back (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same bits whichever kernel
-writes it, and the torch twin's.
+model and on the row's position, for `_decode_kernel` on the room of its cache; blocks and splits lie at absolute
+positions, sums over them are taken in ascending order, and a block or split that is masked for a row is an exact no-op
+for it. Nothing is fused behind the compiler's back (enable_fp_fusion=False): every product is rounded where it stands,
+so that K has the same bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
@@ -68,7 +69,6 @@ LAUNCH = {
     (4, 128): Launch(16, 16, 8, 1),
     (4, 256): Launch(16, 16, 8, 1),
 }
-SHORT_ROWS = 4096 + 256  # positions: with max_length 4096 rows have room for the drafts and the rest of a page more
 FRAGMENT_DIMS = (64, 128)  # head_dim that attend_short.py and attend_long.py are used for
 
 
@@ -217,7 +217,7 @@ class AttendWork:
     """Memory that the decoding passes of one model work in, one pass at a time.
 
     Attributes:
-        split_keys: keys of one partial sum, where attend_long.py has no say; part of what the bits of a row depend on.
+        split_keys: keys of one partial sum of `_decode_kernel`; part of what the bits of a row depend on.
         counters: int32, zero between launches.
         partials: fp32.
     """
@@ -228,8 +228,8 @@ class AttendWork:
 
 
 def split_keys_for(max_positions: int) -> int:
-    """Keys of one partial sum in a cache of rows of `max_positions`: never by how many are in use."""
-    if max_positions <= SHORT_ROWS:
+    """Keys of a partial sum of `_decode_kernel` in a cache of rows of `max_positions`: never by how many are in use."""
+    if max_positions <= 4096:
         return 128
     return 256 if max_positions <= 8192 else 512
 
@@ -242,8 +242,7 @@ def _sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tu
     groups = triton.cdiv(splits, FAN.value)
     tiles = max_rows * kv_heads * triton.cdiv(num_heads // kv_heads, 8)  # no tile has fewer than 8 rows
     sums = splits + groups if splits > 1 else 0
-    if attend_long.streams(split_keys):
-        sums = max(sums, attend_long.splits_for(room))
+    sums = max(sums, attend_short.sums(*attend_short.near_and_far(0, room)))
     return tiles * (1 + groups), max_rows * num_heads * sums * (dim + 1)
 
 
@@ -284,6 +283,7 @@ def attend(
     k_norm: Tensor | None,
     eps: float,
     num_blocks: int,
+    first_block: int = 0,
     window: int | None,
     work: AttendWork,
     tiling: Tiling = UNTILED,
@@ -293,7 +293,7 @@ def attend(
 
     Args:
         regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is where the kernels
-            of attend_short.py run.
+            of attend_short.py run alone.
 
     Positions, writes, the table and the cache are read before the kernel waits for the one that makes `qkv`: all work
     on them must have ended before that one began. `embed` sees to it: nothing of a pass begins before what it feeds is
@@ -316,9 +316,8 @@ def attend(
         return out.flatten(2)
     tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes)
     check_heads(*tensors, num_heads)
-    return _decode(
-        *tensors, num_heads=num_heads, eps=eps, num_blocks=num_blocks, window=window, work=work, regroup=regroup
-    )
+    blocks = first_block, num_blocks
+    return _decode(*tensors, num_heads=num_heads, eps=eps, blocks=blocks, window=window, work=work, regroup=regroup)
 
 
 def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -336,7 +335,13 @@ def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str,
 
 
 def _decode(
-    *tensors: Any, num_heads: int, eps: float, num_blocks: int, window: int | None, work: AttendWork, regroup: bool
+    *tensors: Any,
+    num_heads: int,
+    eps: float,
+    blocks: tuple[int, int],
+    window: int | None,
+    work: AttendWork,
+    regroup: bool,
 ) -> Tensor:
     qkv, cos, q_norm, keys, block_table, positions = (tensors[i] for i in (0, 1, 3, 5, 7, 8))
     batch, num_queries = positions.shape
@@ -345,45 +350,45 @@ def _decode(
     sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
     sizes = (num_queries, batch * kv_heads, *sizes, dim**-0.5 * LOG2E, eps)
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
-    room, row_size = num_blocks * KEY_BLOCK, batch * num_queries * num_heads * (dim + 1)
-    fragments, pdl = uses_fragments(qkv.device, qkv.dtype, dim), has_pdl(qkv.device)
-    if fragments and attend_long.streams(work.split_keys):
-        splits = attend_long.splits_for(room)
-        _check_room(work, 0, row_size * splits if splits > 1 else 0)
-        attend_long.long(tensors, out, work.partials, sizes, splits, window, pdl)
-        return out
+    begin, room = (block * KEY_BLOCK for block in blocks)
+    row_size, pdl = batch * num_queries * num_heads * (dim + 1), has_pdl(qkv.device)
+    if uses_fragments(qkv.device, qkv.dtype, dim):
+        near, far = attend_short.near_and_far(begin, room)
+        counters, sums = batch * kv_heads * triton.cdiv(num_queries * group, 8), attend_short.sums(near, far)
+        _check_room(work, counters, row_size * sums)
+        regroup = regroup and not far
+        if near:
+            attend_short.short(tensors, out, (work.partials, work.counters), sizes, near, window, pdl, regroup)
+        if far:
+            attend_long.long(tensors, out, work.partials, sizes, far, window, pdl)
+        return out.unflatten(2, (-1, BLOCK)) if regroup else out
     splits = triton.cdiv(room, work.split_keys)
-    kernel: Any = _decode_kernel
-    if fragments:
-        shape = (num_queries * group, dim, work.split_keys, batch * kv_heads, splits)
-        kernel, grid, constants, options = attend_short.short_launch(*shape)
-        constants["REGROUP"], sizes = regroup, (*sizes, splits)
-    else:
-        constants, options = tile_launch(qkv.dtype, dim)
-        grid = (batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"]), splits)
-        constants["NORM"], sizes = q_norm is not None, (work.split_keys, *sizes)
+    constants, options = tile_launch(qkv.dtype, dim)
+    grid = (batch * kv_heads * triton.cdiv(num_queries * group, constants["ROWS"]), splits)
     if splits > 1:
         groups = triton.cdiv(splits, FAN.value)
         _check_room(work, grid[0] * (1 + groups), row_size * (splits + groups))
     launch(
-        kernel,
+        _decode_kernel,
         grid,
         *tensors,
         out,
         work.partials,
         work.counters,
+        work.split_keys,
         *sizes,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,
         GROUP=group,
         PAGE_SIZE=page_size,
+        NORM=q_norm is not None,
         PDL=pdl,
         enable_fp_fusion=False,
         **constants,
         **options,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out.unflatten(2, (-1, BLOCK)) if fragments and regroup else out
+    return out
 
 
 def _check_room(work: AttendWork, counters: int, partials: int) -> None:

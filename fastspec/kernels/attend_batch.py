@@ -9,8 +9,7 @@ nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
-# tuples of blocks grow and shrink in unrolled loops
+# tuples of blocks grow in unrolled loops
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     KEYS,
     ROWS,
-    advanced,
     begun,
     finish,
     held_rows,
@@ -39,6 +37,7 @@ from fastspec.kernels.attend_fragment_rows import (
     append,
     fed_positions,
     head_layout,
+    idle,
     reach,
     slots_of,
     turned,
@@ -81,7 +80,6 @@ def batch_kernel(
     scale,
     eps,
     splits,  # that the pass has room for
-    SPLIT: gl.constexpr,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -94,8 +92,7 @@ def batch_kernel(
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
-    BLOCK: gl.constexpr = S * KEYS
-    STEPS: gl.constexpr = SPLIT // BLOCK
+    SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
     HELD: gl.constexpr = held_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
@@ -112,12 +109,13 @@ def batch_kernel(
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
     given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
-    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
-    first, last = oldest // SPLIT, newest // SPLIT
+    fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     length = (last - first + gl.num_programs(1)) // gl.num_programs(1)
     mine_first = first + gl.program_id(1) * length
     mine_last = gl.minimum(mine_first + length - 1, last)
     if mine_first > mine_last:
+        idle(newest, PDL)
         return
     begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
@@ -157,13 +155,13 @@ def batch_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    if (G > 2) | (begin + BLOCK > fresh):  # (a branch costs larger programs registers)
+    if (G > 2) | (begin + SPLIT > fresh):  # (a branch costs larger programs registers)
         keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S, D)
         values = load_values(
             value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D
         )
-    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
-    v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
+    k_page = key_pages(table_ptr, begin + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+    v_page = value_pages(table_ptr, begin + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
@@ -172,42 +170,32 @@ def batch_kernel(
     for p in gl.static_range(HELD // ROWS):
         rooms += (room_for(rows_of(G, p), D, REGROUP),)
     for split in range(mine_first, mine_last + 1):
-        top, totals, out = (), (), ()
-        for i in gl.static_range(STEPS):
-            here = split * SPLIT + i * BLOCK
-            following = here + BLOCK
-            k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
-            scores = scores_of(queries, k, here, positions, scale, WINDOW, S, HALF)
-            keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-            k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
-            v = values_of(values, D, DTYPE)
-            new_top, new_totals, new_out = (), (), ()
-            for p in gl.static_range(HELD // ROWS):
-                if i == 0:
-                    t, w, o = begun(scores[p], v, S)
-                else:
-                    t, w, o = advanced(top[p], totals[p], out[p], scores[p], v)
-                # not sooner: registers hold one block, or the sums of a product with its values
-                if p == HELD // ROWS - 1:
-                    values = load_values(
-                        value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
-                    )
-                    v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, S, D)
-                if i < STEPS - 1:
-                    new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
-                else:  # product after product: the sums of one leave their registers before those of the next take any
-                    mean, weight = together(t, w, o, rows_of(G, p), REGROUP)
-                    done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
-                    done += tile * TILE + p * ROWS
-                    if first == last:
-                        finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
-                    elif alone:
-                        mean = join(rooms[p], weight, mean)
-                        if split == last:
-                            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
-                    else:
-                        keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
-            top, totals, out = new_top, new_totals, new_out
+        here = split * SPLIT
+        following = here + SPLIT
+        k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
+        scores = scores_of(queries, k, here, positions, scale, WINDOW, S, HALF)
+        keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+        k_page = key_pages(table_ptr, following + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+        v = values_of(values, D, DTYPE)
+        for p in gl.static_range(HELD // ROWS):
+            top, totals, out = begun(scores[p], v, S)
+            # not sooner: registers hold one block, or the sums of a product with its values
+            if p == HELD // ROWS - 1:
+                values = load_values(
+                    value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
+                )
+                v_page = value_pages(table_ptr, following + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+            # product after product: the sums of one leave their registers before those of the next take any
+            mean, weight = together(top, totals, out, rows_of(G, p), REGROUP)
+            done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
+            if first == last:
+                finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            elif alone:
+                mean = join(rooms[p], weight, mean)
+                if split == last:
+                    finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            else:
+                keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
     if (first < last) & (alone == 0):
         settle(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, mine_last - mine_first + 1, out_ptr, batch,

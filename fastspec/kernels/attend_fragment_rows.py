@@ -1,9 +1,10 @@
-"""Pieces of the kernel of attend_fragments.py: the rows of a pass, as rope.py has them, and the peek ahead."""
+"""Pieces of the kernel of attend_fragments.py: the rows of a pass, as rope.py has them."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
 FED = gl.constexpr(32)  # positions of a row's pass, padded
@@ -28,22 +29,37 @@ def fed_positions(position_ptr, num_queries, WARPS: gl.constexpr):
 def reach(
     given,  # as `fed_positions` returns them
     tile,
-    num_queries,
-    limit,
+    low,
+    high,
     TILE: gl.constexpr,
     WINDOW: gl.constexpr,
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """(first fed, oldest seen, newest seen) position of the rows of a tile, of those below `limit`."""
+    """(first fed, oldest seen, newest seen) position, the latter of those rows of a tile that are at low .. high-1.
+
+    Newest is -1 where there are none.
+    """
     fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP) & (fed < num_queries)
-    newest = gl.minimum(gl.max(gl.where(mine, given, -1), axis=0), limit - 1)
+    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP)
+    mine = mine & (given >= low) & (given < high)
+    newest = gl.max(gl.where(mine, given, -1), axis=0)
     oldest = 0
     if WINDOW > 0:
         oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
         oldest = gl.minimum(gl.maximum(oldest, 0), newest)
     return gl.min(given, axis=0), oldest, newest
+
+
+@gluon.jit
+def idle(newest, PDL: gl.constexpr):
+    """What a program does that has nothing to do; newest as `reach` found it.
+
+    Where no row of a tile is this kernel's, the first program waits all the same: what is launched next waits for this
+    kernel alone, which must not end before the one before it.
+    """
+    if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
+        gdc_wait()
 
 
 @gluon.jit
@@ -147,47 +163,3 @@ def append(
     gl.store(key_ptr + target + HALF, k2, mask=mask)
     gl.store(value_ptr + target, v1, mask=mask)
     gl.store(value_ptr + target + HALF, v2, mask=mask)
-
-
-@gluon.jit
-def _prefetch(pointers, wanted):
-    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers, wanted.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def peek(
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    start,
-    stop,
-    kv_head,
-    oldest,
-    table_width,
-    num_pages,
-    COUNT: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Prefetches the keys and values of start .. start + COUNT - 1 that are before `stop` and from `oldest` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    LINES: gl.constexpr = D // 64
-    i = gl.arange(0, COUNT * LINES, layout=layout)
-    at = start + i // LINES
-    wanted = (at < stop) & (at >= oldest)
-    entry = gl.minimum(at // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=wanted, other=0, cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
-    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D + i % LINES * 64
-    _prefetch(key_ptr + slot, wanted)
-    _prefetch(value_ptr + slot, wanted)

@@ -12,8 +12,7 @@ a head. And the columns of V in any order, undone at the end: a lane's 8 neighbo
 """
 
 # mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
-# tuples of blocks grow and shrink in unrolled loops
+# tuples of blocks grow in unrolled loops
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from fastspec.kernels.attend_fragment_parts import (
     EIGHT,
     KEYS,
     ROWS,
-    advanced,
     begun,
     finish,
     held_rows,
@@ -45,7 +43,7 @@ from fastspec.kernels.attend_fragment_rows import (
     append,
     fed_positions,
     head_layout,
-    peek,
+    idle,
     reach,
     slots_of,
     turned,
@@ -80,7 +78,6 @@ def fragment_kernel(
     scale,
     eps,
     splits,  # that the pass has room for
-    SPLIT: gl.constexpr,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -93,8 +90,7 @@ def fragment_kernel(
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
-    BLOCK: gl.constexpr = S * KEYS
-    STEPS: gl.constexpr = SPLIT // BLOCK
+    SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
     HELD: gl.constexpr = held_rows(G)
     WARPS: gl.constexpr = gl.num_warps()
@@ -117,9 +113,10 @@ def fragment_kernel(
     valid = (row < rows) & (held < TILE)
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    fresh, oldest, newest = reach(given, tile, num_queries, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
-    first, last = oldest // SPLIT, newest // SPLIT
+    fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     if (split < first) | (split > last):
+        idle(newest, PDL)
         return
     stop = gl.minimum(start + SPLIT, newest + 1)
 
@@ -129,11 +126,6 @@ def fragment_kernel(
     )  # fmt: skip
     keys = keys_at(where, 0, gl.minimum(fresh, stop), None, HALF)
     values = values_at(where, 0, gl.minimum(fresh, stop), None)
-    if PDL and STEPS > 1:
-        peek(
-            key_ptr, value_ptr, table_ptr, start + BLOCK, stop, kv_head, oldest, table_width, num_pages,
-            SPLIT - BLOCK if STEPS == 2 else SPLIT, KV_HEADS, D, PAGE_SIZE, WARPS,
-        )  # fmt: skip
     turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     slots = slots_of(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
@@ -163,34 +155,16 @@ def fragment_kernel(
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    top, totals, out = (), (), ()
-    for i in gl.static_range(STEPS):
-        scores = scores_of(queries, keys, start + i * BLOCK, positions, scale, WINDOW, S, HALF)
-        if i < STEPS - 1:  # not sooner: the keys of this block have left their registers
-            where = places_of(
-                key_ptr, value_ptr, table_ptr, start + (i + 1) * BLOCK, kv_head, table_width, num_pages,
-                KV_HEADS, D, PAGE_SIZE, S,
-            )  # fmt: skip
-            keys = keys_at(where, 0, stop, None, HALF)
-        new_top, new_totals, new_out = (), (), ()
-        for p in gl.static_range(HELD // ROWS):
-            if i == 0:
-                t, w, o = begun(scores[p], values, S)
-            else:
-                t, w, o = advanced(top[p], totals[p], out[p], scores[p], values)
-            if i < STEPS - 1:
-                new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
-            else:  # product after product: the sums of one leave their registers before those of the next take any
-                mean, weight = together(t, w, o, rows_of(G, p), REGROUP)
-                done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
-                done += tile * TILE + p * ROWS
-                if first == last:
-                    finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
-                else:
-                    keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
-        top, totals, out = new_top, new_totals, new_out
-        if i < STEPS - 1:
-            values = values_at(where, 0, stop, None)
+    scores = scores_of(queries, keys, start, positions, scale, WINDOW, S, HALF)
+    # product after product: the sums of one leave their registers before those of the next take any
+    for p in gl.static_range(HELD // ROWS):
+        top, totals, out = begun(scores[p], values, S)
+        mean, weight = together(top, totals, out, rows_of(G, p), REGROUP)
+        done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
+        if first == last:
+            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+        else:
+            keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
     if first < last:
         settle(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,

@@ -65,6 +65,7 @@ def gather_kernel(
     num_pairs,  # B * Hkv
     splits,
     RUNGS: gl.constexpr,
+    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -91,15 +92,17 @@ def gather_kernel(
         gdc_launch_dependents()
     given = fed_positions(position_ptr + batch * num_queries, num_queries, WARPS)
     limit = start_of(splits, RUNGS)
-    _f, oldest, newest = reach(given, row // TILE, num_queries, limit, TILE, WINDOW, GROUP, WARPS)
+    _f, oldest, newest = reach(given, row // TILE, FROM, limit, TILE, WINDOW, GROUP, WARPS)
     first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
-    # of one split the output is there already. The first program waits all the same: what is launched next waits for
-    # this kernel alone, which must not end before the other one
-    if (first == last) & (gl.program_id(0) > 0):
+    # of one split the output is there already, as of rows at earlier positions. The first program waits all the same:
+    # what is launched next waits for this kernel alone, which must not end before the other one
+    at = gl.load(position_ptr + batch * num_queries + row // GROUP, cache_modifier=".cg")
+    nothing = (at < FROM) | (newest < 0) | (first == last)
+    if nothing & (gl.program_id(0) > 0):
         return
     if PDL:
         gdc_wait()
-    if first == last:
+    if nothing:
         return
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)

@@ -1,4 +1,4 @@
-"""Decoding passes over long caches: which caches, where their keys are split, which kernel, and the two launches.
+"""Decoding passes over long rows: which rows, where their keys are split, which kernel, and the two launches.
 
 On sm_90 attend_ring.py, where pages allow it; elsewhere attend_stream.py.
 """
@@ -17,6 +17,7 @@ from fastspec.kernels.attend_ring import ROWS, WARPS, shares_kernel
 from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
 from fastspec.kernels.attend_stream import stream_kernel
 from fastspec.kernels.device import described, has_warp_groups, launch, multiprocessors
+from fastspec.kernels.reference import EARLY_BLOCKS, KEY_BLOCK
 
 __all__ = [
     "gather_kernel",
@@ -26,10 +27,11 @@ __all__ = [
     "splits_for",
     "stream_kernel",
     "stream_launch",
-    "streams",
 ]
 
-STREAMED = 512  # keys of a split, as `split_keys_for` gives a cache, from which on it is a long one
+# position: rows at this one and later ones are decoded here, earlier ones by attend_short.py alone. Behind 4096, for
+# which steps are captured that hold drafts and the rest of a block as well
+FROM = EARLY_BLOCKS * KEY_BLOCK
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
 LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
@@ -43,11 +45,6 @@ RING_REGISTERS = 128  # of five warps; the one that fetches leaves most of its o
 MOST_SHARES = 8  # of a tile, where there are not too few tiles for the device
 START = 0.02  # of a tile's keys: what a program takes before and after its share
 GATHER_REGISTERS = 255  # of warps that have twice EACH partial sums on their way
-
-
-def streams(split_keys: int) -> bool:
-    """Whether what `uses_fragments` names runs by way of `long`: never by how much of a cache is in use."""
-    return split_keys >= STREAMED
 
 
 def rungs() -> tuple[tuple[int, int, int], ...]:
@@ -74,13 +71,14 @@ def groups_of(num_rows: int, most: int) -> int:
 def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
     groups = groups_of(num_rows, STREAM_GROUPS)
-    constants = {"RUNGS": rungs(), "D": dim, "G": groups, "S": PARTS}
+    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "G": groups, "S": PARTS}
     return constants, {"num_warps": PARTS, "maxnreg": STREAM_REGISTERS}
 
 
 def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(constants, options) of attend_gather.py behind tiles of `tile` rows."""
-    return {"RUNGS": rungs(), "D": dim, "TILE": tile}, {"num_warps": GATHER_WARPS.value, "maxnreg": GATHER_REGISTERS}
+    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "TILE": tile}
+    return constants, {"num_warps": GATHER_WARPS.value, "maxnreg": GATHER_REGISTERS}
 
 
 def rings(device: torch.device, page_size: int) -> bool:
@@ -92,7 +90,7 @@ def ring_launch(dim: int, tiles: int) -> tuple[int, dict[str, Any], dict[str, An
     """(programs on a multiprocessor, constants, options) of attend_ring.py for so many tiles, each of one kv head."""
     keys = RING_KEYS[dim]
     programs, held = RINGS[tiles > FEW_TILES]
-    constants = {"RUNGS": rungs(), "D": dim, "KEYS": keys, "STAGES": held // (keys * dim * 2)}
+    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "KEYS": keys, "STAGES": held // (keys * dim * 2)}
     return programs, constants, {"num_warps": WARPS.value, "maxnreg": RING_REGISTERS}
 
 

@@ -38,6 +38,7 @@ from fastspec.kernels.attend_fragment_rows import (
     append,
     fed_positions,
     head_layout,
+    idle,
     reach,
     slots_of,
     turned,
@@ -112,7 +113,7 @@ def _nothing(KEYS: gl.constexpr, D: gl.constexpr):
 def _attended(
     qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
     tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-    RUNGS: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    RUNGS: gl.constexpr, FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Attends to the program's splits, one by one, and leaves what becomes of each: the output, where it is the `only`
     one of the tile.
@@ -163,7 +164,8 @@ def _attended(
         top, total = gl.convert_layout(top, sums), gl.convert_layout(total, sums)
         mean = out * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
         if only:
-            finish(out_ptr, batch, kv_head, row, rows, num_queries, mean, KV_HEADS, GROUP)
+            late = gl.convert_layout(gl.max(position, axis=1), sums) >= FROM
+            finish(out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, KV_HEADS, GROUP)
         else:
             # K and V stream through L2, more of them than it holds; this is to be there when it is gathered
             keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True)
@@ -194,8 +196,8 @@ def _multiply(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
     out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles, scale, eps,
     tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-    RUNGS: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
+    RUNGS: gl.constexpr, FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply: what is fed to their splits, queries, then the tiles that come."""
     HALF: gl.constexpr = D // 2
@@ -242,7 +244,7 @@ def _multiply(
     _attended(
         qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
         tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-        RUNGS, WINDOW, KV_HEADS, GROUP,
+        RUNGS, FROM, WINDOW, KV_HEADS, GROUP,
     )  # fmt: skip
 
 
@@ -274,6 +276,7 @@ def shares_kernel(
     scale,
     eps,
     RUNGS: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
+    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -294,12 +297,13 @@ def shares_kernel(
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
     given = fed_positions(position_ptr + batch * num_queries, num_queries, WARPS)
     limit = start_of(splits, RUNGS)
-    fresh, oldest, newest = reach(given, tile, num_queries, limit, ROWS, WINDOW, GROUP, WARPS)
+    fresh, oldest, newest = reach(given, tile, FROM, limit, ROWS, WINDOW, GROUP, WARPS)
     first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
     share, shares = gl.program_id(1), gl.num_programs(1)
     begin, stop = oldest // KEYS * KEYS, newest + 1
-    mine = splits_of(share, shares, last - first + 1)
-    if mine == 0:  # what is launched next waits for those that have some
+    mine = gl.where(newest < 0, 0, splits_of(share, shares, last - first + 1))
+    if mine == 0:
+        idle(newest, PDL)
         return
 
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -322,7 +326,7 @@ def shares_kernel(
                 qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr,
                 write_ptr, out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles,
                 scale, eps, tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, first == last,
-                RUNGS, WINDOW, KV_HEADS, GROUP, D, PAGE_SIZE, PDL,
+                RUNGS, FROM, WINDOW, KV_HEADS, GROUP, D, PAGE_SIZE, PDL,
             )),
             (fetch, (
                 key_desc, value_desc, ring, full, free, stored, table_ptr, kv_head * D, mine, share, shares, last,

@@ -1,20 +1,23 @@
-"""Decoding passes over caches that are not long: which of two kernels runs, and how; all give a row the same bits."""
+"""Decoding passes over rows that are not long: which of two kernels runs, and how; both give a row the same bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import triton
+from torch import Tensor
 
+from fastspec.kernels import attend_long
 from fastspec.kernels.attend_batch import batch_kernel
 from fastspec.kernels.attend_fragment_layouts import PARTS
 from fastspec.kernels.attend_fragment_parts import KEYS
 from fastspec.kernels.attend_fragments import fragment_kernel
-from fastspec.kernels.attend_long import groups_of
+from fastspec.kernels.device import launch
 from fastspec.kernels.paged_attention import MAX_REGISTERS
 
-__all__ = ["batch_kernel", "fragment_kernel", "short_launch"]
+__all__ = ["batch_kernel", "fragment_kernel", "near_and_far", "short", "short_launch", "splits_for", "sums"]
 
+SPLIT: int = PARTS * KEYS.value  # keys of one partial sum: a block
 # by head_dim: registers of a thread, and programs that share a multiprocessor for that
 REGISTERS, BESIDE = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 GROUPS = 4  # of 8 query rows in a program at most
@@ -27,39 +30,50 @@ ALONE_PROGRAMS = MULTIPROCESSORS // 2
 FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
 
 
+def splits_for(room: int) -> int:
+    """Splits that the positions below `room` lie in."""
+    splits: int = triton.cdiv(room, SPLIT)
+    return splits
+
+
+def near_and_far(begin: int, room: int) -> tuple[int, int]:
+    """Splits of rows at begin .. room-1: of those decoded here, of those that attend_long.py decodes; 0 for no rows."""
+    near = splits_for(min(room, attend_long.FROM)) if begin < attend_long.FROM else 0
+    return near, attend_long.splits_for(room) if room > attend_long.FROM else 0
+
+
+def sums(*splits: int) -> int:
+    """Partial sums that are left of a row: as many as the most splits, none of a single one."""
+    return max(each if each > 1 else 0 for each in splits)
+
+
 def short_launch(
-    num_rows: int, dim: int, split_keys: int, pairs: int, splits: int
+    num_rows: int, dim: int, pairs: int, splits: int
 ) -> tuple[Any, tuple[int, int], dict[str, int], dict[str, Any]]:
     """(kernel, (tiles, programs to each), constants, options) of a pass.
 
     Args:
-        num_rows: Q * H / Hkv. dim: of a head. split_keys: of the cache. pairs: B * Hkv.
+        num_rows: Q * H / Hkv. dim: of a head. pairs: B * Hkv.
         splits: that the pass has room for.
     """
-    one_block = split_keys <= PARTS * KEYS.value
-    groups = tile_groups(num_rows, pairs, one_block=one_block)
+    groups = tile_groups(num_rows, pairs)
     tiles = pairs * triton.cdiv(triton.cdiv(num_rows, 8), groups)
     shares = shares_of(dim, tiles, splits)
-    constants = {"SPLIT": split_keys, "D": dim, "G": groups, "S": PARTS}
+    constants = {"D": dim, "G": groups, "S": PARTS}
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
         return batch_kernel, (tiles, shares), constants, options
-    if one_block and tiles * splits <= ALONE_PROGRAMS:
+    if tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, (tiles, splits), constants, options
 
 
-def tile_groups(num_rows: int, pairs: int, *, one_block: bool) -> int:
-    """Groups of 8 of a key head's `num_rows` query rows for which a program reads K and V once.
-
-    Args:
-        one_block: a split is one block of keys: from block to block, the sums of no more than two groups fit into
-            registers.
-    """
+def tile_groups(num_rows: int, pairs: int) -> int:
+    """Groups of 8 of a key head's `num_rows` query rows for which a program reads K and V once."""
     eights = triton.cdiv(num_rows, 8)
-    if one_block and pairs * eights <= FEW_EIGHTS:
+    if pairs * eights <= FEW_EIGHTS:
         return 1
-    groups = groups_of(num_rows, GROUPS if one_block else HALVED)
+    groups = attend_long.groups_of(num_rows, GROUPS)
     tiles = pairs * triton.cdiv(eights, groups)
     few = tiles < FEW_TILES or (tiles == FEW_TILES and eights % 2 == 0)
     return min(groups, HALVED) if few else groups
@@ -69,3 +83,33 @@ def shares_of(dim: int, tiles: int, splits: int) -> int:
     """How many programs share out a tile's splits, so that all run at a time; 0 where as many as splits would."""
     at_once = MULTIPROCESSORS * BESIDE[dim]
     return max(1, at_once // tiles) if tiles * splits > at_once else 0
+
+
+def short(
+    tensors: tuple[Any, ...],
+    out: Tensor,
+    work: tuple[Tensor, Tensor],
+    sizes: tuple[float, ...],
+    splits: int,
+    window: int | None,
+    pdl: bool,
+    regroup: bool,
+) -> None:
+    """Launches fragment_kernel or batch_kernel. Rows of the pass that lie beyond the splits are left as junk.
+
+    Args:
+        tensors: `attend`'s, in its order.
+        out: [B, Q, H * D], written.
+        work: partial sums, fp32, with room for B * Q * H * splits * (D + 1) where splits > 1, written; and counters.
+        sizes: what follows in the arguments of the kernels.
+        splits: that the pass has room for.
+        regroup: rows of out are left as the ring's product reads them.
+    """
+    keys, positions = tensors[5], tensors[8]
+    (batch, num_queries), (_pages, page_size, kv_heads, dim) = positions.shape, keys.shape
+    group = out.shape[2] // (kv_heads * dim)
+    kernel, grid, constants, options = short_launch(num_queries * group, dim, batch * kv_heads, splits)
+    launch(kernel, grid, *tensors, out, *work, *sizes, splits,
+        WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=page_size, REGROUP=regroup, PDL=pdl,
+        enable_fp_fusion=False, **constants, **options, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -41,6 +41,7 @@ from fastspec.kernels.attend_fragment_rows import (
     append,
     fed_positions,
     head_layout,
+    idle,
     reach,
     slots_of,
     turned,
@@ -83,6 +84,7 @@ def stream_kernel(
     scale,
     eps,
     RUNGS: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
+    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -113,10 +115,11 @@ def stream_kernel(
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of attend.py
     limit = start_of(splits, RUNGS)
     given = fed_positions(position_ptr + at_batch, num_queries, S)
-    fresh, oldest, newest = reach(given, tile, num_queries, limit, TILE, WINDOW, GROUP, S)
+    fresh, oldest, newest = reach(given, tile, FROM, limit, TILE, WINDOW, GROUP, S)
     first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
     split = last - gl.program_id(1)
-    if split < first:
+    if (split < first) | (newest < 0):
+        idle(newest, PDL)
         return
     start, stop = start_of(split, RUNGS), gl.minimum(start_of(split + 1, RUNGS), newest + 1)
     begin = gl.maximum(start, oldest // BLOCK * BLOCK)
@@ -192,6 +195,7 @@ def stream_kernel(
         done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
         done += tile * TILE + p * ROWS
         if first == last:
-            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            late = gl.load(position_ptr + at_batch + done // GROUP, mask=done < rows, other=-1) >= FROM
+            finish(out_ptr, batch, kv_head, gl.where(late, done, rows), rows, num_queries, mean, KV_HEADS, GROUP)
         else:
             keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)

@@ -96,12 +96,13 @@ def attend(
     k_norm: Tensor | None,
     eps: float,
     num_blocks: int,
+    first_block: int = 0,
     window: int | None,
     work: Work,
     product: Tensor | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; `num_blocks`, `product` and `tiling` have no say here."""
+    """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here."""
     scratch = work.counters, work.partials
     out: Tensor = attend_op(*tensors, q_norm, k_norm, *scratch, num_heads, eps, window, work.split_keys)
     return out

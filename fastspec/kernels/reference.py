@@ -20,6 +20,7 @@ from fastspec.kernels.reference_sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference_step import commit, embed, feed_rows, publish, verify_commit
 
 __all__ = [
+    "EARLY_BLOCKS",
     "KEY_BLOCK",
     "UNTILED",
     "Tiling",
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 KEY_BLOCK = 256
+# blocks of positions that a kernel may be for, and another for all later ones: see `first_block` of `attend`
+EARLY_BLOCKS = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ def attend(
     k_norm: Tensor | None,
     eps: float,
     num_blocks: int,
+    first_block: int = 0,
     window: int | None,
     work: object = None,
     product: Tensor | None = None,
@@ -267,6 +271,8 @@ def attend(
         num_heads: H.
         q_norm, k_norm, eps: weights [D] of an RMSNorm of every query and key head, and its epsilon.
         num_blocks, window, tiling: as in `paged_attention`.
+        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
+            others as junk.
         work: of the kernel; unused here.
         product: the weight that multiplies the result, which kernels may leave as that and `between` want it; unused
             here.

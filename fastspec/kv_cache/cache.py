@@ -24,6 +24,7 @@ class PassRows:
         block_table: int64 [B, P], pages of each row.
         num_blocks: host bound on the attended positions, in blocks of `reference.KEY_BLOCK`.
         tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
+        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones.
     """
 
     ids: Tensor
@@ -32,6 +33,7 @@ class PassRows:
     block_table: Tensor
     num_blocks: int
     tiling: Tiling
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class Decoder:
             k_norm=layer.k_norm,
             eps=spec.rms_eps,
             num_blocks=rows.num_blocks,
+            first_block=rows.first_block,
             window=spec.windows[index],
             work=self._work,
             product=layer.o,

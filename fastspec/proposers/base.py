@@ -26,6 +26,7 @@ class StepShape:
         top_logprobs: how many of the most probable ids are recorded at each place beside the emitted token's
             log-probability; None records nothing.
         verification: how drafts are judged where a row samples.
+        first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
     """
 
     num_drafts: int
@@ -34,6 +35,7 @@ class StepShape:
     tiling: Tiling
     top_logprobs: int | None = None
     verification: Verification = REJECTION
+    first_block: int = 0
 
 
 class Proposer(Protocol):

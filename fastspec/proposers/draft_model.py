@@ -84,7 +84,7 @@ class DraftModel:
             vocab=self.shared_vocab,
             **({"first": j - 1, "queries": 1} if j else first),
         )
-        return PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling)
+        return PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling, shape.first_block)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""

@@ -113,9 +113,25 @@ def test_text_is_that_of_plain_decoding_at_length(gen: FastSpecGenerator) -> Non
 def test_text_in_a_cache_whose_splits_grow() -> None:
     """Rows that come to where the size of splits changes, and short ones beside them."""
     rng = random.Random(1)
-    rows = [[rng.randrange(4096) for _ in range(length)] for length in (1010, 12, 8170, 130)]
+    rows = [[rng.randrange(4096) for _ in range(length)] for length in (1010, 12, 4330, 8170, 130)]
     with made("small gap", max_length=20_000) as gen:
         compare(gen, rows, 40, (3, 8))
+
+
+def test_text_does_not_hang_on_max_length() -> None:
+    """Which kernels decode a row hangs on its positions, not on how long a cache is."""
+    if not device.has_pdl(torch.device("cuda")):
+        pytest.skip("before sm_90 another kernel runs, whose splits are as the cache is long")
+    rng = random.Random(2)
+    rows = [[rng.randrange(4096) for _ in range(length)] for length in (12, 130, 400)]
+    found = []
+    for max_length in (512, 4096, 6000, 20_000):
+        with made("small gap", max_length=max_length) as gen:
+            for k in (0, 3):
+                found.append(told(gen, rows, max_new_tokens=60, num_speculative_tokens=k, logprobs=2))
+    for each in found[1:]:
+        assert each.new_tokens == found[0].new_tokens
+        assert each.logprobs == found[0].logprobs
 
 
 def test_logits_behind_the_text(gen: FastSpecGenerator) -> None:

@@ -153,7 +153,8 @@ def _eager(query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Te
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in ("num_heads", "q_norm", "k_norm", "eps", "num_blocks")}
+    named = ("num_heads", "q_norm", "k_norm", "eps", "num_blocks", "first_block")
+    return {name: given[name] for name in named if name in given}
 
 
 def twin(given: dict[str, Any], window: int | None = None) -> Tensor:

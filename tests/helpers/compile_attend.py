@@ -39,12 +39,12 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, split, pairs, splits) of every launch of attend_short.py: few programs, one for each
-# split, and several splits to a program
+# (rows, pairs, splits) of every launch of attend_short.py: few programs, one for each split, and several splits to a
+# program
 SHORT = (
-    (8, 128, 8, 2),
-    *((8, 128, 8, 16), (16, 128, 64, 2), (24, 128, 128, 1), (32, 128, 192, 1), (8, 256, 8, 16), (16, 256, 8, 16)),
-    *((8, 128, 8, 64), (16, 128, 64, 64), (24, 128, 128, 64), (32, 128, 192, 64), (8, 256, 8, 64), (16, 256, 8, 64)),
+    (8, 8, 2),
+    *((8, 8, 16), (16, 64, 2), (24, 128, 1), (32, 192, 1)),
+    *((8, 8, 64), (16, 64, 64), (24, 128, 64), (32, 192, 64)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)
@@ -57,8 +57,8 @@ def entries(arch: int) -> Iterator[Entry]:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
-        for rows, split, pairs, splits in SHORT:
-            kernel, _, constants, options = attend_short.short_launch(rows, dim, split, pairs, splits)
+        for rows, pairs, splits in SHORT:
+            kernel, _, constants, options = attend_short.short_launch(rows, dim, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
         behind = [RING_ROWS.value] if arch == RING_ARCH else []

@@ -77,6 +77,9 @@ class Values:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return Values(operation(self.array, theirs), kind or ("int64" if wide else self.kind))
 
+    def __bool__(self) -> bool:
+        return bool(self.array.item())  # of one value: of several, a branch would not know which way
+
     def __add__(self, other: Any) -> Any:
         return other + self if isinstance(other, Pointer) else self._with(other, np.add)
 

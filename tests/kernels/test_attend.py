@@ -66,7 +66,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("FEW_EIGHTS", "FEW_TILES"):  # as many rows to a tile as there are
         monkeypatch.setattr(attend_short, name, 0)
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
-    monkeypatch.setattr(attend_long, "STREAMED", 0 if kind in ("stream", "ring") else 2**30)
+    monkeypatch.setattr(attend_long, "FROM", 0 if kind in ("stream", "ring") else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)
     monkeypatch.setattr(attend_long, "rings", lambda device, page_size: kind == "ring")
     return kind
@@ -94,13 +94,14 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
     """Exactly the room that a pass needs, with NaN where a partial sum is to be written."""
     batch, queries = given["positions"].shape
     heads, dim = given["num_heads"], given["keys"].shape[3]
-    splits = -(-given["num_blocks"] * KEY_BLOCK // split_keys)
+    device, room = given["qkv"].device, given["num_blocks"] * KEY_BLOCK
+    splits = -(-room // split_keys)
     groups = -(-splits // attention.FAN.value)
-    if attend_long.streams(split_keys):
-        splits, groups = attend_long.splits_for(given["num_blocks"] * KEY_BLOCK), 0
+    if attention.uses_fragments(device, given["qkv"].dtype, dim):
+        far = attend_long.splits_for(room) if room > attend_long.FROM else 0
+        splits, groups = max(attend_short.splits_for(min(room, attend_long.FROM)), far), 0
     partials = batch * queries * heads * (splits + groups) * (dim + 1)
     counters = batch * queries * given["keys"].shape[2] * 8 * (1 + groups)
-    device = given["qkv"].device
     return attention.AttendWork(
         split_keys,
         torch.zeros(counters, dtype=torch.int32, device=device),
@@ -278,7 +279,7 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 100])
 def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
-    """What runs by default: out of registers where that kernel takes the head, with splits of either kind."""
+    """What runs by default: out of registers where that kernel takes the head; elsewhere splits of several sizes."""
     for queries in (1, 6, 17, 200):
         given = case(
             "cuda", lengths=[989, 300, 512], queries=queries, heads=8, kv_heads=2, dim=dim, dtype=dtype, norm=True
@@ -375,16 +376,16 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads
-    long = attend_long.splits_for(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > 8192 else 0
-    split_keys = attention.split_keys_for(positions)
-    splits = -(-positions // split_keys)
+    long = attend_long.splits_for(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > attend_long.FROM else 0
+    splits = -(-positions // attention.split_keys_for(positions))
     groups = -(-splits // attention.FAN.value)
+    near = attend_short.splits_for(min(positions, attend_long.FROM))
     for batch, queries in ((1, 17), (1, 1), (5, 6), (64, 2)):
         counters, partials = attention._sizes(batch * queries, positions, heads)
         for rows in (8, 16, 32):
             tiles = batch * kv_heads * -(-queries * num_heads // kv_heads // rows)
             assert counters >= tiles * (1 + groups)
-        assert splits == 1 or partials >= batch * queries * num_heads * max(splits + groups, long) * (dim + 1)
+        assert splits == 1 or partials >= batch * queries * num_heads * max(splits + groups, near, long) * (dim + 1)
         assert attention.attend_work_bytes(batch * queries, positions, heads) == 4 * (counters + partials)
 
 

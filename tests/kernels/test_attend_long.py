@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import TORCH_OPS, attend_gather, attend_long, triton_ops
+from fastspec.kernels import TORCH_OPS, attend_gather, attend_long, attend_short, triton_ops
 from fastspec.kernels.reference import KEY_BLOCK
 from tests.kernels.test_attend import assert_same, attend, check, choose, dtype_for, fed, simulate_ring, work_for
 from tests.unit.test_loop import run as decode
@@ -90,6 +91,75 @@ def test_splits_of_the_ladder_that_a_window_reaches(device: str, long: str, monk
         assert left == [numbers[edge] - 1, numbers[edge]]
 
 
+FROM = 640  # for the library's 4352: within a split of the ladder of tests, as that one is of its own
+PAIRS = [("fragments", "stream"), ("batch", "stream"), ("fragments", "ring"), ("batch", "ring")]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 70, 300])
+@pytest.mark.parametrize(("short", "long"), PAIRS)
+def test_rows_of_either_kind_beside_each_other(
+    short: str, long: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose queries are early, late, or some of either: each as alone, where there is room for it and no more."""
+    if device == "cpu" and long == "ring":
+        pytest.skip("what interprets the short kernels has none of the products of 16-bit values that the ring takes")
+    choose(long, monkeypatch)
+    dtype = dtype_for(device, choose(short, monkeypatch))
+    monkeypatch.setattr(attend_long, "FROM", FROM)
+    monkeypatch.setattr(attend_long, "rings", lambda device, page_size: long == "ring")
+    lengths = [FROM + 2, 900, 300, 1155, FROM + 1, FROM]  # the first and the fifth have queries on both sides
+    given = case(device, lengths=lengths, queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype, norm=True)
+    check(given, 128, window)
+    whole = fed(given, 3, window=window)
+    assert_same(fed(given, 1, window=window), whole)
+    for row, length in enumerate(lengths):
+        room = -(-length // KEY_BLOCK)
+        alone = fed({**rows_of(given, [row]), "num_blocks": room}, 3, window=window)
+        assert torch.equal(alone[0], whole[0][[row]]), length
+    late = [row for row, length in enumerate(lengths) if length > FROM + 3]  # no row is the short kernels'
+    assert torch.equal(fed(rows_of(given, late), 3, window=window)[0], whole[0][late])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_early_rows_are_left_alone(device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ones are as where all rows are; with the window a single split is the output at once."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    expected = attend(copied(given), window=window)
+    monkeypatch.setattr(attend_long, "FROM", FROM)
+    monkeypatch.setattr(attend_short, "short", lambda tensors, out, *rest: out.fill_(7))
+    found, early = attend(copied(given), window=window), given["positions"] < FROM
+    assert torch.equal(found[~early], expected[~early])
+    assert (found[early] == 7).all()
+    assert early.sum(dim=1).tolist() == [1, 3, 0, 0]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_passes_whose_rows_are_all_late(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is for early rows is launched where there may be some; the others are the same without it."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    monkeypatch.setattr(attend_long, "FROM", FROM)
+    given = case(device, lengths=[900, 1155], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    short, launched = attend_short.short, []
+
+    def counted(*arguments: Any) -> None:
+        launched.append(arguments)
+        if device != "cpu":  # what interprets the short kernels takes other types than the ring does
+            short(*arguments)
+
+    monkeypatch.setattr(attend_short, "short", counted)
+    first = -(-FROM // KEY_BLOCK)
+    late = attend({**copied(given), "first_block": first})
+    assert not launched
+    assert torch.equal(attend({**copied(given), "first_block": first - 1}), late)
+    assert torch.equal(attend(copied(given)), late)
+    assert len(launched) == 2
+
+
 def test_splits_of_the_ladder_are_counted() -> None:
     """Splits tile the positions: a room of one position more has a split more just where one begins."""
     starts, position = [], 0
@@ -109,7 +179,6 @@ def test_splits_of_the_ladder_are_counted() -> None:
 def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop with these kernels, work of the size that it gives them, and a row in its second split."""
     choose("stream", monkeypatch)
-    monkeypatch.setattr(attend_long, "STREAMED", 512)
     mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
     monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
     found = []

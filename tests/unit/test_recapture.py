@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from fastspec import FastSpecGenerator
+from fastspec.engine import Engine
 from fastspec.graphs.runner import EagerRunner
-from fastspec.loop import DecodeLoop, Request
+from fastspec.kernels.reference import EARLY_BLOCKS
+from fastspec.loop import DecodeLoop, Request, longest_of, shortest_of
 from fastspec.modes import MODES
 from fastspec.options import RowOptions
 from fastspec.proposers.base import FULL, GREEDY
@@ -147,9 +150,44 @@ def test_long_rows_have_steps_of_their_own() -> None:
         next(loop)
     assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16640 positions"}
     short = replace(tiny_engine(batch=1, max_length=5000), runner=runner)
-    assert short.room(0) == short.room(5000) == 5001
+    assert (short.room(0), short.room(4097)) == (4096, 5001)
+    assert replace(tiny_engine(batch=1, max_length=4500), runner=runner).room(0) == 4501
     many = tiny_engine(batch=8, max_length=5000)
-    assert [many.room(longest) for longest in (0, 1024, 1025, 5000)] == [1024, 1024, 5001, 5001]
+    assert [many.room(longest) for longest in (0, 1024, 1025, 5000)] == [1024, 1024, 4096, 5001]
+
+
+def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is fed a row's last two tokens: a prompt of 4354 has none before position 4352."""
+    monkeypatch.setattr(Engine, "take_in", lambda *args, **options: None)  # which takes long here, and tells nothing
+    engine = replace(tiny_engine(batch=2, max_length=40_000), runner=Recorder())
+    for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
+        assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first
+    keys = []
+    for prompts in ((5, 5000), (5000, 6000)):
+        requests = [Request([1] * length, 8, ROWS[0]) for length in prompts]
+        missing = engine.missing(2, {4}, GREEDY, None, longest_of(requests), shortest_of(requests))
+        keys.append([engine.key_of(rows, shape) for rows, shape in missing])
+        for rows, shape in missing:
+            engine.capture(rows, shape)
+    wide = "k = 4, greedy, 16640 positions"
+    assert keys == [[f"{rows} rows, {wide}{begin}" for rows in (2, 1)] for begin in ("", ", none before 4352")]
+    runner = engine.runner
+    assert isinstance(runner, Recorder)
+    for prompts, key in (((5, 5000), keys[0][0]), ((5000, 6000), keys[1][0])):
+        runner.ran.clear()
+        next(iter(DecodeLoop(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
+        assert {each for each in runner.ran if "rows" in each} == {key}
+
+
+def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
+    """`warmup` of a length has both kinds that calls of such rows may come to."""
+    gen = pair.generator(page_size=16, batch=1)
+    engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
+    with mock.patch.object(gen, "_engine", engine), mock.patch.object(gen, "max_length", 9000):
+        gen.warmup(0, length=100)
+        assert len(engine.missing(1, {0}, GREEDY, None, 9000)) == 1
+        gen.warmup(0, length=9000)
+        assert engine.missing(1, {0}, GREEDY, None, 9000) == engine.missing(1, {0}, GREEDY, None, 9000, 4354) == []
 
 
 def test_options_compile_nothing_anew() -> None:
