@@ -24,9 +24,7 @@ from fastspec.step import Parts, prefill, score, step
 
 _MEANS = 3  # of each time
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
-_ROOM = 4096  # tokens that the shortest rows' captured steps have room for
-_MANY_ROOM = 1024  # the same in batches of _MANY_ROWS and more, where attention has an idle program for each row
-_MANY_ROWS = 8
+_ROOM = 1024  # positions that the shortest rows' captured steps have room for
 _MORE = 4  # times as many has each further kind of them
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
@@ -71,22 +69,28 @@ class Engine:
 
     def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
         """The shape of a step over rows of at most `longest` tokens and at least `shortest`."""
+        positions = longest + k
         if self.runner.static:
-            longest = self.room(longest)  # so that few kinds of launches serve all lengths
+            positions = self.room(positions)  # so that few kinds of launches serve all lengths
         fed = shortest - 2  # the first position: a draft model is fed a row's last two tokens
         first = EARLY_BLOCKS if fed >= EARLY_BLOCKS * KEY_BLOCK else 0
-        return StepShape(k, sampler, blocks(longest + k), self.decode_tiling, top_logprobs, self.verification, first)
+        return StepShape(k, sampler, blocks(positions), self.decode_tiling, top_logprobs, self.verification, first)
 
-    def room(self, longest: int) -> int:
-        """Tokens a row that a captured step over rows of at most `longest` tokens has room for.
+    def room(self, positions: int) -> int:
+        """Positions a row that a captured step has room for where it needs `positions`.
 
         The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle,
-        and behind _ROOM attention of a layer takes launches more.
+        and for positions behind EARLY_BLOCKS attention of a layer takes launches more.
         """
-        room, most = _MANY_ROOM if self.state.batch >= _MANY_ROWS else _ROOM, self.state.tokens.shape[1]
-        while room < longest:
+        room = _ROOM
+        while room < positions:
             room *= _MORE
-        return room if room + room // 8 < most else most  # not for a few tokens less
+        return room if room + room // 8 < self._most_positions else self._most_positions  # not for a few less
+
+    @property
+    def _most_positions(self) -> int:
+        """Positions that a step over the longest rows has."""
+        return self.state.tokens.shape[1] + self.max_drafts
 
     def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of one row that ends before position `upto`."""
@@ -232,7 +236,7 @@ class Engine:
     def key_of(self, rows: int, shape: StepShape) -> str:
         """All that differs between captured steps of this engine."""
         recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
-        several = self.room(0) < self.state.tokens.shape[1]
+        several = self.room(0) < self._most_positions
         room = f", {shape.num_blocks * KEY_BLOCK} positions" if several else ""
         begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
         return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}{begin}"

@@ -298,8 +298,8 @@ class FastSpecGenerator:
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
-            length: tokens of the longest row, prompt and output; up to 4096 share one kind of step. With more there
-                is another kind for calls all of whose prompts have 4354 and more, which this captures as well.
+            length: tokens of the longest row, prompt and output. With a step's drafts, up to 1024 share a kind of step,
+                up to 4096 another, and so on; prompts of 4354 and more have one of their own, captured as well.
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.

@@ -134,13 +134,13 @@ def test_long_rows_have_steps_of_their_own() -> None:
     """A launch as wide as the longest row there may be is for calls that may come to such rows."""
     runner = Recorder()
     engine = replace(tiny_engine(batch=1, max_length=40_000), runner=runner)
-    rooms = [engine.room(longest) for longest in (0, 4096, 4097, 16384, 16385, 40_000)]
-    assert rooms == [4096, 4096, 16384, 16384, 40_001, 40_001]
+    rooms = [engine.room(positions) for positions in (0, 1024, 1025, 4096, 4097, 16384, 16385, 40_000)]
+    assert rooms == [1024, 1024, 4096, 4096, 16384, 16384, 40_005, 40_005]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, 100):
         engine.capture(rows, shape)
-    assert engine.missing(1, {4}, GREEDY, None, 4096) == []
-    assert len(engine.missing(1, {4}, GREEDY, None, 4097)) == 1
-    assert runner.keys == ["1 rows, k = 4, greedy, 4352 positions"]
+    assert engine.missing(1, {4}, GREEDY, None, 1020) == []
+    assert len(engine.missing(1, {4}, GREEDY, None, 1021)) == 1, "the drafts are positions, too"
+    assert runner.keys == ["1 rows, k = 4, greedy, 1024 positions"]
 
     requests = [Request([1, 2], cap, ROWS[0]) for cap in (3, 5000)]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, requests[1].limit):
@@ -148,12 +148,11 @@ def test_long_rows_have_steps_of_their_own() -> None:
     loop = iter(DecodeLoop(engine, requests, (), GREEDY, lambda made: 4))
     for _ in range(5):
         next(loop)
-    assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16640 positions"}
-    short = replace(tiny_engine(batch=1, max_length=5000), runner=runner)
-    assert (short.room(0), short.room(4097)) == (4096, 5001)
-    assert replace(tiny_engine(batch=1, max_length=4500), runner=runner).room(0) == 4501
-    many = tiny_engine(batch=8, max_length=5000)
-    assert [many.room(longest) for longest in (0, 1024, 1025, 5000)] == [1024, 1024, 4096, 5001]
+    assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16384 positions"}
+    short = tiny_engine(batch=1, max_length=5000)
+    assert [short.room(positions) for positions in (0, 1025, 4096, 4097)] == [1024, 4096, 4096, 5005]
+    assert [tiny_engine(batch=1, max_length=most).room(0) for most in (1100, 1500)] == [1105, 1024]
+    assert tiny_engine(batch=1, max_length=4500).room(1025) == 4505
 
 
 def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +168,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
         keys.append([engine.key_of(rows, shape) for rows, shape in missing])
         for rows, shape in missing:
             engine.capture(rows, shape)
-    wide = "k = 4, greedy, 16640 positions"
+    wide = "k = 4, greedy, 16384 positions"
     assert keys == [[f"{rows} rows, {wide}{begin}" for rows in (2, 1)] for begin in ("", ", none before 4352")]
     runner = engine.runner
     assert isinstance(runner, Recorder)
