@@ -85,7 +85,7 @@ class Trial:
     def __init__(self, engine: Engine, prompt: list[int], new: int) -> None:
         self.engine, self._prompt, self._new = engine, prompt, new
         self.graphs: dict[str, Any] = engine.runner._graphs  # type: ignore[attr-defined]
-        shape = engine.shape(engine.max_drafts, GREEDY, None, 0)
+        shape = engine.shape(engine.max_drafts, GREEDY, None, len(prompt) + new)
         self.key = engine.key_of(1, shape)
         engine.capture(1, shape)
         self.plain = Step(engine._body(1, shape), self.graphs[self.key].graph)

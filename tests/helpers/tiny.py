@@ -161,7 +161,8 @@ def tiny_engine(
 
 
 def capture_all(engine: Engine, ks: set[int], sampler: str, top_logprobs: int | None = None) -> None:
-    """Makes every step of these kinds ready to run."""
+    """Makes every step of these kinds ready to run, over short rows and over the longest."""
     with engine.on_device():
-        for rows, shape in engine.missing(engine.state.batch, ks, sampler, top_logprobs):
-            engine.capture(rows, shape)
+        for longest in (0, engine.state.tokens.shape[1] - 1):
+            for rows, shape in engine.missing(engine.state.batch, ks, sampler, top_logprobs, longest):
+                engine.capture(rows, shape)
