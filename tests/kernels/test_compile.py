@@ -16,19 +16,19 @@ ARCHITECTURES = [80, 86, 89, 90, 100]
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
-    ("fragment_kernel", 168): 8,
+    ("fragment_kernel", 168): 16,
     ("fragment_kernel", 255): 16,
-    ("batch_kernel", 168): 40,
+    ("batch_kernel", 168): 24,
     ("batch_kernel", 255): 40,
-    ("stream_kernel", 255): 32,
-    ("shares_kernel", 128): 96,
+    ("stream_kernel", 255): 16,
+    ("shares_kernel", 128): 112,
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
-UNEVEN_PAGES_SPILL = 72
+UNEVEN_PAGES_SPILL = 64
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
 RAGGED_SPILLS = {
