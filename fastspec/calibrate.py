@@ -227,10 +227,9 @@ def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int)
     loop = iter(DecodeLoop(engine, rows, (), choice.sampler, lambda made: choice.ks[-1]))
     for _ in range(_LIVE_STEPS):
         next(loop, None)
-    found = {}
+    found, lengths = {}, (longest_of(requests), shortest_of(requests))
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
-            lengths = longest_of(requests), shortest_of(requests)
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
             found[k] = engine.part_seconds(bucket, shape, _REPEATS)
     return found

@@ -309,9 +309,9 @@ class FastSpecGenerator:
         check_range("length", length, 0, self.max_length)
         choice = self._drafting.ahead(num_speculative_tokens, sampler)
         with self._in_use() as engine:
-            for shortest in (0, length):
-                rows, new = self._settings.layout.batch, shortest == 0
-                make_ready(engine, rows, choice, length, shortest, progress=self._progress, prompts=new)
+            rows = self._settings.layout.batch
+            for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
+                make_ready(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
 
     def _prepare(
         self,
