@@ -21,7 +21,7 @@ from fastspec.auto import Observation, Outlook
 from fastspec.drafting import Choice
 from fastspec.engine import Engine
 from fastspec.estimates import tokens_per_step
-from fastspec.loop import DecodeLoop, Request, longest_of, shortest_of
+from fastspec.loop import DecodeLoop, Request, lengths_of
 
 CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
 ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
@@ -227,7 +227,7 @@ def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int)
     loop = iter(DecodeLoop(engine, rows, (), choice.sampler, lambda made: choice.ks[-1]))
     for _ in range(_LIVE_STEPS):
         next(loop, None)
-    found, lengths = {}, (longest_of(requests), shortest_of(requests))
+    found, lengths = {}, lengths_of(requests)
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)

@@ -23,7 +23,7 @@ from fastspec.drafting import Drafting
 from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.explain import break_even_advice, explain
-from fastspec.loop import Request, longest_of, shortest_of
+from fastspec.loop import Request, lengths_of
 from fastspec.memory import MemoryPlan
 from fastspec.models.sources import load_tokenizer, resolve
 from fastspec.models.vocab import shared_vocab
@@ -285,7 +285,7 @@ class FastSpecGenerator:
         choice = self._drafting.every(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, longest_of(requests), shortest_of(requests), progress=self._progress)
+            make_ready(engine, rows, choice, *lengths_of(requests), progress=self._progress)
             return calibrate(engine, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
@@ -355,7 +355,7 @@ class FastSpecGenerator:
         choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, longest_of(requests), shortest_of(requests), progress=self._progress)
+            make_ready(engine, rows, choice, *lengths_of(requests), progress=self._progress)
             yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 

@@ -163,7 +163,7 @@ class DecodeLoop:
         self._engine = engine
         self._top_logprobs = top_logprobs
         self._requests = requests
-        self._longest, self._shortest = longest_of(requests), shortest_of(requests)
+        self._lengths = lengths_of(requests)
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
@@ -217,12 +217,12 @@ class DecodeLoop:
             passes = self._catch_up(drafting)
             self._hold(requests, drafting)
         rows = self._engine.bucket(max(self._rows) + 1)
-        longest, shortest = self._longest, self._shortest  # of captured steps one kind serves the whole call
+        lengths = self._lengths  # of captured steps one kind serves the whole call
         if not self._engine.runner.static:
             ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
-            longest = max(request.length for request in requests.values()) + ahead
-            shortest = min(request.length for request in requests.values())
-        shape = self._engine.shape(k, self._sampler, self._top_logprobs, longest, shortest)
+            now = [request.length for request in requests.values()]
+            lengths = max(now) + ahead, min(now)
+        shape = self._engine.shape(k, self._sampler, self._top_logprobs, *lengths)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._launched) or self._engine.runner.depth == 1)
@@ -364,14 +364,10 @@ class DecodeLoop:
         self._pacer.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
 
 
-def longest_of(requests: list[Request]) -> int:
-    """Tokens that the longest of their rows may get."""
-    return max((request.limit for request in requests), default=0)
-
-
-def shortest_of(requests: list[Request]) -> int:
-    """Tokens of the shortest of their prompts."""
-    return min((len(request.prompt) for request in requests), default=0)
+def lengths_of(requests: list[Request]) -> tuple[int, int]:
+    """Tokens that the longest of their rows may get, and those of the shortest prompt."""
+    longest = max((request.limit for request in requests), default=0)
+    return longest, min((len(request.prompt) for request in requests), default=0)
 
 
 def _passes(chunks: list[int]) -> float:

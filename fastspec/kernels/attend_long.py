@@ -29,8 +29,8 @@ __all__ = [
     "stream_launch",
 ]
 
-# position: rows at this one and later ones are decoded here, earlier ones by attend_short.py alone. Behind 4096, for
-# which steps are captured that hold drafts and the rest of a block as well
+# position: rows at this one and later ones are decoded here, earlier ones by attend_short.py alone. A block behind
+# 4096, so that with max_length 4096 the drafts of a last step are early, too
 FROM = EARLY_BLOCKS * KEY_BLOCK
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is

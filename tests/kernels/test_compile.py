@@ -16,12 +16,12 @@ ARCHITECTURES = [80, 86, 89, 90, 100]
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
-    ("fragment_kernel", 168): 16,
+    ("fragment_kernel", 168): 16,  # on sm_100, 8 on sm_90: not timed there
     ("fragment_kernel", 255): 16,
     ("batch_kernel", 168): 24,
     ("batch_kernel", 255): 40,
     ("stream_kernel", 255): 16,
-    ("shares_kernel", 128): 112,
+    ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,

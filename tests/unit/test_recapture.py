@@ -15,7 +15,7 @@ from fastspec import FastSpecGenerator
 from fastspec.engine import Engine
 from fastspec.graphs.runner import EagerRunner
 from fastspec.kernels.reference import EARLY_BLOCKS
-from fastspec.loop import DecodeLoop, Request, longest_of, shortest_of
+from fastspec.loop import DecodeLoop, Request, lengths_of
 from fastspec.modes import MODES
 from fastspec.options import RowOptions
 from fastspec.proposers.base import FULL, GREEDY
@@ -164,7 +164,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     keys = []
     for prompts in ((5, 5000), (5000, 6000)):
         requests = [Request([1] * length, 8, ROWS[0]) for length in prompts]
-        missing = engine.missing(2, {4}, GREEDY, None, longest_of(requests), shortest_of(requests))
+        missing = engine.missing(2, {4}, GREEDY, None, *lengths_of(requests))
         keys.append([engine.key_of(rows, shape) for rows, shape in missing])
         for rows, shape in missing:
             engine.capture(rows, shape)
