@@ -23,6 +23,7 @@ from fastspec.state import DecodeState
 from fastspec.step import Parts, prefill, score, step
 
 _MEANS = 3  # of each time
+_PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
 _ROOM = 1024  # positions that the shortest rows' captured steps have room for
 _MORE = 4  # times as many has each further kind of them
@@ -264,26 +265,22 @@ def _prompt_key(chunk: int, draft: bool) -> str:
     return f"prompt, {chunk} tokens" + (", of the draft" if draft else "")
 
 
-def next_chunk(sizes: tuple[int, ...], remaining: int) -> int:
-    """Tokens that the next pass over `remaining` prompt tokens makes room for: a function of nothing else.
-
-    The smallest size that holds them all, when they fill more than three quarters of it or nothing smaller is
-    there; otherwise the largest that they fill.
-    """
-    covering = next((size for size in sizes if size >= remaining), None)
-    filled = [size for size in sizes if size <= remaining]
-    if covering is not None and (not filled or 4 * remaining > 3 * covering):
-        return covering
-    return filled[-1]
-
-
 def chunks_of(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Sizes of the passes over so many prompt tokens."""
-    chunks: list[int] = []
-    while tokens > 0:
-        chunks.append(next_chunk(sizes, tokens))
-        tokens -= chunks[-1]
-    return chunks
+    """Sizes of the passes over so many prompt tokens: a function of nothing else.
+
+    One pass with room for them all, or the largest that they fill and then those over the rest: what costs less.
+    """
+    if tokens <= 0:
+        return []
+    ways = [[size] for size in sizes if size >= tokens][:1]
+    if filled := [size for size in sizes if size < tokens]:
+        ways.append([filled[-1], *chunks_of(sizes, tokens - filled[-1])])
+    return min(ways, key=_cost)  # of equals the first, which is one pass
+
+
+def _cost(chunks: list[int]) -> int:
+    """What passes cost, in tokens of a prompt."""
+    return sum(chunks) + _PASS * len(chunks)
 
 
 def blocks(positions: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastspec.kernels.packed_launch import (
     GLUON_TYPE,
+    RING_ROWS,
     Call,
     Norm,
     Ring,
@@ -29,6 +30,11 @@ def in_a_ring(weights: list[Tensor], rows: int) -> bool:
     """Whether all these are packed, and rows so many that the ring's kernel multiplies them."""
     packed = all(weight.dim() == 4 and weight.dtype in GLUON_TYPE for weight in weights)
     return packed and all(isinstance(_tile(weight, rows), Ring) for weight in weights)
+
+
+def read_once(weights: list[Tensor], rows: int) -> bool:
+    """Whether they are, and no program's rows are so many that another has to read the weights again."""
+    return rows <= RING_ROWS and in_a_ring(weights, rows)
 
 
 def between(

@@ -20,7 +20,7 @@ from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.logprobs import record_work, record_work_bytes
 from fastspec.kernels.packed_launch import supported
 from fastspec.kernels.packed_layer import between as packed_between
-from fastspec.kernels.packed_layer import in_a_ring
+from fastspec.kernels.packed_layer import in_a_ring, read_once
 from fastspec.kernels.packed_linear import packed_linear
 from fastspec.kernels.packed_pick import packed_pick
 from fastspec.kernels.prefill_linear import prefill_linear
@@ -79,15 +79,16 @@ def attend(*tensors: Tensor, work: Workspace, product: Tensor | None = None, **o
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
     """As `reference.linear`, which defines it, for what `store` returned.
 
-    A packed weight has one kernel for the passes of steps and one for prompts. For other weights a library's product is
-    as good for a prompt's many rows. In fp32 it is better there, and for the few rows of a step slower by far, for it
-    would have to be padded to as many as a step may have.
+    A packed weight has kernels for the passes of steps, which are faster for short chunks of prompts, too, and one for
+    longer ones. For other weights a library's product is as good for a prompt's many rows. In fp32 it is better there,
+    and for the few rows of a step slower by far, for it would have to be padded to as many as a step may have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
     """
     prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
     if weight.dim() == 4:
+        prompt = prompt and not read_once([weight], x.shape[0] * x.shape[1])
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
             return prefill_linear(x, weight, bias, **options)
@@ -109,13 +110,16 @@ def between(
     eps: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.between`, which defines it: products of many rows of a step as one chain, others one by one.
+    """As `reference.between`, which defines it: products of many rows as one chain, others one by one.
+
+    Those of a prompt are a chain as far as weights are read once.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
     """
     weights = [layer.o, layer.gate_up, layer.down, *([] if following is None else [following.qkv])]
-    if x.shape[1] <= MAX_SPLIT_QUERIES and in_a_ring(weights, x.shape[0] * x.shape[1]):
+    chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else in_a_ring
+    if chained(weights, x.shape[0] * x.shape[1]):
         return packed_between(attended, x, layer, following, eps, has_pdl(x.device))
     if attended.dim() == 4:
         attended = packing.in_order(attended)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec import admission
-from fastspec.engine import Engine, next_chunk
+from fastspec.engine import Engine, chunks_of
 from fastspec.loop import DecodeLoop, Request
 from fastspec.options import RowOptions
 from fastspec.proposers.base import GREEDY
@@ -77,12 +77,33 @@ def test_the_check_sees_a_prompt_that_depends_on_its_place(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("sizes", [(64,), (64, 128, 256, 512, 1024, 2048), CHUNKS])
-def test_chunks_cover_a_prompt_with_little_padding(sizes: tuple[int, ...]) -> None:
-    for length in [*range(1, 300), 511, 513, 1000, 1537, 2047, 2048, 2049, 5000]:
-        start, passes = 0, []
-        while start < length:
-            passes.append(next_chunk(sizes, length - start))
-            start += passes[-1]
-        assert set(passes) <= set(sizes)
-        assert start - length < max(sizes[0], length / 3)
-        assert len(passes) <= length // sizes[-1] + len(sizes)
+def test_chunks_cover_a_prompt_and_cost_as_little_as_any(sizes: tuple[int, ...]) -> None:
+    """Against all ways to cover it; a pass costs as much as 128 tokens."""
+    step, longest = sizes[0], 4500 if len(sizes) > 2 else 400
+    least = [0]  # for so many times the smallest size, all of which are its multiples
+    for count in range(1, -(-longest // step) + 1):
+        least.append(min(size + 128 + least[max(0, count - size // step)] for size in sizes))
+    for length in range(1, longest + 1):
+        chunks = chunks_of(sizes, length)
+        assert set(chunks) <= set(sizes)
+        assert chunks == sorted(chunks, reverse=True)
+        assert sum(chunks[:-1]) < length <= sum(chunks)
+        assert sum(chunk + 128 for chunk in chunks) == least[-(-length // step)]
+    assert chunks_of(sizes, 0) == chunks_of(sizes, -1) == []
+
+
+def test_chunks_of_some_lengths() -> None:
+    """Room for a few tokens more is cheaper than another pass, for many it is not."""
+    sizes = (64, 128, 256, 512, 1024, 2048)
+    found = {length: chunks_of(sizes, length) for length in (64, 65, 129, 300, 400, 700, 800, 1100, 2049)}
+    assert found == {
+        64: [64],
+        65: [128],
+        129: [256],
+        300: [256, 64],
+        400: [512],
+        700: [512, 256],
+        800: [1024],
+        1100: [1024, 128],
+        2049: [2048, 64],
+    }

@@ -89,6 +89,29 @@ def test_so_over_a_long_cache(capability: tuple[int, int], launched: list[str], 
     assert expected.get(capability, {"_decode_kernel"}) <= set(launched)
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
+def test_who_multiplies_chunks_of_prompts(
+    capability: tuple[int, int], launched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_90 the ring's kernel, as far as it reads weights once; else the prompts' own product."""
+    from fastspec import settings
+
+    monkeypatch.setitem(settings._CHUNKS, "cpu", (64, 128, 256))
+    directory = make_checkpoint(tmp_path, "qwen2", **SIZES)
+    with FastSpecGenerator(
+        directory, directory, dtype=torch.bfloat16, max_length=300, device="cpu", progress=False
+    ) as generator:
+        engine = generator._open_engine()
+        for chunk, draft in itertools.product(engine.chunks, (False, True)):
+            launched.clear()
+            with engine.on_device(), engine.parts.ops.compiling():
+                engine._pass(chunk, chunk, draft)()
+            ring = capability == (9, 0) and chunk <= 128
+            own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
+            assert {"_rotate_kernel", "_flash_kernel"} < set(launched)  # not split by keys, as a step's
+            assert ("ring_kernel" in launched, "given_kernel" in launched, own in launched) == (ring, ring, not ring)
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 @pytest.mark.parametrize(("sampler", "end"), [(GREEDY, 1), (FULL, 3)])
 def test_how_many_launches_end_a_step(
