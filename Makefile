@@ -55,10 +55,15 @@ lint: $(VENV)/.dev-$(KEY)
 	  $(PY) -c 'import sys; from importlinter.cli import lint_imports_command as lint; sys.argv[0] = "lint-imports"; lint()' --no-logo; \
 	fi
 
-# several processes of one thread each: tests are many and small, and torch's threads would only get into each other's way
+# several processes of one thread each: tests are many and small, and torch's threads would only get into each other's
+# way. Kernels are interpreted where no GPU is seen, so those on a GPU are tested by processes of their own
 unit: $(VENV)/.dev-$(KEY)
 	@parallel=$$(if $(call have,xdist); then echo '-n auto --maxprocesses=4 --dist worksteal'; fi); \
-	set -x; OMP_NUM_THREADS=1 $(PY) -m pytest $$parallel $(TESTS)
+	export OMP_NUM_THREADS=1; set -ex; \
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest $$parallel $(TESTS); \
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(PY) -m pytest -m gpu $$parallel $(TESTS) || [ $$? = 5 ]; \
+	fi
 
 # beside the environment's own Triton, which stays as it is
 newest: $(VENV)/.dev-$(KEY)

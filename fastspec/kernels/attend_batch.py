@@ -1,11 +1,11 @@
 """The decoding kernel of attend.py for many splits: what attend_fragments.py computes, several of them to a program.
 
 Where there is room for more splits than a device runs programs, one for each would spend more instructions on its
-queries, positions and places than on its keys. So a program takes several neighbouring splits of its tile, one after
-another, as many as each other one. How many there are it finds among the positions, for a captured step knows only for
-how many there is room. As soon as a product has taken a split's keys or values out of its registers, the next one's
-loads begin. Where these are all splits of the tile it joins each to those before as it goes, in shared memory, and
-nobody else adds up. The bits are the same.
+queries, positions and places than on its keys. So a program takes several neighbouring splits of its tile: a block of
+AT_ONCE of them by warps of their own, and block after block, as many as each other program. How many there are it finds
+among the positions, for a captured step knows only for how many there is room. As soon as a product has taken a block's
+keys or values out of its registers, the next one's loads begin. Where these are all splits of the tile it joins each to
+those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -86,13 +86,16 @@ def batch_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of query rows of a program
-    S: gl.constexpr,  # parts of a block of keys, each with a softmax and a warp of its own
+    S: gl.constexpr,  # parts of a split, each with a softmax and a warp of its own
+    AT_ONCE: gl.constexpr,  # splits of a block
     REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of attend.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
+    ALL: gl.constexpr = S * AT_ONCE
+    BLOCK: gl.constexpr = SPLIT * AT_ONCE
     TILE: gl.constexpr = G * EIGHT
     HELD: gl.constexpr = held_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
@@ -111,20 +114,21 @@ def batch_kernel(
     given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
     fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
-    length = (last - first + gl.num_programs(1)) // gl.num_programs(1)
-    mine_first = first + gl.program_id(1) * length
-    mine_last = gl.minimum(mine_first + length - 1, last)
+    first_block, last_block = oldest // BLOCK, (newest + BLOCK) // BLOCK - 1
+    length = (last_block - first_block + gl.num_programs(1)) // gl.num_programs(1)
+    mine_first = first_block + gl.program_id(1) * length
+    mine_last = gl.minimum(mine_first + length - 1, last_block)
     if mine_first > mine_last:
         idle(newest, PDL)
         return
-    begin, stop = mine_first * SPLIT, gl.minimum(mine_last * SPLIT + SPLIT, newest + 1)
+    begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
     key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
-    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
-    v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, S, D)
+    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
+    v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
     old = gl.minimum(fresh, stop)
-    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-    values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+    keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
+    values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
     row = tile * TILE + held
@@ -137,7 +141,7 @@ def batch_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, begin, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP)
+    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP, ALL)
     if PDL:
         gdc_wait()
 
@@ -155,49 +159,56 @@ def batch_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    if (G > 2) | (begin + SPLIT > fresh):  # (a branch costs larger programs registers)
-        keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, S, D)
+    if (G > 2) | (begin + BLOCK > fresh):  # (a branch costs larger programs registers)
+        keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
         values = load_values(
-            value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, S, D
+            value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
-    k_page = key_pages(table_ptr, begin + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
-    v_page = value_pages(table_ptr, begin + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
+    v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    alone = (mine_first == first) & (mine_last == last)  # all splits of the tile are this program's
+    alone = (mine_first == first_block) & (mine_last == last_block)  # all splits of the tile are this program's
     rooms = ()
     for p in gl.static_range(HELD // ROWS):
         rooms += (room_for(rows_of(G, p), D, REGROUP),)
-    for split in range(mine_first, mine_last + 1):
-        here = split * SPLIT
-        following = here + SPLIT
+    for block in range(mine_first, mine_last + 1):
+        here = block * BLOCK
+        following = here + BLOCK
         k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
-        scores = scores_of(queries, k, here, positions, scale, WINDOW, S, HALF)
-        keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D)
-        k_page = key_pages(table_ptr, following + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+        scores = scores_of(queries, k, here, positions, scale, WINDOW, ALL, HALF)
+        keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
+        k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
         v = values_of(values, D, DTYPE)
         for p in gl.static_range(HELD // ROWS):
-            top, totals, out = begun(scores[p], v, S)
+            top, totals, out = begun(scores[p], v, ALL)
             # not sooner: registers hold one block, or the sums of a product with its values
             if p == HELD // ROWS - 1:
                 values = load_values(
-                    value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, S, D
+                    value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
-                v_page = value_pages(table_ptr, following + SPLIT, table_width, num_pages, PAGE_SIZE, S, D)
+                v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
             # product after product: the sums of one leave their registers before those of the next take any
-            mean, weight = together(top, totals, out, rows_of(G, p), REGROUP)
+            left = together(top, totals, out, S, rows_of(G, p), REGROUP)
+            mean = left[0][0]
             done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
             if first == last:
+                for i in gl.static_range(1, AT_ONCE):
+                    mean = gl.where(first % AT_ONCE == i, left[i][0], mean)
                 finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
             elif alone:
-                mean = join(rooms[p], weight, mean)
-                if split == last:
+                mean = join(rooms[p], left)
+                if block == last_block:
                     finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
             else:
-                keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
+                for i in gl.static_range(AT_ONCE):
+                    split = block * AT_ONCE + i
+                    kept = (done < rows) & (split >= first) & (split <= last)
+                    keep(mean_ptr, weight_ptr, split * rows + done, kept, left[i][0], left[i][1])
     if (first < last) & (alone == 0):
+        kept = gl.minimum(mine_last * AT_ONCE + AT_ONCE - 1, last) - gl.maximum(mine_first * AT_ONCE, first) + 1
         settle(
-            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, mine_last - mine_first + 1, out_ptr, batch,
-            kv_head, tile, rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, kept, out_ptr, batch, kv_head, tile, rows,
+            num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

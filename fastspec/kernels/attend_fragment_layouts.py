@@ -5,13 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-PARTS = 4  # of a block of keys, KEYS each, with a softmax of their own; part of what the bits of a row depend on
+PARTS = 4  # of a split, KEYS keys each, with a softmax of their own; part of what the bits of a row depend on
 
 
 @gluon.constexpr_function
-def operands(WARPS):
-    """Layout of scores [PARTS, ROWS, KEYS] and of out [PARTS, ROWS, D]: each of the PARTS has a warp, or two."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[PARTS, 1, WARPS // PARTS], instr_shape=[1, 16, 8])
+def operands(WARPS, S):
+    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]: each of the S parts has a warp, or two."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, WARPS // S], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -28,25 +28,29 @@ def _linear(bits, lanes, warps, shape):
 
 
 @gluon.constexpr_function
-def key_layout(WARPS, D, RUN):
-    """K [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
-    bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
-    lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 8 else []), [1, 0, 0], [2, 0, 0]], [PARTS, 32, D])
+def _parts(S):
+    """What warps have of the first of three axes: all of it."""
+    return [[s, 0, 0] for s in _bits(1, S)]
 
 
 @gluon.constexpr_function
-def value_layout(WARPS, D, RUN):
-    """V [PARTS, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load.
+def key_layout(WARPS, S, D, RUN):
+    """K [S, KEYS, D]: RUN neighbours of a key in a lane, 4 lanes to a key, 8 keys to a load."""
+    bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
+    lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 2 * S else []), *_parts(S)], [S, 32, D])
+
+
+@gluon.constexpr_function
+def value_layout(WARPS, S, D, RUN):
+    """V [S, KEYS, D]: RUN neighbours of a key in a lane, 8 lanes to a key, 4 keys to a load.
 
     Of two warps each has 64 values of 128, or of 64 each half of every lane's.
     """
     near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
-    apart = (far or near[-1:]) if WARPS == 8 else []
-    return _linear(
-        [*near, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far], lanes, [*apart, [1, 0, 0], [2, 0, 0]], [PARTS, 32, D]
-    )
+    apart = (far or near[-1:]) if WARPS == 2 * S else []
+    return _linear([*near, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far], lanes, [*apart, *_parts(S)], [S, 32, D])
 
 
 @gluon.constexpr_function

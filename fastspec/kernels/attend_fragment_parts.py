@@ -84,11 +84,11 @@ def places_of(
     S: gl.constexpr,
 ):
     """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
-    kl: gl.constexpr = key_layout(gl.num_warps(), D // 2, 8)
+    kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     k_at, k_key = key_ptr + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
-    vl: gl.constexpr = value_layout(gl.num_warps(), D, 8)
+    vl: gl.constexpr = value_layout(gl.num_warps(), S, D, 8)
     s, n = _along(S, 0, vl), _along(KEYS, 1, vl)
     slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
     return k_at, k_key, value_ptr + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
@@ -129,7 +129,7 @@ def _key_operand(k):
     S: gl.constexpr = k.shape[0]
     N: gl.constexpr = k.shape[2]
     apart = gl.permute(gl.reshape(k, [S, KEYS, N // 32, 4, 4, 2]), (0, 2, 4, 3, 5, 1))
-    return gl.convert_layout(gl.reshape(apart, [S, N, KEYS]), gl.DotOperandLayout(1, operands(gl.num_warps()), 2))
+    return gl.convert_layout(gl.reshape(apart, [S, N, KEYS]), gl.DotOperandLayout(1, operands(gl.num_warps(), S), 2))
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def value_operand(v):
         apart = gl.permute(gl.reshape(v, [S, KEYS, 2, 8, 8]), (0, 1, 4, 2, 3))
     else:
         apart = gl.permute(gl.reshape(v, [S, KEYS, 8, 2, 4]), (0, 1, 4, 3, 2))
-    return gl.convert_layout(gl.reshape(apart, [S, KEYS, D]), gl.DotOperandLayout(1, operands(gl.num_warps()), 2))
+    return gl.convert_layout(gl.reshape(apart, [S, KEYS, D]), gl.DotOperandLayout(1, operands(gl.num_warps(), S), 2))
 
 
 @gluon.jit
@@ -189,7 +189,7 @@ def hold(q1, q2):
 @gluon.jit
 def _queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
-    left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps()), 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
         part = held[i].slice(P * ROWS, ROWS).load(gl.SliceLayout(0, left))
@@ -199,9 +199,9 @@ def _queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.constexpr):
+def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
     """Positions [1, ROWS, 1] of HELD rows from first_row on, by products; of what is not below `rows`, -1."""
-    mma: gl.constexpr = operands(gl.num_warps())
+    mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
     for p in gl.static_range(HELD // ROWS):
         row = first_row + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
@@ -223,7 +223,7 @@ def scores_of(held, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.c
 @gluon.jit
 def _scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
     """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
-    mma: gl.constexpr = operands(gl.num_warps())
+    mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scale
     newest = position - first - _along(S, 0, mma) * KEYS  # of a warp's keys; of a padding row before them all
@@ -246,7 +246,7 @@ def shift_of(top):
 @gluon.jit
 def begun(scores, v, S: gl.constexpr):
     """The online softmax (top, totals, out) of a first block of keys."""
-    mma: gl.constexpr = operands(gl.num_warps())
+    mma: gl.constexpr = operands(gl.num_warps(), S)
     top = gl.max(scores, axis=2)
     weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
     left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
@@ -254,9 +254,9 @@ def begun(scores, v, S: gl.constexpr):
 
 
 @gluon.jit
-def advanced(top, totals, out, scores, v):
+def advanced(top, totals, out, scores, v, S: gl.constexpr):
     """The same with another block: as `begun` for what has seen nothing."""
-    mma: gl.constexpr = operands(gl.num_warps())
+    mma: gl.constexpr = operands(gl.num_warps(), S)
     new_top = gl.maximum(top, gl.max(scores, axis=2))
     shift = shift_of(new_top)
     weights = gl.exp2(scores - gl.expand_dims(shift, 2))
@@ -300,8 +300,8 @@ def _regrouped(out):
 
 
 @gluon.jit
-def together(top, totals, out, R: gl.constexpr, REGROUP: gl.constexpr = False):
-    """(averages [R, D], their weights as log2 [R]) of what the S parts have, added up from the first to the last.
+def together(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
+    """For each split, (averages [R, D], their weights as log2 [R]) of what its S parts have, added up in order.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
 
@@ -309,15 +309,26 @@ def together(top, totals, out, R: gl.constexpr, REGROUP: gl.constexpr = False):
         R: as `rows_of` has it.
         REGROUP: columns come, and all that is made of them stays, in the order in which the ring's kernel reads them.
     """
-    S: gl.constexpr = out.shape[0]
+    ALL: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
     total = gl.convert_layout(_summed(totals), top.type.layout)
     if R == EIGHT:
         out, top, total = _upper(out), _upper(top), _upper(total)
-    place = gl.allocate_shared_memory(gl.float32, [S, R, D], meeting_place(S, R, D), out)
+    place = gl.allocate_shared_memory(gl.float32, [ALL, R, D], meeting_place(ALL, R, D), out)
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-    tops = gl.allocate_shared_memory(gl.float32, [S, R], few, top)
-    sums = gl.allocate_shared_memory(gl.float32, [S, R], few, total)
+    tops = gl.allocate_shared_memory(gl.float32, [ALL, R], few, top)
+    sums = gl.allocate_shared_memory(gl.float32, [ALL, R], few, total)
+    found = ()
+    for first in gl.static_range(0, ALL, S):
+        found += (_met(tops.slice(first, S), sums.slice(first, S), place.slice(first, S), REGROUP),)
+    return found
+
+
+@gluon.jit
+def _met(tops, sums, place, REGROUP: gl.constexpr):
+    """`together` of one split, whose parts' largest scores, sums of weights and of values are in shared memory."""
+    R: gl.constexpr = place.shape[1]
+    D: gl.constexpr = place.shape[2]
     layout: gl.constexpr = meeting(gl.num_warps(), R, D)
     top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
     all_top = gl.max(top, axis=0)

@@ -102,11 +102,13 @@ def room_for(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 
 @gluon.jit
-def join(room, weight, mean):
-    """Joins another split to what is in a room; returns the average [R, D] of all of them."""
-    row: gl.constexpr = gl.SliceLayout(1, mean.type.layout)
-    top, total, out = room[0].load(row), room[1].load(row), room[2].load(mean.type.layout)
-    top, total, out = joined(top, total, out, weight, mean)
+def join(room, splits):
+    """Joins splits, as `together` returns them, to what is in a room; returns the average [R, D] of all of them."""
+    layout: gl.constexpr = splits[0][0].type.layout
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    top, total, out = room[0].load(row), room[1].load(row), room[2].load(layout)
+    for i in gl.static_range(len(splits)):
+        top, total, out = joined(top, total, out, splits[i][1], splits[i][0])
     room[0].store(top)
     room[1].store(total)
     room[2].store(out)

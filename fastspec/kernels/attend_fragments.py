@@ -131,7 +131,7 @@ def fragment_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = positions_of(at_batch, tile * TILE, rows, HELD, GROUP)
+    positions = positions_of(at_batch, tile * TILE, rows, HELD, GROUP, S)
     if PDL:
         gdc_wait()
 
@@ -159,7 +159,7 @@ def fragment_kernel(
     # product after product: the sums of one leave their registers before those of the next take any
     for p in gl.static_range(HELD // ROWS):
         top, totals, out = begun(scores[p], values, S)
-        mean, weight = together(top, totals, out, rows_of(G, p), REGROUP)
+        mean, weight = together(top, totals, out, S, rows_of(G, p), REGROUP)[0]
         done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
         if first == last:
             finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)

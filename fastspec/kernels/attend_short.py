@@ -17,17 +17,18 @@ from fastspec.kernels.paged_attention import MAX_REGISTERS
 
 __all__ = ["batch_kernel", "fragment_kernel", "near_and_far", "short", "short_launch", "splits_for", "sums"]
 
-SPLIT: int = PARTS * KEYS.value  # keys of one partial sum: a block
+SPLIT: int = PARTS * KEYS.value  # keys of one partial sum
 # by head_dim: registers of a thread, and programs that share a multiprocessor for that
 REGISTERS, BESIDE = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 GROUPS = 4  # of 8 query rows in a program at most
-MULTIPROCESSORS = 132  # of the H200 on which these were measured (perf/results/tried.jsonl)
+MULTIPROCESSORS = 132  # of the H200 and the H100 on which these were measured (perf/results/tried.jsonl)
 # up to so many programs have two warps for each part of a block, and a multiprocessor to themselves: what starts early
 # beside fewer threads slows them down
 ALONE_PROGRAMS = MULTIPROCESSORS // 2
-# up to so many groups of 8 rows a program has one; and two at most where with more there are fewer tiles than FEW_TILES
-# (or as many, of an even number of groups)
-FEW_EIGHTS, FEW_TILES, HALVED = 64, 128, 2
+FEW_EIGHTS = {64: 64, 128: 63}  # by head_dim: up to so many groups of 8 rows in all a program has one
+# splits that a program with a multiprocessor to itself reads at once, each by warps of its own: fewer programs leave
+# sums to be added up, and where one has all of a tile's splits none does
+AT_ONCE = 2
 
 
 def splits_for(room: int) -> int:
@@ -56,31 +57,54 @@ def short_launch(
         num_rows: Q * H / Hkv. dim: of a head. pairs: B * Hkv.
         splits: that the pass has room for.
     """
-    groups = tile_groups(num_rows, pairs)
+    groups = tile_groups(num_rows, dim, pairs)
     tiles = pairs * triton.cdiv(triton.cdiv(num_rows, 8), groups)
-    shares = shares_of(dim, tiles, splits)
     constants = {"D": dim, "G": groups, "S": PARTS}
+    several = reads_several(dim, tiles, groups, splits)
+    shares = shares_of(dim, tiles, splits, several)
+    if several:
+        options = {"num_warps": AT_ONCE * PARTS, "maxnreg": MAX_REGISTERS}
+        return batch_kernel, (tiles, shares), {**constants, "AT_ONCE": AT_ONCE}, options
     options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
     if shares:
-        return batch_kernel, (tiles, shares), constants, options
+        return batch_kernel, (tiles, shares), {**constants, "AT_ONCE": 1}, options
     if tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, (tiles, splits), constants, options
 
 
-def tile_groups(num_rows: int, pairs: int) -> int:
-    """Groups of 8 of a key head's `num_rows` query rows for which a program reads K and V once."""
+def tile_groups(num_rows: int, dim: int, pairs: int) -> int:
+    """Groups of 8 of a key head's `num_rows` query rows for which a program reads K and V once.
+
+    As few of 2 .. GROUPS as leave no more tiles than multiprocessors, or GROUPS; tiles of about the same size.
+    """
     eights = triton.cdiv(num_rows, 8)
-    if pairs * eights <= FEW_EIGHTS:
+    if eights == 1 or pairs * eights <= FEW_EIGHTS[dim]:
         return 1
-    groups = attend_long.groups_of(num_rows, GROUPS)
-    tiles = pairs * triton.cdiv(eights, groups)
-    few = tiles < FEW_TILES or (tiles == FEW_TILES and eights % 2 == 0)
-    return min(groups, HALVED) if few else groups
+    enough = (groups for groups in range(2, GROUPS + 1) if pairs * triton.cdiv(eights, groups) <= MULTIPROCESSORS)
+    return next(enough, attend_long.groups_of(num_rows, GROUPS))
 
 
-def shares_of(dim: int, tiles: int, splits: int) -> int:
-    """How many programs share out a tile's splits, so that all run at a time; 0 where as many as splits would."""
+def reads_several(dim: int, tiles: int, groups: int, splits: int) -> bool:
+    """Whether programs read AT_ONCE splits at once, each with a multiprocessor to itself.
+
+    They do where one then has all of a tile's splits, or where as many warps run otherwise, too. Not those of few tiles
+    of one group, which are faster with more programs. Nor where there is room for AT_ONCE splits alone: what they gain
+    with all of them they lose with the first.
+    """
+    as_many = groups > 1 and BESIDE[dim] <= AT_ONCE
+    return splits > AT_ONCE and tiles <= MULTIPROCESSORS and (as_many or tiles > MULTIPROCESSORS // 2)
+
+
+def shares_of(dim: int, tiles: int, splits: int, several: bool) -> int:
+    """How many programs share out a tile's splits, so that all run at a time; 0 where as many as splits would.
+
+    Args:
+        several: they read AT_ONCE splits at once. Then they do share.
+    """
+    if several:
+        blocks: int = triton.cdiv(splits, AT_ONCE)
+        return max(1, min(blocks, MULTIPROCESSORS // tiles))
     at_once = MULTIPROCESSORS * BESIDE[dim]
     return max(1, at_once // tiles) if tiles * splits > at_once else 0
 

@@ -101,7 +101,7 @@ def stream_kernel(
     HELD: gl.constexpr = held_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
-    mma: gl.constexpr = operands(gl.num_warps())
+    mma: gl.constexpr = operands(gl.num_warps(), S)
     splits = gl.num_programs(1)
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -143,7 +143,7 @@ def stream_kernel(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP)
+    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP, S)
     top, totals, out = (), (), ()
     for _p in gl.static_range(HELD // ROWS):
         top += (gl.full([S, ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, mma)),)
@@ -180,7 +180,7 @@ def stream_kernel(
         v = values_of(values, D, DTYPE)
         new_top, new_totals, new_out = (), (), ()
         for p in gl.static_range(HELD // ROWS):
-            t, w, o = advanced(top[p], totals[p], out[p], scores[p], v)
+            t, w, o = advanced(top[p], totals[p], out[p], scores[p], v, S)
             new_top, new_totals, new_out = new_top + (t,), new_totals + (w,), new_out + (o,)
         top, totals, out = new_top, new_totals, new_out
         values = load_values(
@@ -191,7 +191,7 @@ def stream_kernel(
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     for p in gl.static_range(HELD // ROWS):
-        mean, weight = together(top[p], totals[p], out[p], rows_of(G, p))
+        mean, weight = together(top[p], totals[p], out[p], S, rows_of(G, p))[0]
         done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout))
         done += tile * TILE + p * ROWS
         if first == last:

@@ -75,7 +75,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 @gluon.jit
 def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_keys`."""
-    layout: gl.constexpr = key_layout(gl.num_warps(), D // 4, 4)
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
     return page_of(
         table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
@@ -84,7 +84,7 @@ def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr,
 @gluon.jit
 def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_values`."""
-    layout: gl.constexpr = value_layout(gl.num_warps(), D // 2, 4)
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
     return page_of(
         table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
     )  # fmt: skip
@@ -109,7 +109,7 @@ def load_keys(
 
     The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
     """
-    layout: gl.constexpr = key_layout(gl.num_warps(), D // 4, 4)
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
@@ -138,7 +138,7 @@ def load_values(
     D: gl.constexpr,
 ):
     """Words of a block of V [S, KEYS, WORDS], as `load_keys`."""
-    layout: gl.constexpr = value_layout(gl.num_warps(), D // 2, 4)
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS, 2, layout))

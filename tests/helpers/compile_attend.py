@@ -39,12 +39,13 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, pairs, splits) of every launch of attend_short.py: few programs, one for each split, and several splits to a
-# program
+# (rows, pairs, splits) of every launch of attend_short.py: few programs, one for each split, several splits to a
+# program one after the other, and two at once
 SHORT = (
     (8, 8, 2),
-    *((8, 8, 16), (16, 64, 2), (24, 128, 1), (32, 192, 1)),
-    *((8, 8, 64), (16, 64, 64), (24, 128, 64), (32, 192, 64)),
+    *((8, 8, 16), (16, 192, 1), (24, 192, 1), (32, 192, 1)),
+    *((8, 8, 64), (16, 192, 64), (24, 192, 64), (32, 192, 64)),
+    *((8, 128, 64), (16, 64, 64), (24, 128, 64), (32, 128, 64)),
 )
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN = (0, False, 64, 0)

@@ -60,6 +60,10 @@ class _Shared:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @property
+    def shape(self) -> Any:
+        return self.value.shape
+
     def store(self, value: Any) -> None:
         self.value = value
 

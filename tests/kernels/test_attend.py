@@ -31,14 +31,14 @@ CPU_PARTS = ("attend_fragment_rows", "attend_fragment_layouts", "attend_fragment
 CPU_FRAGMENTS = (*CPU_PARTS, "attend_fragments")
 CPU_STREAM = (*CPU_PARTS, "attend_stream_parts", "attend_stream", "attend_gather")
 CPU_BATCH = (*CPU_PARTS, "attend_stream_parts", "attend_batch")
-MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "stream": CPU_STREAM}
+MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH, "stream": CPU_STREAM}
 KINDS = ("tiles", *MODULES, "ring")
 LADDER = ((0, 256), (256, 128), (512, 384), (896, 256))  # every rung of it within reach of short rows
 
 
 @cache
-def _interpreted(kind: str) -> Any:
-    return interpreted(*MODULES[kind])
+def _interpreted(stems: tuple[str, ...]) -> Any:
+    return interpreted(*stems)
 
 
 @cache
@@ -54,7 +54,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind in MODULES and not torch.cuda.is_available():
-        module = _interpreted(kind)
+        module = _interpreted(MODULES[kind])
         for name in ("fragment_kernel", "batch_kernel", "stream_kernel", "gather_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(
@@ -62,9 +62,10 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
                 )
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
-    share(1 if kind == "batch" else 0, monkeypatch)
-    for name in ("FEW_EIGHTS", "FEW_TILES"):  # as many rows to a tile as there are
-        monkeypatch.setattr(attend_short, name, 0)
+    share(0 if kind == "fragments" else 1, monkeypatch)
+    monkeypatch.setattr(attend_short, "reads_several", lambda *args: kind == "several")
+    as_many = partial(attend_long.groups_of, most=attend_short.GROUPS)  # rows to a tile as there are
+    monkeypatch.setattr(attend_short, "tile_groups", lambda num_rows, dim, pairs: as_many(num_rows))
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
     monkeypatch.setattr(attend_long, "FROM", 0 if kind in ("stream", "ring") else 2**30)
     monkeypatch.setattr(attend_long, "LADDER", LADDER)
@@ -74,7 +75,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def share(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many programs share out the splits of a tile; 0: every split has its own."""
-    monkeypatch.setattr(attend_short, "shares_of", lambda dim, tiles, splits: shares)
+    monkeypatch.setattr(attend_short, "shares_of", lambda *args: shares)
 
 
 def simulate_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_regroups_for_the_product_behind(kind: str, device: str) -> None:
     for shape in (SHAPES[1], SHAPES[2], SHAPES[3]):
         given = case(device, **shape, dtype=dtype_for(device, kind))
         plain, regrouped = attend(copied(given)), attend(copied(given), regroup=True)
-        if kind in ("fragments", "batch"):
+        if kind in ("fragments", "batch", "several"):
             assert regrouped.shape == (*plain.shape[:2], plain.shape[2] // 64, 64)
             assert not torch.equal(regrouped.flatten(2), plain)
             regrouped = packing.in_order(regrouped)
@@ -418,24 +419,27 @@ def test_views_are_read_as_they_are() -> None:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("shares", [1, 2, 3, 40])
+@pytest.mark.parametrize("sharing", ["batch", "several"])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
 def test_programs_that_share_out_splits_change_no_bit(
-    shape: dict[str, Any], shares: int, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any], sharing: str, shares: int, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a program for every split; what several left is added up by whoever comes last, one needs nobody."""
     choose("fragments", monkeypatch)
     given = case(device, **shape, dtype=dtype_for(device, "fragments"))
     expected = attend(copied(given), window=window)
-    choose("batch", monkeypatch)
+    choose(sharing, monkeypatch)
     share(shares, monkeypatch)
     assert torch.equal(attend(copied(given), window=window), expected)
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("shares", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("sharing", "shares"), [("batch", 1), ("batch", 2), ("batch", 3), ("several", 1), ("several", 2)]
+)
 @pytest.mark.parametrize("window", [None, 2100])
 def test_as_many_splits_as_are_added_up_at_once_and_one_more(
-    window: int | None, shares: int, device: str, monkeypatch: pytest.MonkeyPatch
+    window: int | None, sharing: str, shares: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and against programs that take runs of them."""
     choose("fragments", monkeypatch)
@@ -443,6 +447,6 @@ def test_as_many_splits_as_are_added_up_at_once_and_one_more(
     given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
     check(given, 128, window)
     apart = attend(copied(given), window=window)
-    choose("batch", monkeypatch)
+    choose(sharing, monkeypatch)
     share(shares, monkeypatch)
     assert torch.equal(attend(copied(given), window=window), apart)
