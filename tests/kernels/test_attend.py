@@ -167,6 +167,12 @@ def test_equals_its_twin(shape: dict[str, Any], norm: bool, window: int | None, 
 
 
 @pytest.mark.parametrize("device", devices())
+def test_windows_within_one_split(kind: str, device: str) -> None:
+    """One of an odd number, one of an even."""
+    check(case(device, lengths=[200, 330], queries=2, dim=64, dtype=dtype_for(device, kind)), 128, 20)
+
+
+@pytest.mark.parametrize("device", devices())
 def test_regroups_for_the_product_behind(kind: str, device: str) -> None:
     """The same numbers to the bit, in the other order; tiles and long caches leave rows as they are."""
     for shape in (SHAPES[1], SHAPES[2], SHAPES[3]):
@@ -265,6 +271,8 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
         same[name].nan_to_num_()
     before = [x.clone() for x in stored(mine)]
     out, expected = attend(mine), twin(same)
+    if device == "cpu" and kind in ("fragments", "batch", "several"):
+        assert out[1].isnan().all()  # left as new memory is: in a pass over long rows another kernel may have them
     counts = given["writes"]
     error = (out.float() - expected.float())[counts].abs().max().item()
     # values near one: one rounding to the dtype each, and a few fp32 ulp of sums taken in another order
