@@ -424,37 +424,39 @@ def test_views_are_read_as_they_are() -> None:
     assert torch.equal(attend(views), expected)
 
 
+def equal_however_shared(
+    given: dict[str, Any], window: int | None, ways: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share out splits, by kind and how many to a tile, against a program for every split."""
+    choose("fragments", monkeypatch)
+    expected = attend(copied(given), window=window)
+    for kind, shares in ways:
+        choose(kind, monkeypatch)
+        share(shares, monkeypatch)
+        assert torch.equal(attend(copied(given), window=window), expected), (kind, shares)
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("shares", [1, 2, 3, 40])
-@pytest.mark.parametrize("sharing", ["batch", "several"])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
 def test_programs_that_share_out_splits_change_no_bit(
-    shape: dict[str, Any], sharing: str, shares: int, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any], window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a program for every split; what several left is added up by whoever comes last, one needs nobody."""
-    choose("fragments", monkeypatch)
+    """What several left is added up by whoever comes last, one needs nobody."""
     given = case(device, **shape, dtype=dtype_for(device, "fragments"))
-    expected = attend(copied(given), window=window)
-    choose(sharing, monkeypatch)
-    share(shares, monkeypatch)
-    assert torch.equal(attend(copied(given), window=window), expected)
+    ways = [(kind, shares) for kind in ("batch", "several") for shares in (1, 2, 3, 40)]
+    equal_however_shared(given, window, ways, monkeypatch)
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(
-    ("sharing", "shares"), [("batch", 1), ("batch", 2), ("batch", 3), ("several", 1), ("several", 2)]
-)
 @pytest.mark.parametrize("window", [None, 2100])
 def test_as_many_splits_as_are_added_up_at_once_and_one_more(
-    window: int | None, sharing: str, shares: int, device: str, monkeypatch: pytest.MonkeyPatch
+    window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and against programs that take runs of them."""
-    choose("fragments", monkeypatch)
+    """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and by programs that take runs of them."""
     lengths = [512, 513, 1024, 1025, 2048, 2049, 2900, 3000]
     given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
+    choose("fragments", monkeypatch)
     check(given, 128, window)
-    apart = attend(copied(given), window=window)
-    choose(sharing, monkeypatch)
-    share(shares, monkeypatch)
-    assert torch.equal(attend(copied(given), window=window), apart)
+    ways = [("batch", 1), ("batch", 2), ("batch", 3), ("several", 1), ("several", 2)]
+    equal_however_shared(given, window, ways, monkeypatch)
