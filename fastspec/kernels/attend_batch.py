@@ -204,8 +204,8 @@ def batch_kernel(
             else:
                 for i in gl.static_range(AT_ONCE):
                     split = block * AT_ONCE + i
-                    kept = (done < rows) & (split >= first) & (split <= last)
-                    keep(mean_ptr, weight_ptr, split * rows + done, kept, left[i][0], left[i][1])
+                    there = (done < rows) & (split >= first) & (split <= last)
+                    keep(mean_ptr, weight_ptr, split * rows + done, there, left[i][0], left[i][1])
     if (first < last) & (alone == 0):
         kept = gl.minimum(mine_last * AT_ONCE + AT_ONCE - 1, last) - gl.maximum(mine_first * AT_ONCE, first) + 1
         settle(

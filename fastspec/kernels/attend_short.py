@@ -22,7 +22,7 @@ SPLIT: int = PARTS * KEYS.value  # keys of one partial sum
 REGISTERS, BESIDE = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 GROUPS = 4  # of 8 query rows in a program at most
 MULTIPROCESSORS = 132  # of the H200 and the H100 on which these were measured (perf/results/tried.jsonl)
-# up to so many programs have two warps for each part of a block, and a multiprocessor to themselves: what starts early
+# up to so many programs have two warps for each part of a split, and a multiprocessor to themselves: what starts early
 # beside fewer threads slows them down
 ALONE_PROGRAMS = MULTIPROCESSORS // 2
 FEW_EIGHTS = {64: 64, 128: 63}  # by head_dim: up to so many groups of 8 rows in all a program has one
@@ -62,12 +62,10 @@ def short_launch(
     constants = {"D": dim, "G": groups, "S": PARTS}
     several = reads_several(dim, tiles, groups, splits)
     shares = shares_of(dim, tiles, splits, several)
-    if several:
-        options = {"num_warps": AT_ONCE * PARTS, "maxnreg": MAX_REGISTERS}
-        return batch_kernel, (tiles, shares), {**constants, "AT_ONCE": AT_ONCE}, options
-    options = {"num_warps": PARTS, "maxnreg": REGISTERS[dim]}
+    at_once, registers = (AT_ONCE, MAX_REGISTERS) if several else (1, REGISTERS[dim])
+    options = {"num_warps": at_once * PARTS, "maxnreg": registers}
     if shares:
-        return batch_kernel, (tiles, shares), {**constants, "AT_ONCE": 1}, options
+        return batch_kernel, (tiles, shares), {**constants, "AT_ONCE": at_once}, options
     if tiles * splits <= ALONE_PROGRAMS:
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return fragment_kernel, (tiles, splits), constants, options
@@ -100,11 +98,11 @@ def shares_of(dim: int, tiles: int, splits: int, several: bool) -> int:
     """How many programs share out a tile's splits, so that all run at a time; 0 where as many as splits would.
 
     Args:
-        several: they read AT_ONCE splits at once. Then they do share.
+        several: they read AT_ONCE splits at once. Then they do share, and tiles are no more than multiprocessors.
     """
     if several:
         blocks: int = triton.cdiv(splits, AT_ONCE)
-        return max(1, min(blocks, MULTIPROCESSORS // tiles))
+        return min(blocks, MULTIPROCESSORS // tiles)
     at_once = MULTIPROCESSORS * BESIDE[dim]
     return max(1, at_once // tiles) if tiles * splits > at_once else 0
 

@@ -1,12 +1,19 @@
-"""Which kernel decodes over a short cache, with how many query rows to a program and programs to a tile."""
+"""Which kernel decodes over a short cache, with how many query rows and programs to a tile, on which no bit depends."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+
+from tests.helpers.attention import case, copied
+from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels import attend_short
+from tests.kernels.test_attend import SHAPES, attend, check, choose, dtype_for, share
 
 
 @pytest.mark.parametrize(
@@ -47,3 +54,41 @@ def test_heads_of_64_have_more_warps_one_by_one(
 
 def test_more_programs_run_at_a_time_with_fewer_registers() -> None:
     assert [attend_short.short_launch(32, dim, 7, 32)[1][1] for dim in (64, 128)] == [14, 9]
+
+
+def equal_however_shared(
+    given: dict[str, Any], window: int | None, ways: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share out splits, by kind and how many to a tile, against a program for every split."""
+    choose("fragments", monkeypatch)
+    expected = attend(copied(given), window=window)
+    for kind, shares in ways:
+        choose(kind, monkeypatch)
+        share(shares, monkeypatch)
+        assert torch.equal(attend(copied(given), window=window), expected), (kind, shares)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
+def test_programs_that_share_out_splits_change_no_bit(
+    shape: dict[str, Any], window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What several left is added up by whoever comes last, one needs nobody."""
+    given = case(device, **shape, dtype=dtype_for(device, "fragments"))
+    ways = [(kind, shares) for kind in ("batch", "several") for shares in (1, 2, 3, 40)]
+    equal_however_shared(given, window, ways, monkeypatch)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 2100])
+def test_as_many_splits_as_are_added_up_at_once_and_one_more(
+    window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and by programs that take runs of them."""
+    lengths = [512, 513, 1024, 1025, 2048, 2049, 2900, 3000]
+    given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
+    choose("fragments", monkeypatch)
+    check(given, 128, window)
+    ways = [("batch", 1), ("batch", 2), ("batch", 3), ("several", 1), ("several", 2)]
+    equal_however_shared(given, window, ways, monkeypatch)
