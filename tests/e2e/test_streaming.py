@@ -49,7 +49,10 @@ def test_transformers_iterator_streamer_from_a_thread(gen: FastSpecGenerator) ->
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
 def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: float) -> None:
-    """At a temperature of 3 a byte-level model writes broken and multi-byte characters all the time."""
+    """At a temperature of 3 a byte-level model writes broken and multi-byte characters all the time.
+
+    Some texts end by themselves, others do not: that hangs on the bits of a device's logits.
+    """
     ids = ids_of(gen, "x = 'naïve café 👩‍🚀'")
     options: dict[str, Any] = {
         "max_new_tokens": 120,
@@ -63,7 +66,7 @@ def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: 
     pieces.append(stream.finish())
     out = gen.generate(ids, **options)
     assert isinstance(out, torch.Tensor)
-    whole = gen.tokenizer.decode(out[0])  # type: ignore[union-attr]
+    whole = gen.tokenizer.decode(out[0], skip_special_tokens=True)  # type: ignore[union-attr]
     assert whole.endswith("".join(pieces))
     assert len(pieces) > 5
 
