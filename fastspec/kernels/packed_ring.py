@@ -162,14 +162,12 @@ def _fetch(
 
 
 @gluon.jit
-def _weights_of(step, ws, full, nil, WARPS: gl.constexpr):
+def _weights_of(step, ws, full, WARPS: gl.constexpr):
     """Words [R, 32] of a step out of its slot, where the two halves of a slab of 32 rows lie one behind the other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
-    words = ws.index(slot).load(_pieces_layout(groups * 16, WARPS))
-    # the compiler copies what 16 bytes bring into the registers of an operand for each product: not what it computes
-    words = gl.reshape(words ^ nil, [groups, 2, 8, 2, 16])
+    words = gl.reshape(ws.index(slot).load(_pieces_layout(groups * 16, WARPS)), [groups, 2, 8, 2, 16])
     return gl.reshape(gl.permute(words, (0, 2, 3, 1, 4)), [groups * 16, WORDS])
 
 
@@ -187,11 +185,14 @@ def _passed(
     for _ in range(STEPS):
         slot = step % ws.shape[0]
         new = ()
+        # what 16 bytes bring the compiler copies into the registers of an operand for each product, what it computes
+        # not; and it computes here, not where it is loaded, for products under way read those registers then
+        words ^= nil
         for i in gl.static_range(len(xs)):
             values = gl.convert_layout(_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2))
             new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
         step += 1
-        following = _weights_of(gl.minimum(step, last), ws, full, nil, WARPS)
+        following = _weights_of(gl.minimum(step, last), ws, full, WARPS)
         accs = warpgroup_mma_wait(0, deps=new + (words,))[: len(xs)]
         mbarrier.arrive(free.index(slot), count=1)
         words = following
@@ -286,7 +287,7 @@ def _multiply(
     turns = _turns(N, OWN, STAY)
     last = EACH * turns - 1
     for turn in range(turns):
-        words = _weights_of(step, ws, full, nil, WARPS)  # anew: the end of a tile needs their registers
+        words = _weights_of(step, ws, full, WARPS)  # anew: the end of a tile needs their registers
         step, words, totals = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
         if parts_ptr is not None:
             _leave(totals, parts_ptr, way // TOGETHER, first_row, M, N, OWN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -67,6 +68,23 @@ def spilled_bytes(cubin: bytes) -> int:
     return int(found[1]) + int(found[2])
 
 
+def one_by_one(ptx: str, arch: int) -> bool:
+    """Whether each product of a warp group waits for the one before it, as the assembler says that it has to.
+
+    It does where a register that products under way read is written before they are awaited.
+    """
+    if "wgmma" not in ptx:
+        return False
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool, "-v", f"--gpu-name=sm_{arch}a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "registers" in said, said  # it does say what it finds
+    return "wgmma.mma_async instructions are serialized" in said
+
+
 def main() -> None:
     arch = int(sys.argv[1])
     for kernel, signature, constants, options, size in entries(arch):
@@ -82,6 +100,7 @@ def main() -> None:
                     "shared": code.metadata.shared,
                     "spills": spilled_bytes(code.asm["cubin"]),
                     "mma": any(kind in ptx for kind in ("mma.sync", "wgmma", "tcgen05.mma")),
+                    "one_by_one": one_by_one(ptx, arch),
                     "tf32": "tf32" in ptx,
                     "waits_first": 0 <= ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
                     "vector": ".v4.b32" in ptx or "cp.async.cg.shared.global [" in ptx,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels import packed_launch, packed_layer, packed_norm, packed_sum
 from fastspec.kernels.packed_launch import Call
-from tests.helpers.compile_kernels import FUSED, first_of_each, spilled_bytes
+from tests.helpers.compile_kernels import FUSED, first_of_each, one_by_one, spilled_bytes
 
 KIND = {
     torch.int32: "*i32",
@@ -190,6 +190,7 @@ def main() -> None:
             "shares": options.get("maxnreg") is not None,
             "shared": code.metadata.shared,
             "spills": spilled_bytes(code.asm["cubin"]),
+            "one_by_one": one_by_one(code.asm["ptx"], arch),
             **facts(kernel.__name__, code.asm["ptx"]),
         }
         print(json.dumps(report))

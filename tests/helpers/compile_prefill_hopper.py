@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from fastspec.kernels import prefill_hopper as hopper
-from tests.helpers.compile_kernels import FUSED, spilled_bytes
+from tests.helpers.compile_kernels import FUSED, one_by_one, spilled_bytes
 
 
 def main() -> None:
@@ -28,6 +28,7 @@ def main() -> None:
                     "gated": gated,
                     "shared": code.metadata.shared,
                     "spills": spilled_bytes(code.asm["cubin"]),
+                    "one_by_one": one_by_one(ptx, 90),
                     "mma": f"wgmma.mma_async.sync.aligned.m64n{tile.columns}k16" in ptx,
                     "vector": "st.global.v4.b32" in ptx and "st.global.b" not in ptx,
                 }

@@ -119,6 +119,7 @@ def test_hopper_tiles_compile() -> None:
     assert len(reports) == 4 * len(hopper.TILES)
     for report in reports:
         assert report["spills"] == 0, report
+        assert not report["one_by_one"], report
         assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
         assert report["mma"], report  # whole warp groups multiply
         assert report["vector"], report  # results leave 16 bytes at a time
