@@ -47,12 +47,13 @@ def test_transformers_iterator_streamer_from_a_thread(gen: FastSpecGenerator) ->
     assert text == gen.tokenizer.decode(out[0, len(ids[0]) :])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
-def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "ends"), [(0.0, False), (1.0, False), (3.0, False), (3.0, True)])
+def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: float, ends: bool) -> None:
     """At a temperature of 3 a byte-level model writes broken and multi-byte characters all the time.
 
-    Some texts end by themselves, others do not: that hangs on the bits of a device's logits.
+    Others may end by themselves, too: that hangs on the bits of a device's logits.
     """
+    assert gen.tokenizer is not None
     ids = ids_of(gen, "x = 'naïve café 👩‍🚀'")
     options: dict[str, Any] = {
         "max_new_tokens": 120,
@@ -61,12 +62,16 @@ def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: 
         "top_k": 0,
         "seed": 1,
     }
+    if ends:
+        options |= {"min_new_tokens": 100, "logit_bias": {gen.tokenizer.eos_token_id: 100.0}}
     stream = TextStream(gen.tokenizer, context=ids[0])
     pieces = [stream.push(step[0]) for step in gen.stream(ids, **options)]
     pieces.append(stream.finish())
     out = gen.generate(ids, **options)
     assert isinstance(out, torch.Tensor)
-    whole = gen.tokenizer.decode(out[0], skip_special_tokens=True)  # type: ignore[union-attr]
+    if ends:
+        assert out[0, len(ids[0]) + 100 :].tolist() == [gen.tokenizer.eos_token_id]
+    whole = gen.tokenizer.decode(out[0], skip_special_tokens=True)
     assert whole.endswith("".join(pieces))
     assert len(pieces) > 5
 

@@ -9,15 +9,14 @@ import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -56,15 +55,20 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **options})
 
 
+def _said_of(code: bytes, tool: str, *options: str) -> str:
+    """What one of CUDA's tools prints of a file with this code."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
+        file.flush()
+        run = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True)
+    return run.stdout + run.stderr
+
+
 def spilled_bytes(cubin: bytes) -> int:
     """Local memory per thread by the resource report of the machine code."""
-    tool = shutil.which("cuobjdump") or str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", report.stdout)
-    assert found, report.stdout
+    said = _said_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", said)
+    assert found, said
     return int(found[1]) + int(found[2])
 
 
@@ -75,12 +79,8 @@ def one_by_one(ptx: str, arch: int) -> bool:
     """
     if "wgmma" not in ptx:
         return False
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [tool, "-v", f"--gpu-name=sm_{arch}a", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    options = ("-v", f"--gpu-name=sm_{arch}a", "-o", os.devnull)
+    said = _said_of(ptx.encode(), knobs.nvidia.ptxas.path, *options)
     assert "registers" in said, said  # it does say what it finds
     return "wgmma.mma_async instructions are serialized" in said
 
