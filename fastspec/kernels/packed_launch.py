@@ -17,7 +17,7 @@ from fastspec.kernels.device import described, launch
 from fastspec.kernels.packed_narrow import narrow_kernel
 from fastspec.kernels.packed_norm import norm_rows
 from fastspec.kernels.packed_ring import boxes, ring_kernel
-from fastspec.kernels.packed_sum import add_up, given_rows
+from fastspec.kernels.packed_sum import Parts, add_up, given_rows
 from fastspec.kernels.packed_wide import wide_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -43,17 +43,12 @@ class Split:
 
     Attributes:
         ways: S, a power of two. slab: KT, 64 or 128.
-        together: ways whose sums are added up before those of others are; the ring's kernel has a program for them.
+        together: ways whose sums are added up before those of others are.
     """
 
     ways: int
     slab: int
     together: int = 1
-
-    @property
-    def parts(self) -> int:
-        """Sums that the ring's programs leave to be added up where ways are apart."""
-        return self.ways // self.together
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,8 @@ class Ring:
     Attributes:
         rest: more rows of x, which a second product multiplies.
         weight_rows: of a program, a multiple of 16 and the sum of at most three powers of two.
-        apart: a program takes a way through K, or those that belong together; another kernel adds up what they give.
+        ways: through K that a program takes, one or those that belong together; another kernel adds up what they give.
+            None for all of them.
         registers: a thread may have on average, so that two programs fit on a multiprocessor.
         programs: that share the weight's tiles, each going on to the next; None for one to a tile.
     """
@@ -96,7 +92,7 @@ class Ring:
     warps: int
     stages: int
     rest: int = 0
-    apart: bool = False
+    ways: int | None = None
     registers: int | None = None
     programs: int | None = None
 
@@ -118,7 +114,7 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon
 
 # by (N, K)
 SPLITS = {
-    (4096, 4096): Split(4, 128),
+    (4096, 4096): Split(4, 128, 2),
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
@@ -153,6 +149,15 @@ NARROW_16 = {
     (2048, 8192): Narrow(32, 16, 3, 1, False),
 }
 
+# weights, by (N, K), whose ways are apart: of how many rows of x, as the ring's programs have room for them, a program
+# does better that has a multiprocessor to itself, and its weight rows
+ALONE = {
+    (4096, 4096): (range(64, RING_ROWS + 1), 64),
+    (4096, 14336): (range(64, RING_ROWS + 1), 128),
+    (2048, 2048): (range(64, RING_ROWS + 1), 64),
+    (2048, 8192): (range(32, 33), 128),
+}
+
 # weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
@@ -176,7 +181,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     """
     split = split_of(n, k)
     if rows > NARROW_ROWS and capability == (9, 0):
-        return _ring_of(n, rows, split, whole, gated)
+        return _ring_of(n, k, rows, split, whole, gated)
     if rows > NARROW_ROWS:
         cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
         roomy = capability in ROOMY
@@ -196,27 +201,38 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
-def _ring_of(n: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
-    """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, a program for every way."""
+def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
+    """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, ways are apart."""
     rows = triton.cdiv(rows, triton.cdiv(rows, RING_ROWS))
     group = 1 << (rows.bit_length() - 1)
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
     if rest == group:
         group, rest = 2 * group, 0
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
+    ways = None
     if n >= MANY_WEIGHT_ROWS:
-        weight_rows, roomy, apart = _shared_out(n, 1, few) if some else 128, not few, False
+        weight_rows, roomy = _shared_out(n, 1, few) if some else 128, not few
     elif whole or gated or n >= 64 * ONE_EACH * 2 // 3:
-        weight_rows, roomy, apart = 48 if n <= 48 * ONE_EACH else 64, n <= 64 * ONE_EACH, False
+        weight_rows, roomy = 48 if n <= 48 * ONE_EACH else 64, n <= 64 * ONE_EACH
     else:
-        weight_rows, roomy, apart = _shared_out(n, split.parts) if some else 64, False, True
+        weight_rows, ways, roomy = _ways_apart(n, k, group + rest, split)
     warps = 8 if roomy and weight_rows > 64 else 4
-    tile = Ring(group, weight_rows, warps, 0, rest, apart, None if roomy else 128)
-    if warps == 8 and not whole:  # of a pick, the registers do not hold a tile's end and what comes next
+    tile = Ring(group, weight_rows, warps, 0, rest, ways, None if roomy else 128)
+    # of a pick, the registers do not hold a tile's end and what comes next
+    if warps == 8 and not whole and ways is None:
         tiles = triton.cdiv(n, weight_rows)
         tile = replace(tile, programs=triton.cdiv(tiles, triton.cdiv(tiles, ONE_EACH)))
-    space = RING_BYTES[not roomy] - (0 if apart else TURNED_BYTES)
+    space = RING_BYTES[not roomy] - (TURNED_BYTES if ways is None else 0)
     return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
+
+
+def _ways_apart(n: int, k: int, rows: int, split: Split) -> tuple[int, int, bool]:
+    """Weight rows and ways of a program that leaves its sums, and whether it has a multiprocessor to itself."""
+    alone, weight_rows = ALONE.get((n, k), (range(0), 0))
+    if rows in alone:
+        return weight_rows, split.together, True
+    ways = 1 if triton.cdiv(n, 64) * split.ways <= 2 * ONE_EACH else split.together
+    return _shared_out(n, split.ways // ways) if rows <= SOME_ROWS else 64, ways, False
 
 
 def _shared_out(n: int, ways: int, two: bool = True) -> int:
@@ -299,7 +315,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 
 def given_to(
-    weight: Tensor, x: Tensor, norm: Norm | None, pdl: bool, parts: Tensor | None = None, bias: Tensor | None = None
+    weight: Tensor, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`given_rows` for a product of the ring's kernel with `weight`."""
     split = split_of(weight.shape[0] * 16, weight.shape[1] * 32)
@@ -313,7 +329,7 @@ def whole_ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool) -> Non
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
-def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Tensor | None:
+def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
     """Launches the ring's kernel.
 
     Args:
@@ -322,27 +338,31 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         regroup_out: the result is regrouped as x is.
 
     Returns:
-        fp32 [parts of the split, M, N] where ways are apart: for `add_up`, with all `call` asks for but the product.
+        Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
     """
     rows, k = call.x.shape
     n = call.weight.shape[0] * 16
     split = split_of(n, k)
-    parts = call.x.new_empty(split.parts, rows, n, dtype=torch.float32) if tile.apart else None
+    ways, parts = split.together, None
+    if tile.ways is not None:
+        ways = tile.ways
+        sums = call.x.new_empty(split.ways // ways, rows, n, dtype=torch.float32)
+        parts = Parts(sums, split.together // ways)
     blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.keys is None else call.out.stride(0)
     words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
     shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
-    shape |= {"GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
+    shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
     shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
     launch(
         ring_kernel,
-        (tile.programs or blocks[0], blocks[1], split.parts if tile.apart else 1),
+        (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        *(None if tile.apart else squares, call.bias, call.residual, call.out, call.keys, parts),
-        *(rows, n, eps, call.limit, stride),
+        *(squares if parts is None else None, call.bias, call.residual, call.out, call.keys),
+        *(None if parts is None else parts.sums, rows, n, eps, call.limit, stride),
         **shape,
         num_warps=tile.warps,
         launch_pdl=pdl,

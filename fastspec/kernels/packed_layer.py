@@ -76,7 +76,7 @@ def _added(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`_summed`, and what `given_to` makes of it for a product with `following`."""
     tile = _tile(weight, len(given))
-    if not tile.apart:
+    if tile.ways is None:
         return given_to(following, _summed(given, weight, bias, residual, pdl), norm, pdl)
     parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
     return given_to(following, residual, norm, pdl, parts, bias)

@@ -10,6 +10,8 @@ what one way will multiply of a row, and rows need not be few programs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -23,8 +25,8 @@ from fastspec.kernels.gluon_names import copy_to_shared
 from fastspec.kernels.packed_parts import (
     STAYS,
     add_squares,
+    by_groups,
     folded,
-    in_order,
     no_squares,
     regrouped,
     times_gamma,
@@ -39,9 +41,18 @@ FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
 SPREAD = (16384, 8192)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What ways of a product come to that are left apart: sums fp32 [WAYS, M, N], some of which go together first."""
+
+    sums: Tensor
+    together: int
+
+
 @gluon.jit
 def _sums(
-    parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M, N: gl.constexpr, WAYS: gl.constexpr
+    parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
+    N: gl.constexpr, WAYS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there.
 
@@ -62,7 +73,7 @@ def _sums(
         ways = ()
         for i in gl.static_range(WAYS):
             ways = ways + (held[i].load(n.type.layout),)
-        total = in_order(ways)
+        total = by_groups(ways, TOGETHER)
         if factor is not None:
             total = total * factor
         if bias_ptr is not None:
@@ -86,6 +97,7 @@ def sum_kernel(
     N: gl.constexpr,
     K: gl.constexpr,  # of the norm
     WAYS: gl.constexpr,
+    TOGETHER: gl.constexpr,  # parts that are added up first
     S: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
@@ -100,7 +112,8 @@ def sum_kernel(
     factor = None
     if squares_ptr is not None:
         factor = ways_scale(squares_ptr, row, None, M, eps, K, S)
-    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS).to(out_ptr.dtype.element_ty)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS, TOGETHER)
+    total = total.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
 
@@ -115,6 +128,7 @@ def given_kernel(
     squares_ptr,  # fp32 [S, M]: of the sums, by ways of the product behind; None as gamma_ptr
     M,
     WAYS: gl.constexpr,  # of the product before
+    TOGETHER: gl.constexpr,  # of its parts that are added up first
     K: gl.constexpr,
     S: gl.constexpr,  # of the product behind
     KT: gl.constexpr,
@@ -137,7 +151,7 @@ def given_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS).to(DTYPE)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS, TOGETHER).to(DTYPE)
     if out_ptr is not None:
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
@@ -161,7 +175,7 @@ def given_kernel(
 
 
 def add_up(
-    parts: Tensor,
+    parts: Parts,
     squares: Tensor | None,
     norm: tuple[Tensor, float] | None,
     bias: Tensor | None,
@@ -169,19 +183,19 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """out [M, N] = rounded(sum of parts fp32 [WAYS, M, N], in order, * factors of rows [M] + bias [N] + residual).
+    """out [M, N] = rounded(sum of parts, in order, * factors of rows [M] + bias [N] + residual).
 
     Args:
         squares: fp32 [S, M], what `given_rows` returns; None for no factors.
         norm: that they belong to.
     """
-    ways, rows, n = parts.shape
+    ways, rows, n = parts.sums.shape
     k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
     launch(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
-        *(parts, squares, bias, residual, out, eps, rows),
-        **{"N": n, "K": k, "WAYS": ways, "S": 0 if squares is None else len(squares)},
+        *(parts.sums, squares, bias, residual, out, eps, rows),
+        **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.together, "S": 0 if squares is None else len(squares)},
         **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -195,7 +209,7 @@ def given_rows(
     split: tuple[int, int],
     dtype: gl.dtype,
     pdl: bool,
-    parts: Tensor | None = None,
+    parts: Parts | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows for a product of the ring's kernel.
@@ -205,7 +219,7 @@ def given_rows(
         norm: weight [K] and epsilon; None for rows as they are.
         split: ways and slab of the product.
         dtype: of x, in Gluon's terms.
-        parts: fp32 [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
+        parts: sums [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
 
     Returns:
         x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
@@ -221,8 +235,10 @@ def given_rows(
     launch(
         given_kernel,
         (ways, rows),
-        *(parts, bias, x, None if parts is None else out, gamma, given.view(torch.int32), squares, rows),
-        **{"WAYS": 0 if parts is None else parts.shape[0], "K": k, "S": ways, "KT": slab, "ROOM": room},
+        *(None if parts is None else parts.sums, bias, x, None if parts is None else out),
+        *(gamma, given.view(torch.int32), squares, rows),
+        **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.together},
+        **{"K": k, "S": ways, "KT": slab, "ROOM": room},
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
         **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},
         num_warps=warps,

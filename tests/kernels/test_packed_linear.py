@@ -101,7 +101,7 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
 
 @pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated+bias+residual", "norm+fp32"])
 def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group of rows and two, a ring shorter and longer than a pass, all ways in a program and one.
+    """One group of rows and two, a ring shorter and longer than a pass, all ways in a program, some and one.
 
     Weight rows come in one box and in several, for all that there is room for and for less. Programs have one tile or
     several, and not all of them as many.
@@ -127,8 +127,9 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
                 (70, launch.Ring(32, 128, 8, 5, programs=1)),
             ]
             if "gated" not in epilogue:
-                tiles += [(30, launch.Ring(32, 128, 8, 4, apart=True)), (70, launch.Ring(64, 64, 4, 9, 16, apart=True))]
-                tiles += [(30, launch.Ring(32, 80, 4, 4, apart=True)), (70, launch.Ring(64, 128, 4, 3, 8, apart=True))]
+                some, alone = {"ways": split.together}, {"ways": 1}
+                tiles += [(30, launch.Ring(32, 128, 8, 4, **some)), (70, launch.Ring(64, 64, 4, 9, 16, **alone))]
+                tiles += [(30, launch.Ring(32, 80, 4, 4, **alone)), (70, launch.Ring(64, 128, 4, 3, 8, **some))]
             for rows, tile in tiles:
                 monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
@@ -145,8 +146,10 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
         launch = packed.launch
         monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
         x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
-        for rows, many in ((3, 16384), (40, 16384), (40, 1)):  # ways of the ring's kernel apart, and in one program
+        # ways of the ring's kernel one by one, those that belong together, and all in one program
+        for rows, many, alone in ((3, 16384, {}), (40, 16384, {}), (40, 16384, {(144, 1408): ([40], 64)}), (40, 1, {})):
             monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
+            monkeypatch.setattr(launch, "ALONE", alone)
 
             def product(x: Tensor, rows: int = rows) -> Tensor:
                 found: Tensor = packed.linear.packed_linear(x[:rows], weight, pdl=True, out_dtype=torch.float32)
@@ -155,7 +158,7 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
             way = torch.arange(1408) // 64 % 8
             ways = [product(torch.where(way == each, x, 0)) for each in range(8)]
             groups = [sum(ways[first + 1 : first + together], ways[first]) for first in range(0, 8, together)]
-            assert torch.equal(product(x), sum(groups[1:], groups[0])), (rows, many)
+            assert torch.equal(product(x), sum(groups[1:], groups[0])), (rows, many, alone)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -314,7 +317,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         launch = packed.launch
         split = launch.split_of(n, k)
         steps = -(-k // (split.ways * split.slab))
-        assert split.ways == split.parts * split.together
+        assert split.ways % split.together == 0
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, capability, whole)
@@ -324,7 +327,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                 elif isinstance(tile, launch.Ring):
                     assert rows > 16
                     assert capability == (9, 0)
-                    assert not (whole and tile.apart)
+                    assert tile.ways in ((None,) if whole else (None, 1, split.together))
                     assert tile.rest < tile.rows <= 128
                     assert tile.rows + tile.rest <= launch.RING_ROWS
                     assert tile.stages >= 3
@@ -334,7 +337,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     if tile.programs is not None:
                         tiles = -(-n // tile.weight_rows)
                         assert not whole
-                        assert not tile.apart
+                        assert tile.ways is None
                         assert tile.programs == -(-tiles // -(-tiles // 132)) <= 132
                 else:
                     assert rows > 16
