@@ -22,8 +22,8 @@ from fastspec.kernels.packed_wide import wide_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
-NARROW_ROWS = 16
 RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
+ALONE_ROWS = 64  # of x in one program from here on, where weights are in ALONE
 SOME_ROWS = 128  # up to here programs are shared out: with more of them what multiplies is busy, whatever it is given
 MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
 WIDE_ROWS = 128  # of the weight: 32 for each warp
@@ -137,26 +137,8 @@ NARROW_OWN = {
 }
 
 
-# weights that another tile suits better for 9 to 16 rows on sm_90, by (N, K)
-NARROW_16 = {
-    (6144, 4096): Narrow(32, 16, 4, 1, False),
-    (4096, 4096): Narrow(32, 16, 2, 1, False),
-    (28672, 4096): Narrow(32, 16, 4, 1, True),
-    (4096, 14336): Narrow(32, 16, 1, 1, False),
-    (128256, 4096): Narrow(32, 16, 4, 1, True),
-    (3072, 2048): Narrow(32, 16, 4, 1, False),
-    (2048, 2048): Narrow(32, 16, 2, 1, False),
-    (2048, 8192): Narrow(32, 16, 3, 1, False),
-}
-
-# weights, by (N, K), whose ways are apart: of how many rows of x, as the ring's programs have room for them, a program
-# does better that has a multiprocessor to itself, and its weight rows
-ALONE = {
-    (4096, 4096): (range(64, RING_ROWS + 1), 64),
-    (4096, 14336): (range(64, RING_ROWS + 1), 128),
-    (2048, 2048): (range(64, RING_ROWS + 1), 64),
-    (2048, 8192): (range(32, 33), 128),
-}
+# weight rows, by (N, K), of programs that leave ways apart and have a multiprocessor each: from ALONE_ROWS of x on
+ALONE = {(4096, 4096): 64, (4096, 14336): 128}
 
 # weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
@@ -180,18 +162,10 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
         gated: sums are multiplied by each other.
     """
     split = split_of(n, k)
-    if rows > NARROW_ROWS and capability == (9, 0):
-        return _ring_of(n, k, rows, split, whole, gated)
-    if rows > NARROW_ROWS:
-        cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
-        roomy = capability in ROOMY
-        groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
-        alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
-        tight = not roomy and split.together > 1  # whose sums need room of their own
-        return Wide(groups, 8 if alone else 3 if tight else 4, cluster)
+    if rows > narrow_rows(capability):
+        ring = capability == (9, 0)
+        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(n, rows, split, capability, whole)
     block = 8 if rows <= 8 else 16
-    if block == 16 and capability == (9, 0) and (n, k) in NARROW_16:
-        return NARROW_16[n, k]
     steps = triton.cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
     weight_rows, depth, row_depth = own or NARROW[replace(split, together=1), block]
@@ -199,6 +173,21 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     if steps > LONG and split.slab == 64:
         depth = min(depth, 6)
     return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
+
+
+def narrow_rows(capability: tuple[int, int]) -> int:
+    """Rows of x up to which the narrow kernel does best; with more the ring's does, or where there is none the wide."""
+    return 8 if capability == (9, 0) else 16
+
+
+def _wide_of(n: int, rows: int, split: Split, capability: tuple[int, int], whole: bool) -> Wide:
+    """The wide kernel's tile: a program of a cluster for every way, or all of them in one program."""
+    cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
+    roomy = capability in ROOMY
+    groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
+    alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
+    tight = not roomy and split.together > 1  # whose sums need room of their own
+    return Wide(groups, 8 if alone else 3 if tight else 4, cluster)
 
 
 def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
@@ -228,9 +217,8 @@ def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) 
 
 def _ways_apart(n: int, k: int, rows: int, split: Split) -> tuple[int, int, bool]:
     """Weight rows and ways of a program that leaves its sums, and whether it has a multiprocessor to itself."""
-    alone, weight_rows = ALONE.get((n, k), (range(0), 0))
-    if rows in alone:
-        return weight_rows, split.together, True
+    if (n, k) in ALONE and rows >= ALONE_ROWS:
+        return ALONE[n, k], split.together, True
     ways = 1 if triton.cdiv(n, 64) * split.ways <= 2 * ONE_EACH else split.together
     return _shared_out(n, split.ways // ways) if rows <= SOME_ROWS else 64, ways, False
 

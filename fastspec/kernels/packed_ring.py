@@ -1,4 +1,4 @@
-"""Packed product of 17 rows of x and more on sm_90: weights and x come through a ring in shared memory.
+"""Packed product of 9 rows of x and more on sm_90: weights and x come through a ring in shared memory.
 
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same: where there S
 warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give

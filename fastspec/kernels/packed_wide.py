@@ -1,9 +1,9 @@
-"""Packed product for 17 rows of x and more: weights and x through shared memory, every warp with 32 weight rows.
+"""Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
 
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same. There each of
 S warps takes every S-th slab of K; here that is one program of a cluster, which also keeps what it reads of x an S-th
 (a cluster owns R weight rows, partial tiles meet in `parts` behind its barrier, and each program finishes its share),
-or, for weights with enough rows to keep a device busy, one pass of S over K by one program.
+or, for weights with enough rows to keep a device busy, one pass of S over K by one program. A warp has 32 weight rows.
 
 Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
 """

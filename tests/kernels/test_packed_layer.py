@@ -79,7 +79,8 @@ def regrouped(rows: Tensor) -> Tensor:
 def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit; sums over ways of their own and complete ones, slabs that fill a row and that do not."""
     with modules("cpu") as packed:
-        for rows, hidden, inner, many in ((18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)):
+        cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
+        for rows, hidden, inner, many in cases:
             monkeypatch.setattr(packed.launch, "ONE_EACH", 132 if many > 256 else 2)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
@@ -109,8 +110,8 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
 def test_few_rows_and_other_weights_go_elsewhere() -> None:
     with modules("cpu") as packed:
         weight = packing.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
-        assert packed.layer.in_a_ring([weight], 17)
-        assert not packed.layer.in_a_ring([weight], 16)
+        assert packed.layer.in_a_ring([weight], 9)
+        assert not packed.layer.in_a_ring([weight], 8)
         assert not packed.layer.in_a_ring([weight, torch.zeros(128, 128, dtype=torch.bfloat16)], 17)
     with modules("cpu", (8, 0)) as packed:
         assert not packed.layer.in_a_ring([weight], 17)
@@ -129,7 +130,7 @@ def test_real_sizes_on_a_gpu(hidden: int, inner: int, heads: int, qkv: int) -> N
         pytest.skip("the ring's kernel needs sm_90")
     packed = SimpleNamespace(layer=packed_layer, linear=packed_linear)
     layers = [a_layer(hidden, inner, heads, qkv, "cuda", seed, torch.bfloat16, seed == 0) for seed in range(2)]
-    for rows in (17, 40, 64, 100, 160):
+    for rows in (9, 16, 17, 40, 64, 100, 160):
         attended, x = inputs(layers[0], rows)
         given = regrouped(attended), x
         x, fed, wanted_x, wanted_fed = both(packed, layers, attended, x, False)
