@@ -40,7 +40,7 @@ INSIDE: tuple[Column, ...] = (
 KINDS: tuple[Column, ...] = (("case", "case"), ("k", "k"), *((kind, kind) for kind in plots.OF_KIND))
 KERNELS: tuple[Column, ...] = (
     ("op", "kernel"), ("shape", "shape"), ("rows", "rows"), ("us", "µs"), ("us_iqr", "spread"), ("bytes", "bytes"),
-    ("share", "of ceiling"), ("torch_us", "torch, µs"), ("commit", "commit"),
+    ("share", "of ceiling"), ("torch_us", "torch, µs"), ("gpu", "GPU"), ("commit", "commit"),
 )  # fmt: skip
 GATE: tuple[Column, ...] = (
     ("date", "date"), ("workload", "workload"), ("k", "k"), ("planted", "planted"), ("base_over_floor", "base/floor"),
@@ -128,7 +128,8 @@ def sections(rows: Sequence[Row]) -> list[str]:
         row for row in ended if row.get("start_up_s") and row["engine"] == "fastspec plain" and row.get("planned_mib")
     ]
     kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
-    last_kernels = list({(row["op"], row.get("shape"), row.get("rows")): row for row in kernels}.values())
+    of = ("op", "shape", "rows", "gpu")
+    last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
     gates = [row for row in rows if row.get("bench") == "gate"]
     found = []
     for heading, part, columns in (
