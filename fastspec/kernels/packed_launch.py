@@ -23,7 +23,7 @@ from fastspec.kernels.packed_wide import wide_kernel
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
 RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
-ALONE_ROWS = 64  # of x in one program from here on, where weights are in ALONE
+ALONE_ROWS = 64  # of x that a program has room for (so 49 and more): from here on weights in ALONE have other tiles
 SOME_ROWS = 128  # up to here programs are shared out: with more of them what multiplies is busy, whatever it is given
 MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
 WIDE_ROWS = 128  # of the weight: 32 for each warp

@@ -127,9 +127,9 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
                 (70, launch.Ring(32, 128, 8, 5, programs=1)),
             ]
             if "gated" not in epilogue:
-                some, alone = {"ways": split.together}, {"ways": 1}
-                tiles += [(30, launch.Ring(32, 128, 8, 4, **some)), (70, launch.Ring(64, 64, 4, 9, 16, **alone))]
-                tiles += [(30, launch.Ring(32, 80, 4, 4, **alone)), (70, launch.Ring(64, 128, 4, 3, 8, **some))]
+                ways = split.together
+                tiles += [(30, launch.Ring(32, 128, 8, 4, ways=ways)), (70, launch.Ring(64, 64, 4, 9, 16, ways=1))]
+                tiles += [(30, launch.Ring(32, 80, 4, 4, ways=1)), (70, launch.Ring(64, 128, 4, 3, 8, ways=ways))]
             for rows, tile in tiles:
                 monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
@@ -147,9 +147,13 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
         monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
         x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
         # ways of the ring's kernel one by one, those that belong together, and all in one program
-        for rows, many, alone in ((3, 16384, {}), (40, 16384, {}), (40, 16384, {(144, 1408): ([40], 64)}), (40, 1, {})):
+        monkeypatch.setattr(launch, "ALONE_ROWS", 40)
+        for rows, many, alone in ((3, 16384, {}), (40, 16384, {}), (40, 16384, {(144, 1408): 64}), (40, 1, {})):
             monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
             monkeypatch.setattr(launch, "ALONE", alone)
+            if capability == (9, 0) and rows == 40:
+                taken = launch.tile_of(144, 1408, rows, capability).ways
+                assert taken == (None if many == 1 else together if alone else 1)
 
             def product(x: Tensor, rows: int = rows) -> Tensor:
                 found: Tensor = packed.linear.packed_linear(x[:rows], weight, pdl=True, out_dtype=torch.float32)
