@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -20,7 +22,14 @@ from torch import nn
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.live import ModuleTensors
 from fastspec.models.shards import ShardTensors, find_shards, read_json
-from fastspec.models.spec import ARCHITECTURES, SIZE_LIMITS, ModelSpec, spec_from_config, supported_models
+from fastspec.models.spec import (
+    ARCHITECTURES,
+    SIZE_LIMITS,
+    ModelSpec,
+    refuse_other_architectures,
+    spec_from_config,
+    supported_models,
+)
 from fastspec.models.weights import EMBED, check_tensors
 
 if TYPE_CHECKING:
@@ -35,6 +44,7 @@ CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Copies of the same weights in other formats: subfolders, and Mistral's own single file.
 IGNORED_FILES: Final = ("*/*", "consolidated*")
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
@@ -157,7 +167,8 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
 def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     raw = check_config_file(directory)
     config = _build_config(directory, raw)
-    spec = spec_from_config(config)
+    with _naming(directory / CONFIG):
+        spec = spec_from_config(config)
     tensors = ShardTensors(directory)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
@@ -179,7 +190,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: unreadable, or a size is not a whole number in its limits; names the file and the
             field.
-        UnsupportedModel: remote code, a quantised checkpoint, or a family that is not supported.
+        UnsupportedModel: remote code, a quantised checkpoint, or a family or architecture that is not supported.
     """
     path = directory / CONFIG
     if not path.is_file():
@@ -191,6 +202,8 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
+    with _naming(path):
+        refuse_other_architectures(family, raw.get("architectures"))
     for field in ("quantization_config", "compression_config"):
         if raw.get(field) is not None:
             method = raw[field].get("quant_method") if isinstance(raw[field], dict) else raw[field]
@@ -206,6 +219,15 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
     return raw
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the file in front of a refusal of what it says."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
 
 
 def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
@@ -251,28 +273,52 @@ def _download(source: str | os.PathLike[str], revision: str | None) -> Path:
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
             "save_pretrained writes it, or a Hub id like owner/name"
         )
-    directory = _snapshot(source, revision, CONFIG_FILES)
-    check_config_file(directory)
+    directory = _snapshot(source, revision, CONFIG_FILES, check_config_file)
     # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
-    directory = _snapshot(source, directory.name, WEIGHT_FILES)
-    find_shards(directory)
-    return directory
+    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
 
 
-def _snapshot(repo: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
+    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
     # The HTTP library's own base error, whichever library this version of the Hub client is built on.
     http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        repo,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED_FILES),
+    )
     try:
-        found = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=list(files), ignore_patterns=list(IGNORED_FILES)
-        )
+        found = Path(fetch())
     except (OSError, ValueError, http_error) as error:
+        commit = revision is not None and COMMIT.fullmatch(revision) is not None
+        cached = _cached(fetch, check) if commit else None
+        if cached is not None:
+            return cached
         wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
         raise CheckpointError(
             f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
             "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
         ) from error
-    return Path(found)
+    check(found)
+    return found
+
+
+def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
+    """A commit's files in the cache, or None where they are not all there.
+
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
+    answers. A commit never changes, so what is there is what was asked for.
+    """
+    try:
+        found = Path(fetch(local_files_only=True))
+        check(found)
+    except UnsupportedModel:
+        raise
+    except (OSError, ValueError):
+        return None
+    return found

@@ -131,6 +131,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         _refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     head_dim = _head_dim(config, heads)
     attention_bias = family in ("llama", "qwen3") and _flag(config, "attention_bias")
+    windows = _windows(config, family, layers)  # before _rope: transformers reads layer_types there, unchecked
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -143,7 +144,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         rms_eps=_positive(_get(config, "rms_norm_eps"), "rms_norm_eps"),
         max_length=_size(config, "max_position_embeddings"),
         rope=_rope(config, head_dim),
-        windows=_windows(config, family, layers),
+        windows=windows,
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
         mlp_bias=family == "llama" and _flag(config, "mlp_bias"),
@@ -166,16 +167,26 @@ def _family(config: PretrainedConfig) -> str:
     family = str(config.model_type)
     if family not in ARCHITECTURES:
         _refuse("model_type", family, "one of " + ", ".join(ARCHITECTURES))
-    named = _get(config, "architectures")
+    refuse_other_architectures(family, _get(config, "architectures"))
+    return family
+
+
+def refuse_other_architectures(family: str, named: object) -> None:
+    """Refuses `architectures` of a config that name anything but the causal model of its family.
+
+    Raises:
+        UnsupportedModel: names what it says and what was wanted.
+    """
     named = list(named) if isinstance(named, tuple) else named
     if named and named != [ARCHITECTURES[family]]:
         _refuse("architectures", named, f"[{ARCHITECTURES[family]!r}] for model_type {family!r}")
-    return family
 
 
 def _refuse_unread_settings(config: PretrainedConfig) -> None:
     """Refuses settings that would change the result and that no field of the spec carries."""
-    if _get(config, "is_heterogeneous"):  # first: such a config raises on reading a field that layers differ in
+    # First: such a config raises on reading a field that layers differ in. Older versions of transformers do not know
+    # such layers, and keep what they are given.
+    if _get(config, "is_heterogeneous" if hasattr(config, "is_heterogeneous") else "per_layer_config"):
         _refuse("per_layer_config", "set", "layers of one shape")
     if _get(config, "hidden_act") != "silu":
         _refuse("hidden_act", _get(config, "hidden_act"), "'silu'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,9 @@ def test_the_repeated_name_is_told(directory: Path) -> None:
 )
 def test_unsupported_configs_are_refused_by_name(directory: Path, fields: dict[str, Any], message: str) -> None:
     edit(directory / "config.json", **fields)
-    assert message in refusal(directory, UnsupportedModel)
+    refused = refusal(directory, UnsupportedModel)
+    assert message in refused
+    assert str(directory / "config.json") in refused
 
 
 @pytest.mark.parametrize(
@@ -211,6 +214,40 @@ def test_a_cached_hub_id_loads_offline_through_symlinks(sharded: Path, offline: 
         assert checkpoint.directory == snapshot
     assert checkpoint.spec == resolve(sharded, role="target").spec
     load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+
+
+def asks_the_hub_about_commits(error: Exception) -> Callable[..., str]:
+    """The client as huggingface_hub 1.33 has it where nobody answers: it looks there for what a commit holds, first."""
+    snapshot_download = huggingface_hub.snapshot_download
+
+    def asks(repo: str, *, revision: str | None = None, local_files_only: bool = False, **options: Any) -> str:
+        if revision is not None and len(revision) == 40 and not local_files_only:
+            raise error
+        return str(snapshot_download(repo, revision=revision, local_files_only=local_files_only, **options))
+
+    return asks
+
+
+def test_what_is_cached_of_a_commit_needs_no_answer_from_the_hub(
+    sharded: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub_cache(offline, "owner/tiny", sharded)
+    no_answer = huggingface_hub.errors.HfHubHTTPError.__mro__[1]("no route")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asks_the_hub_about_commits(no_answer))
+    for revision in (None, "a" * 40):
+        assert resolve("owner/tiny", role="target", revision=revision).directory == snapshot
+    edit(snapshot / "config.json", model_type="phi3")
+    assert "model_type='phi3'" in refusal("owner/tiny", UnsupportedModel, revision="a" * 40)
+
+
+def test_a_download_that_breaks_off_says_so_and_not_what_is_missing(
+    sharded: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub_cache(offline, "owner/tiny", sharded)
+    next(snapshot.glob("*.safetensors")).unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asks_the_hub_about_commits(OSError("No space left")))
+    for revision in (None, "a" * 40):
+        assert "could not be had from the Hub: No space left" in refusal("owner/tiny", revision=revision)
 
 
 def test_offline_without_the_files_says_what_to_do(sharded: Path, offline: Path) -> None:
