@@ -95,7 +95,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         raise TypeError(
             f"{role}: got {type(source).__name__}, wanted a directory, a Hub id or a loaded transformers model"
         )
-    try:
+    with _naming(role):
         if isinstance(source, nn.Module):
             _refuse_revision(revision, "a loaded model")
             return _from_module(source, role)
@@ -105,10 +105,15 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
         return _from_directory(_download(source, revision), str(source), role)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{role}: {error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{role}: {error}") from error
+
+
+@contextmanager
+def _naming(what: object) -> Iterator[None]:
+    """Puts what is refused, a role or a file, in front of the reason."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModel) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
@@ -219,15 +224,6 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
     return raw
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Puts the file in front of a refusal of what it says."""
-    try:
-        yield
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{path}: {error}") from error
 
 
 def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
