@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from fastspec.errors import CheckpointError, InvalidLogits, OutOfPages, UnsupportedModel, UnsupportedOption
 
 if TYPE_CHECKING:
-    from fastspec.calibrate import Calibration
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
-    from fastspec.modes import SyntheticAcceptance
     from fastspec.output import GenerateOutput, Stats
-    from fastspec.proposers.certain import CertainProposer
+    from fastspec.proposers.deterministic import CertainProposer
     from fastspec.proposers.ngram import NGram
+    from fastspec.runtime.calibrate import Calibration
+    from fastspec.sampling.rules import SyntheticAcceptance
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Calibration": "fastspec.calibrate",
-    "CertainProposer": "fastspec.proposers.certain",
+    "Calibration": "fastspec.runtime.calibrate",
+    "CertainProposer": "fastspec.proposers.deterministic",
     "FastSpecGenerator": "fastspec.generator",
     "GenerateOutput": "fastspec.output",
     "NGram": "fastspec.proposers.ngram",
     "Stats": "fastspec.output",
-    "SyntheticAcceptance": "fastspec.modes",
+    "SyntheticAcceptance": "fastspec.sampling.rules",
     "demo_pair": "fastspec.demo",
 }
 

@@ -16,24 +16,27 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from fastspec import calls, inputs, options
-from fastspec.build import build
-from fastspec.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
-from fastspec.drafting import Drafting
-from fastspec.engine import Engine
 from fastspec.errors import InvalidLogits, UnsupportedOption
-from fastspec.explain import break_even_advice, explain
-from fastspec.loop import Request, lengths_of
-from fastspec.memory import MemoryPlan
-from fastspec.models.sources import load_tokenizer, resolve
+from fastspec.inputs import options
+from fastspec.inputs import prompts as inputs
+from fastspec.inputs.options import Options
 from fastspec.models.vocab import shared_vocab
-from fastspec.modes import BLOCK, Verification, announce_synthetic, synthetic_name
-from fastspec.options import Options
+from fastspec.models.weights.sources import load_tokenizer, resolve
 from fastspec.output import GenerateOutput, Stats
-from fastspec.proposers.base import GREEDY, SAMPLERS, Proposer
 from fastspec.proposers.choose import check
-from fastspec.readying import decode, make_ready
-from fastspec.settings import announce, check_range, settings_of
+from fastspec.proposers.interface import Proposer
+from fastspec.runtime import calls
+from fastspec.runtime.build import build
+from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
+from fastspec.runtime.draft_plan import Drafting
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.explain import break_even_advice, explain
+from fastspec.runtime.memory import MemoryPlan
+from fastspec.runtime.scheduler import Request, lengths_of
+from fastspec.runtime.settings import announce, check_range, settings_of
+from fastspec.runtime.warmup import decode, make_ready
+from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
+from fastspec.shapes import GREEDY, SAMPLERS
 
 Source = str | os.PathLike[str] | PreTrainedModel
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fastspec import verify
-from fastspec.processors import ProcessorRows
-from fastspec.sampling import SamplerRows
+from fastspec.sampling import verify
+from fastspec.sampling.distribution import SamplerRows
+from fastspec.sampling.processors import ProcessorRows
 
 # values of DecodeState.finish: what a commit leaves there, and one more
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec import processors, sampling, verify
-from fastspec.kernels import TORCH_OPS, Ops
-from fastspec.kernels.reference_step import Record, record_logprobs
-from fastspec.kv_cache.cache import PassRows
-from fastspec.models.base import CausalModel
-from fastspec.modes import SyntheticAcceptance
-from fastspec.proposers.base import FULL, Proposer, StepShape
+from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.kernels.reference.step import Record, record_logprobs
+from fastspec.models.interface import CausalModel
+from fastspec.proposers.interface import Proposer
+from fastspec.sampling import distribution, processors, verify
+from fastspec.sampling.rules import SyntheticAcceptance
+from fastspec.shapes import FULL, PassRows, StepShape
 from fastspec.state import DecodeState, Outbox
 
 NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
@@ -112,7 +112,7 @@ def _settle_by_fiat(
     picks = logits.argmax(dim=-1)
     if shape.sampler == FULL:
         logits = processors.process(logits, state.processors, state.lengths, drafts)
-        picks = draws.pick(sampling.law(logits, state.sampler), places, sampling.TARGET)
+        picks = draws.pick(distribution.law(logits, state.sampler), places, distribution.TARGET)
     number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
     accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
     accepted = processors.marked(accepted, processors.broken(logits))

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, SyntheticAcceptance
-from fastspec.auto import AUTO, Controller
-from fastspec.modes import BLOCK
+from fastspec.adaptive.controller import AUTO, Controller
+from fastspec.sampling.rules import BLOCK
 from perf import records
 from perf.opened import Models, opened
 from perf.records import Row

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
 from fastspec import FastSpecGenerator
-from fastspec.engine import Engine
+from fastspec.runtime.engine import Engine
 
 
 def engine_of(generator: FastSpecGenerator) -> Engine:

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
-from fastspec.modes import BLOCK, COUPLED, MODES, REJECTION
+from fastspec.sampling.rules import BLOCK, COUPLED, MODES, REJECTION
 from perf import records
 from perf.prompts import code_prompts
 from perf.records import Row

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from fastspec.models.spec import ModelSpec, spec_from_config
-from fastspec.models.weights import EMBED, tensor_shapes
+from fastspec.models.config import ModelSpec, spec_from_config
+from fastspec.models.weights.load import EMBED, tensor_shapes
 
 Fields = Mapping[str, Any]
 

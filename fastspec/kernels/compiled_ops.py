@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import Ops, reference
-from fastspec.kernels.reference import KEY_BLOCK, UNTILED, Tiling
+from fastspec.kernels import reference
+from fastspec.kernels.ops import Ops
+from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
 
 INDUCTOR = "inductor"
 MAX_QUERIES = 17  # a step's passes have no more tokens a row: max_drafts and one
@@ -77,7 +78,7 @@ def attend_op(
     }
     if qkv.device.type != "cuda":
         return reference.attend(*tensors, num_blocks=int(positions.amax()) // KEY_BLOCK + 1, **options)
-    from fastspec.kernels.attend import AttendWork, attend
+    from fastspec.kernels.attention.dispatch import AttendWork, attend
 
     num_blocks = -(-block_table.shape[1] * keys.shape[1] // KEY_BLOCK)
     return attend(*tensors, num_blocks=num_blocks, work=AttendWork(split_keys, counters, partials), **options)

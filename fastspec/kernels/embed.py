@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.checks import check, told
-from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.common.checks import check, told
+from fastspec.kernels.common.launch import has_pdl, launch
 
 BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
 
@@ -45,7 +45,7 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # in this order: the kernels after the next may read what was fed before they wait (see `attend` of attend.py)
+        # in this order: the kernels after the next may read what was fed before they wait (see `attend` of dispatch.py)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

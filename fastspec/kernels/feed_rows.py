@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.device import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch
 
 
 @triton.jit

@@ -9,29 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import Ops, packing, reference
-from fastspec.kernels.attend import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
-from fastspec.kernels.attend import attend as attend_paged
-from fastspec.kernels.checks import check_ieee
-from fastspec.kernels.commit import commit, scratch_of
-from fastspec.kernels.device import compiling, has_pdl
+from fastspec.kernels import reference
+from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
+from fastspec.kernels.attention.dispatch import attend as attend_paged
+from fastspec.kernels.common import packing
+from fastspec.kernels.common.checks import check_ieee
+from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
-from fastspec.kernels.logprobs import record_work, record_work_bytes
-from fastspec.kernels.packed_launch import supported
-from fastspec.kernels.packed_layer import between as packed_between
-from fastspec.kernels.packed_layer import in_a_ring, read_once
-from fastspec.kernels.packed_linear import packed_linear
-from fastspec.kernels.packed_pick import packed_pick
-from fastspec.kernels.prefill_linear import prefill_linear
-from fastspec.kernels.publish import publish
-from fastspec.kernels.reference import UNTILED, Tiling
-from fastspec.kernels.reference_layer import Layer
-from fastspec.kernels.sampled_commit import sampled_commit
-from fastspec.kernels.sampled_draw import sampled_draw
-from fastspec.kernels.sampled_parts import sampled_work, sampled_work_bytes
-from fastspec.kernels.tile_linear import tile_linear, tile_pick
-from fastspec.kernels.verify_commit import verify_commit
+from fastspec.kernels.linear.argmax import packed_pick
+from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.layer_tail import between as packed_between
+from fastspec.kernels.linear.layer_tail import in_a_ring, read_once
+from fastspec.kernels.linear.plan import supported
+from fastspec.kernels.linear.portable import tile_linear, tile_pick
+from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.layer import Layer
+from fastspec.kernels.sampling.commit import commit, scratch_of
+from fastspec.kernels.sampling.draw import sampled_draw
+from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.logits import sampled_work, sampled_work_bytes
+from fastspec.kernels.sampling.logprobs import record_work, record_work_bytes
+from fastspec.kernels.sampling.publish import publish
+from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.shapes import UNTILED, Tiling
 
 DECODE_ROWS = 64  # products of more rows at once are a prompt's
 

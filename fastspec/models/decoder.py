@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import UNTILED, Ops, Tiling
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
-from fastspec.kv_cache.cache import PagedKVCache, PassRows
-from fastspec.models.spec import ModelSpec
-from fastspec.models.weights import DecoderWeights, LayerWeights
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.config import ModelSpec
+from fastspec.models.weights.load import DecoderWeights, LayerWeights
+from fastspec.shapes import UNTILED, PassRows, Tiling
 
 
 class Decoder:

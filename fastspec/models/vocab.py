@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Final
 
-from fastspec.models.sources import load_tokenizer
+from fastspec.models.weights.sources import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fastspec.models.sources import Checkpoint
+    from fastspec.models.weights.sources import Checkpoint
 
 MAX_PADDING: Final = 1024
 """Largest difference of embedding rows that padding explains, when there are no tokenizers to compare."""

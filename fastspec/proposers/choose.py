@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fastspec.proposers.base import Proposer, StepShape
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.interface import Proposer
 from fastspec.proposers.ngram import NGram
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
-from fastspec.verify import Draws
 
 _NEEDED = ("propose", "catch_up", "max_length", "certain")
 
@@ -27,7 +28,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
     if missing := [name for name in _NEEDED if not hasattr(proposer, name)]:
         raise ValueError(
             f"proposer {type(proposer).__name__} has no {', '.join(missing)}; pass NGram(), a subclass of "
-            "CertainProposer, or an object with all of fastspec.proposers.base.Proposer"
+            "CertainProposer, or an object with all of fastspec.proposers.interface.Proposer"
         )
     if with_draft and not isinstance(proposer, NGram):
         raise ValueError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fastspec.proposers.base import StepShape
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.ngram import NGram
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
-from fastspec.verify import Draws
 
 
 class LookupThenModel:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import Ops
-from fastspec.kv_cache.cache import PassRows
-from fastspec.models.base import CausalModel
-from fastspec.proposers.base import GREEDY, StepShape, keeps_law, purpose_of
+from fastspec.kernels.ops import Ops
+from fastspec.models.interface import CausalModel
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import GREEDY, PassRows, StepShape, keeps_law, purpose_of
 from fastspec.state import DecodeState
-from fastspec.verify import Draws
 
 
 class DraftModel:

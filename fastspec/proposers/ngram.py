@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastspec.proposers.certain import CertainProposer
+from fastspec.proposers.deterministic import CertainProposer
 
 _LONGEST = 32
 

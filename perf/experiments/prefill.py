@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fastspec import FastSpecGenerator
-from fastspec.engine import chunks_of
+from fastspec.runtime.engine import chunks_of
 from fastspec.state import IDLE, RUNNING
 from perf import records
 from perf.inside import engine_of

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.engine import Engine
-from fastspec.graphs.ring import SLOTS
-from fastspec.loop import DecodeLoop, Request
-from fastspec.options import RowOptions
-from fastspec.proposers.base import GREEDY
+from fastspec.graphs.results import SLOTS
+from fastspec.inputs.options import RowOptions
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.shapes import GREEDY
 from perf import records
 from perf.experiments.while_graph import (
     Fill,

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from fastspec.kernels import attend as attention
-from fastspec.kernels import attend_long, reference
+from fastspec.kernels import reference
+from fastspec.kernels.attention import dispatch as attention
+from fastspec.kernels.attention import plan_long
 from perf import timing
 from perf.kernels import linear
 
@@ -254,8 +255,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     given = parser.parse_args(arguments)
     if given.kernel:
         attention.uses_fragments = lambda *args: given.kernel != "tiles"
-        attend_long.FROM = 0 if given.kernel in ("stream", "ring") else 2**30  # every row, or none
-        attend_long.rings = lambda *args: given.kernel == "ring"
+        plan_long.FROM = 0 if given.kernel in ("stream", "ring") else 2**30  # every row, or none
+        plan_long.rings = lambda *args: given.kernel == "ring"
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec.kernels.device import has_pdl
-from fastspec.kernels.packed_linear import packed_linear
-from fastspec.kernels.packed_pick import packed_pick
-from fastspec.kernels.packing import unpack
-from fastspec.kernels.reference import UNTILED
+from fastspec.kernels.common.launch import has_pdl
+from fastspec.kernels.common.packing import unpack
+from fastspec.kernels.linear.argmax import packed_pick
+from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS
+from fastspec.shapes import UNTILED
 from perf import timing
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec.kernels import prefill_hopper as hopper
-from fastspec.kernels.prefill_linear import prefill_linear
+from fastspec.kernels.linear import prefill_sm90 as hopper
+from fastspec.kernels.linear.prefill import prefill_linear
 from perf import timing
 
 GPU_ONLY = True  # for perf.bench

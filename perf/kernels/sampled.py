@@ -22,15 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec import sampling
 from fastspec.kernels import reference
-from fastspec.kernels.commit import commit, scratch_of
-from fastspec.kernels.sampled_commit import sampled_commit
-from fastspec.kernels.sampled_draw import sampled_draw
-from fastspec.kernels.sampled_laws import find_laws
-from fastspec.kernels.sampled_parts import sampled_work
-from fastspec.kernels.verify_commit import verify_commit
-from fastspec.modes import BLOCK, COUPLED, REJECTION
+from fastspec.kernels.sampling.commit import commit, scratch_of
+from fastspec.kernels.sampling.distribution import find_laws
+from fastspec.kernels.sampling.draw import sampled_draw
+from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.logits import sampled_work
+from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.sampling import distribution
+from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 from fastspec.state import RUNNING, DecodeState
 from perf import timing
 
@@ -132,7 +132,7 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     device = state.lengths.device
     work, scratch = sampled_work(state.batch, k, vocab, device), scratch_of(state.batch, k, device)
     certain = k == 0
-    draws = sampling.PhiloxDraws(state.seeds)
+    draws = distribution.PhiloxDraws(state.seeds)
 
     def ours(rule: str) -> Call:
         return lambda logits: sampled_commit(logits, state, scratch, work, rule=rule, certain=certain)
@@ -145,7 +145,7 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     }
     if k:
         calls["ours, one draft's draw"] = lambda logits: sampled_draw(
-            logits[:, :1], state, 0, work, purpose=sampling.DRAFT, keeps_law=True
+            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keeps_law=True
         )
     if state.batch <= 8:
         calls["torch, block"] = lambda logits: reference.sampled_commit(
@@ -169,10 +169,10 @@ def logits_of(law: str, batch: int, places: int, vocab: int) -> Tensor:
 def drafts_for(state: DecodeState, logits: Tensor) -> None:
     """Drafts of a law near the target's, so that some are accepted."""
     k = state.draft_tokens.shape[1]
-    draws = sampling.PhiloxDraws(state.seeds)
+    draws = distribution.PhiloxDraws(state.seeds)
     for j in range(k):
         near = logits[:, j : j + 1] + torch.randn_like(logits[:, j : j + 1]) * 0.4
-        reference.sampled_draw(near, state, j, purpose=sampling.DRAFT, keeps_law=True, draws=draws)
+        reference.sampled_draw(near, state, j, purpose=distribution.DRAFT, keeps_law=True, draws=draws)
 
 
 def main() -> None:

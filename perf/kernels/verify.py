@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec import sampling, verify
 from fastspec.kernels import reference
-from fastspec.kernels.commit import commit, scratch_of
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
-from fastspec.kernels.logprobs import record_work
-from fastspec.kernels.publish import publish
-from fastspec.kernels.reference_step import Record
-from fastspec.kernels.verify_commit import verify_commit
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling.commit import commit, scratch_of
+from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.logprobs import record_work
+from fastspec.kernels.sampling.publish import publish
+from fastspec.sampling import distribution, verify
 from fastspec.state import RUNNING, DecodeState
 from perf import timing
 
@@ -47,13 +47,13 @@ def running_state(batch: int, k: int, device: torch.device) -> DecodeState:
     return state
 
 
-def softmax_and_accept(logits: Tensor, state: DecodeState, one_hot: Tensor, draws: sampling.PhiloxDraws) -> None:
+def softmax_and_accept(logits: Tensor, state: DecodeState, one_hot: Tensor, draws: distribution.PhiloxDraws) -> None:
     """What a step without a greedy path does: the target's law, rejection sampling, bookkeeping."""
     k = logits.shape[1] - 1
-    law = sampling.law(logits, state.sampler)
+    law = distribution.law(logits, state.sampler)
     places = state.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     drafts = state.draft_tokens[:, :k]
-    accepted, block = verify.rejection(law, one_hot, drafts, state.draft_counts, places, draws, sampling.TARGET)
+    accepted, block = verify.rejection(law, one_hot, drafts, state.draft_counts, places, draws, distribution.TARGET)
     verify.commit(state, accepted, block)
 
 
@@ -65,7 +65,7 @@ def ends_of_a_step(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     ring = entries, torch.zeros(1, dtype=torch.int64, device=device)
     accepted, block = torch.zeros_like(state.accepted), torch.zeros_like(state.block)
     one_hot = torch.zeros(batch, k, vocab, device=device).scatter_(2, state.draft_tokens[:, :k, None], 1.0)
-    draws = sampling.PhiloxDraws(state.seeds)
+    draws = distribution.PhiloxDraws(state.seeds)
     words = SLOTS, batch, k + 1, 1 + 2 * state.top_ids.shape[2]
     details = torch.zeros(words, dtype=torch.int32).pin_memory()
     work = record_work(batch, k, vocab, device)

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
-from fastspec.modes import BLOCK, COUPLED, MODES
+from fastspec.sampling.rules import BLOCK, COUPLED, MODES
 from tests.helpers.fuzz_calls import CONTEXT, DRAFTS, VOCAB, Call, calls
 from tests.helpers.fuzzing import CI, NIGHTLY, PROPOSERS, How, Pair, raised_by_us
 

@@ -10,12 +10,14 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
-from fastspec import FastSpecGenerator, admission, calls, processors, verify
-from fastspec.graphs.ring import RowResult
-from fastspec.loop import Request
-from fastspec.modes import BLOCK, COUPLED
+from fastspec import FastSpecGenerator
+from fastspec.graphs.results import RowResult
+from fastspec.runtime import admission, calls
+from fastspec.runtime.scheduler import Request
+from fastspec.sampling import processors, verify
+from fastspec.sampling.rules import BLOCK, COUPLED
 from fastspec.state import IDLE, DecodeState
-from fastspec.stop_strings import StopWatch
+from fastspec.text.stop_strings import StopWatch
 from tests.e2e.test_fuzz import fuzz, fuzz_calls
 from tests.helpers.fuzz_calls import DRAFTS
 from tests.helpers.fuzzing import CI, Pair

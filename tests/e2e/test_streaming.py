@@ -11,8 +11,8 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.loop import DecodeLoop
-from fastspec.text import TextStream
+from fastspec.runtime.scheduler import DecodeLoop
+from fastspec.text.text_stream import TextStream
 from tests.helpers.devices import devices
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec.generator import FastSpecGenerator
+from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
-from fastspec.models.spec import ModelSpec
-from fastspec.models.weights import DecoderWeights
+from fastspec.models.weights.load import DecoderWeights
 from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices

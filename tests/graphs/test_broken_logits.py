@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, InvalidLogits
-from fastspec.proposers.base import FULL, GREEDY
+from fastspec.shapes import FULL, GREEDY
 from tests.helpers.checkpoints import make_model
 from tests.helpers.devices import devices
 from tests.helpers.tiny import capture_all, tiny_engine
-from tests.unit.test_sampler_loop import ROWS, options, poisoned, prompts, run, texts
+from tests.runtime.test_sampler_scheduler import ROWS, options, poisoned, prompts, run, texts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the models have none

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec.engine import Engine
-from fastspec.kernels import UNTILED, attend
-from fastspec.loop import DecodeLoop, Request
-from fastspec.options import RowOptions
-from fastspec.proposers.base import FULL, GREEDY
+from fastspec.inputs.options import RowOptions
+from fastspec.kernels.attention import dispatch
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
@@ -66,13 +66,13 @@ def test_captured_steps_compile_nothing_and_wait_for_nothing(engines: tuple[Engi
 def test_no_cache_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functional graphs copy what an op mutates unless the compiler sees that it need not."""
     seen: set[int] = set()
-    launched = attend.attend
+    launched = dispatch.attend
 
     def recorded(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         seen.update((tensors[3].data_ptr(), tensors[4].data_ptr(), options["work"].partials.data_ptr()))
         return launched(*tensors, **options)
 
-    monkeypatch.setattr(attend, "attend", recorded)
+    monkeypatch.setattr(dispatch, "attend", recorded)
     engine = compiled_engine("inductor", batch=1, k=2, device="cuda")
     texts(engine, 0, k=2)
     models: list[Any] = [engine.parts.target, engine.parts.proposer.model]  # type: ignore[union-attr]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, demo_pair, step
-from fastspec.graphs import ring as rings
-from fastspec.graphs.ring import ResultRing
+from fastspec.graphs import results as rings
+from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Captured, EagerRunner, GraphRunner
-from fastspec.proposers.base import GREEDY
+from fastspec.shapes import GREEDY
 from tests.helpers.tiny import tiny_engine
 
 CUDA = torch.device("cuda", 0)

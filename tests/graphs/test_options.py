@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from fastspec import FastSpecGenerator, GenerateOutput, NGram, demo_pair
 from fastspec.graphs.runner import GraphRunner
-from fastspec.modes import MODES
-from fastspec.proposers.base import FULL
+from fastspec.sampling.rules import MODES
+from fastspec.shapes import FULL
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 6, 7, 8, 5, 6], [9], list(range(40, 90)), [300, 301, 300, 301]]

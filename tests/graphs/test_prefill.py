@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec import admission
-from fastspec.engine import Engine, chunks_of
-from fastspec.loop import DecodeLoop, Request
-from fastspec.options import RowOptions
-from fastspec.proposers.base import GREEDY
+from fastspec.inputs.options import RowOptions
+from fastspec.runtime import admission
+from fastspec.runtime.engine import Engine, chunks_of
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.shapes import GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine

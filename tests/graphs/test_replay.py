@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
-from fastspec.engine import Engine
-from fastspec.loop import DecodeLoop, Request
-from fastspec.options import RowOptions
-from fastspec.proposers.base import FULL, GREEDY
+from fastspec.inputs.options import RowOptions
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.shapes import FULL, GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastspec.engine import Engine
-from fastspec.loop import DecodeLoop, Request
-from fastspec.options import RowOptions
-from fastspec.proposers.base import GREEDY
+from fastspec.inputs.options import RowOptions
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.shapes import GREEDY
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu

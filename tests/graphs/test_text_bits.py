@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.engine import Engine, chunks_of
-from fastspec.kernels import device
+from fastspec.kernels.common import launch as device
 from fastspec.output import GenerateOutput
-from fastspec.proposers.base import GREEDY
+from fastspec.runtime.engine import Engine, chunks_of
+from fastspec.shapes import GREEDY
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score
 from tests.helpers.modules import exchange
@@ -239,7 +239,8 @@ def test_logits_and_cache_of_one_pass(gen: FastSpecGenerator) -> None:
 
 def test_the_check_sees_a_product_of_another_shape(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a library's product, which takes another kernel for another number of rows."""
-    from fastspec.kernels import packing, reference
+    from fastspec.kernels import reference
+    from fastspec.kernels.common import packing
     from fastspec.models.decoder import Decoder
 
     def library(self: Decoder, hidden: Tensor, tiling: Any) -> Tensor:

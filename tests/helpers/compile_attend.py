@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from fastspec.kernels import attend, attend_long, attend_short, paged_attention, rope
-from fastspec.kernels.attend_gather import gather_kernel
-from fastspec.kernels.attend_ring import ROWS as RING_ROWS
-from fastspec.kernels.attend_ring import shares_kernel
-from fastspec.kernels.attend_ring_parts import WIDTH, piece_of
-from fastspec.kernels.attend_stream import stream_kernel
+from fastspec.kernels.attention import dispatch, plan_long, plan_short, prefill, rope
+from fastspec.kernels.attention.combine import gather_kernel
+from fastspec.kernels.attention.decode_stream import stream_kernel
+from fastspec.kernels.attention.decode_tma_sm90 import ROWS as RING_ROWS
+from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
+from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -39,7 +39,7 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, pairs, splits) of every launch of attend_short.py: few programs, one for each split, several splits to a
+# (rows, pairs, splits) of every launch of plan_short.py: few programs, one for each split, several splits to a
 # program one after the other, and two at once
 SHORT = (
     (8, 8, 2),
@@ -54,43 +54,43 @@ FULL = (4096, True, 80, 1)
 
 def entries(arch: int) -> Iterator[Entry]:
     """(kernel, signature, constants, options, element size) of every launch on a GPU of this architecture."""
-    for size, block_d in attend.LAUNCH:
+    for size, block_d in dispatch.LAUNCH:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, pairs, splits in SHORT:
-            kernel, _, constants, options = attend_short.short_launch(rows, dim, pairs, splits)
+            kernel, _, constants, options = plan_short.short_launch(rows, dim, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
         behind = [RING_ROWS.value] if arch == RING_ARCH else []
         for rows in (8, 16):
-            constants, options = attend_long.stream_launch(rows, dim)
+            constants, options = plan_long.stream_launch(rows, dim)
             behind.append(8 * constants["G"])
             for variant in (PLAIN, FULL):
                 yield _entry(stream_kernel, 2, constants, options, variant, arch)
         for tiles in (8, 64) if arch == RING_ARCH else ():
-            _, constants, options = attend_long.ring_launch(dim, tiles)
+            _, constants, options = plan_long.ring_launch(dim, tiles)
             for variant in (PLAIN, FULL):
                 yield _entry(shares_kernel, 2, constants, options, variant, arch)
         for tile in behind:
-            constants, options = attend_long.gather_launch(tile, dim)
+            constants, options = plan_long.gather_launch(tile, dim)
             for variant in (PLAIN, FULL):
                 yield _entry(gather_kernel, 2, constants, options, variant, arch)
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:
     narrow = variant[3] * block_d // 4
-    constants, options = attend.tile_launch(DTYPES[size], block_d - narrow)
-    yield _entry(attend._decode_kernel, size, constants, options, variant, arch)
+    constants, options = dispatch.tile_launch(DTYPES[size], block_d - narrow)
+    yield _entry(dispatch._decode_kernel, size, constants, options, variant, arch)
     heads = {"HEAD_DIM": block_d - narrow, "BLOCK_D": block_d}
     yield _entry(rope._rotate_kernel, size, heads, {"num_warps": rope.NUM_WARPS}, variant, arch)
-    launches = [paged_attention.LAUNCH[size, block_d]]
-    if arch in LARGE_ON and (size, block_d) in paged_attention.LARGE:
-        launches.append(paged_attention.LARGE[size, block_d])
+    launches = [prefill.LAUNCH[size, block_d]]
+    if arch in LARGE_ON and (size, block_d) in prefill.LARGE:
+        launches.append(prefill.LARGE[size, block_d])
     for launch in launches:
         tiles = {"ROWS": launch.rows, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages}
-        options = {"num_warps": launch.num_warps, "maxnreg": paged_attention.MAX_REGISTERS}
-        yield _entry(paged_attention._flash_kernel, size, {**heads, **tiles}, options, variant, arch)
+        options = {"num_warps": launch.num_warps, "maxnreg": prefill.MAX_REGISTERS}
+        yield _entry(prefill._flash_kernel, size, {**heads, **tiles}, options, variant, arch)
 
 
 def _entry(
@@ -112,6 +112,6 @@ def _entry(
     slots = f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, 2)!r}>"
     known |= dict.fromkeys(("key_desc", "value_desc"), slots)
     signature = {name: known[name] for name in kernel.arg_names if name not in given}
-    if kernel is not paged_attention._flash_kernel:
+    if kernel is not prefill._flash_kernel:
         options = {**options, "enable_fp_fusion": False}
     return kernel, signature, given, {**options, "launch_pdl": pdl}, size

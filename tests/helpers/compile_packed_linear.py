@@ -20,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastspec.kernels import packed_launch, packed_layer, packed_norm, packed_sum
-from fastspec.kernels.packed_launch import Call
+from fastspec.kernels.linear import layer_tail, plan, split_k
+from fastspec.kernels.linear import norm as packed_norm
+from fastspec.kernels.linear.plan import Call
 from tests.helpers.compile_kernels import FUSED, first_of_each, one_by_one, spilled_bytes
 
 KIND = {
@@ -73,7 +74,7 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
         empty(65, of=torch.int64) if "pick" in words else None,
         gated="gated" in words,
     )
-    return _caught(lambda: packed_launch.run(call, arch >= 90), arch)
+    return _caught(lambda: plan.run(call, arch >= 90), arch)
 
 
 def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launch]:
@@ -87,14 +88,14 @@ def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launc
     given: dict[str, Tensor | None] = {name: weight(*shape) for name, shape in names.items()}
     given |= {f"{name}_bias": None for name in names} | {"input_norm": norm, "post_norm": norm}
     layer: Any = SimpleNamespace(**given)
-    return _caught(lambda: packed_layer.between(x, x, layer, layer, 1e-5, True), 90)
+    return _caught(lambda: layer_tail.between(x, x, layer, layer, 1e-5, True), 90)
 
 
 def _caught(call: Callable[[], object], arch: int) -> list[Launch]:
     caught: list[Launch] = []
-    for module in (packed_launch, packed_norm, packed_sum):
+    for module in (plan, packed_norm, split_k):
         module.launch = lambda kernel, grid, *given, **options: caught.append((kernel, grid, given, options))  # type: ignore[attr-defined]
-    for module in (packed_launch, packed_layer):
+    for module in (plan, layer_tail):
         module.capability_of = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
     call()
     return caught
@@ -154,7 +155,7 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
     for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in ROWS[packed_launch.narrow_rows((9, 0)) :]:
+        for rows in ROWS[plan.narrow_rows((9, 0)) :]:
             for launch in between_launches(hidden, inner, qkv, rows):
                 yield f"{hidden}, {inner} {rows}", launch
     for rows in (8, 64):

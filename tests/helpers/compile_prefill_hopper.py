@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from fastspec.kernels import prefill_hopper as hopper
+from fastspec.kernels.linear import prefill_sm90 as hopper
 from tests.helpers.compile_kernels import FUSED, one_by_one, spilled_bytes
 
 

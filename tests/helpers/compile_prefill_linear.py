@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastspec.kernels import prefill_linear as prefill
+from fastspec.kernels.linear import prefill
 from tests.helpers.budgets import SHARED_LIMIT
 from tests.helpers.compile_kernels import Entry
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastspec.kernels import (
+from fastspec.kernels.sampling import (
+    accept,
+    bounds,
+    distribution,
+    draw,
+    logits,
     logprobs,
-    sampled_bounds,
     sampled_commit,
-    sampled_draw,
-    sampled_groups,
-    sampled_judge,
-    sampled_laws,
-    sampled_parts,
-    sampled_search,
+    threshold,
+)
+from fastspec.kernels.sampling import (
+    groups as sampled_groups,
 )
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
@@ -42,8 +44,8 @@ def entries(arch: int) -> Iterator[Entry]:
     pdl = arch >= PDL_FROM
     for kernel, constants, options in (*_laws(), *_ends(), *_draws()):
         signature = _signature(kernel, constants)
-        options = {**options, "launch_pdl": pdl, **sampled_parts.OPTIONS}
-        yield kernel, signature, {"PDL": pdl, "CHUNK": sampled_parts.CHUNK, **constants}, options, 4
+        options = {**options, "launch_pdl": pdl, **logits.OPTIONS}
+        yield kernel, signature, {"PDL": pdl, "CHUNK": logits.CHUNK, **constants}, options, 4
 
 
 def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
@@ -54,7 +56,7 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 
 
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
-    most = sampled_parts.CANDIDATES
+    most = logits.CANDIDATES
     for stages, absent in ((sampled_groups.STAGES, {}), (1, {"counts_ptr": None})):
         chunk = sampled_groups.CHUNK
         constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": stages}
@@ -65,12 +67,12 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
             yield sampled_groups._groups_kernel, recording, {"num_warps": logprobs.NUM_WARPS}
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
     for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
-        each = max(1, groups // sampled_bounds.MOST_GROUPS)
-        sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": sampled_parts.LISTED}
-        sizes |= {"RANKED": sampled_search.RANKED, "PIECE": sampled_search.PIECE}
+        each = max(1, groups // bounds.MOST_GROUPS)
+        sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": logits.LISTED}
+        sizes |= {"RANKED": threshold.RANKED, "PIECE": threshold.PIECE}
         constants = {**sizes, "STOPS": STOPS, **absent}
-        for lines in (1, sampled_laws.PROGRAMS + 1):
-            yield sampled_laws._laws_kernel, constants, sampled_laws.launch_of(lines)
+        for lines in (1, distribution.PROGRAMS + 1):
+            yield distribution._laws_kernel, constants, distribution.launch_of(lines)
 
 
 def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -84,12 +86,12 @@ def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
         ("coupled", {"q_ptr": None, **dict.fromkeys(RING), "details_ptr": None, "TOP": 20}),
     ):
         constants = {
-            "RULE": sampled_judge.RULES[rule],
+            "RULE": accept.RULES[rule],
             "PLACES": 32,
             "STOPS": STOPS,
             "NUM_STOPS": STOPS,
             "CHUNK": sampled_commit.end_chunk(),
-            "MOST": sampled_parts.CANDIDATES,
+            "MOST": logits.CANDIDATES,
             "RACED": sampled_commit.RACED,
             "LISTED": sampled_commit.LISTED,
             **absent,
@@ -99,4 +101,4 @@ def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
 
 def _draws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     for purpose, absent in ((0, {}), (2, {"laws_ptr": None})):
-        yield sampled_draw._draw_kernel, {"PURPOSE": purpose, "STOPS": STOPS, **absent}, sampled_draw.LAUNCH
+        yield draw._draw_kernel, {"PURPOSE": purpose, "STOPS": STOPS, **absent}, draw.LAUNCH

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import triton
 
-from fastspec.kernels import prefill_hopper
+from fastspec.kernels.linear import prefill_sm90
 from tests.helpers import compile_kernels, compile_packed_linear, compile_prefill_hopper
 from tests.helpers.compile_packed_linear import LAYERS, Launch, distinct
 
@@ -34,7 +34,7 @@ def launches() -> Iterator[tuple[str, int, Callable[[], object]]]:
         for name, (kernel, _grid, given, options) in distinct(packed(arch)):
             yield name, arch, partial(compile_packed_linear.compiled, kernel, given, options, arch)
     for gated in (False, True):
-        yield "_hopper_kernel", 90, partial(compile_prefill_hopper.compiled, prefill_hopper.TILES[0], gated, "*bf16")
+        yield "_hopper_kernel", 90, partial(compile_prefill_hopper.compiled, prefill_sm90.TILES[0], gated, "*bf16")
 
 
 def _kind(of: tuple[int, compile_kernels.Entry]) -> tuple[str, int, bool]:

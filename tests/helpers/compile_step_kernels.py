@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastspec.kernels import commit, embed, feed_rows, logprobs, publish, sampled_parts, verify_commit
+from fastspec.kernels import embed, feed_rows
+from fastspec.kernels.sampling import commit, greedy_commit, logits, logprobs, publish
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STATE = [
@@ -61,17 +62,17 @@ def _commits() -> Iterator[Entry]:
         yield commit._commit_kernel, signature, {**constants, **absent}, {"num_warps": commit.NUM_WARPS}, 8
         sizes = ["vocab", "logits_stride", "drafts_stride", *STATE_SIZES, "top", "details_width"]
         signature = _signature(["drafts_ptr", *STATE, *ring], sizes, logits_ptr="*fp32")
-        for _, chunk, warps in verify_commit.LAUNCH:
+        for _, chunk, warps in greedy_commit.LAUNCH:
             silent = dict.fromkeys(RECORDED) | {"GROUPS": 0, "TOP": 0}
             blocks = {**constants, "CHUNK": chunk, **absent, **silent}
-            yield verify_commit._verify_kernel, signature, blocks, {"num_warps": warps}, 4
+            yield greedy_commit._verify_kernel, signature, blocks, {"num_warps": warps}, 4
         details = dict.fromkeys([] if ring else ["details_ptr"])
         signature |= {name: kind for name, kind in RECORDED.items() if name not in details}
         for groups in (512, 2048, 4096):  # of 32000, 128256 and 256000 ids
-            chunk = verify_commit.LAUNCH[-1][1]
+            chunk = greedy_commit.LAUNCH[-1][1]
             blocks = {**constants, "CHUNK": chunk, **absent, **details, "GROUPS": groups, "TOP": 20}
-            options = {"num_warps": logprobs.NUM_WARPS, **sampled_parts.OPTIONS}
-            yield verify_commit._verify_kernel, signature, blocks, options, 4
+            options = {"num_warps": logprobs.NUM_WARPS, **logits.OPTIONS}
+            yield greedy_commit._verify_kernel, signature, blocks, options, 4
 
 
 def _publishes() -> Iterator[Entry]:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from fastspec.kernels import tile_linear as tile
-from fastspec.kernels.tile_fp32 import fp32_kernel, fp32_pick_kernel
-from fastspec.kernels.tile_parts import norm_kernel
+from fastspec.kernels.linear import portable as tile
+from fastspec.kernels.linear.portable_fp32 import fp32_kernel, fp32_pick_kernel
+from fastspec.kernels.linear.portable_parts import norm_kernel
 from tests.helpers.compile_kernels import PDL_FROM, Entry, compiled
 
 ELEMENT = {2: "*bf16", 4: "*fp32"}

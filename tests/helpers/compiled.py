@@ -8,11 +8,11 @@ from typing import Any
 
 from torch._dynamo.utils import counters
 
-from fastspec.engine import Engine
-from fastspec.kernels import UNTILED
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.models.decoder import CompiledDecoder
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.runtime.engine import Engine
+from fastspec.shapes import UNTILED
 from fastspec.step import Parts
 from tests.helpers.tiny import tiny_engine
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastspec
 from fastspec import CertainProposer, FastSpecGenerator, GenerateOutput, NGram
-from fastspec.modes import BLOCK, COUPLED
-from fastspec.proposers.base import Proposer
+from fastspec.proposers.interface import Proposer
+from fastspec.sampling.rules import BLOCK, COUPLED
 from tests.helpers.checkpoints import make_model
 from tests.helpers.fuzz_calls import CONTEXT, DRAFTS, VOCAB, Call, Row, text_of
 

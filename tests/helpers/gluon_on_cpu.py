@@ -159,7 +159,9 @@ def interpreted(*stems: str) -> ModuleType:
     text = "\n".join(_translated((folder / f"{stem}.py").read_text(encoding="utf-8")) for stem in stems)
     head = "import triton\nimport triton.language as tl\n"
     head += f"from {__name__} import fast_log2f, gl, gluon, product as mma_v2, thread_barrier\n"
-    path = Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stems)}.py"  # a file: the interpreter reads the source
+    path = (
+        Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stem.rsplit('/')[-1] for stem in stems)}.py"
+    )  # a file: the interpreter reads the source
     path.write_text(head + text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -38,8 +38,20 @@ from tests.helpers.gluon_values import (
 WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-ATTENTION = ["fragment_rows", "fragment_layouts", "fragment_parts", "stream_parts", "ring_parts", "ring", "gather"]
-MODULES = ["parts", "cluster", "narrow", "wide", "ring", "norm", "sum", "launch", "layer", "linear", "pick"]
+ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
+MODULES = [
+    "epilogue",
+    "cluster",
+    "small_m",
+    "large_m",
+    "tma_sm90",
+    "norm",
+    "split_k",
+    "plan",
+    "layer_tail",
+    "dispatch",
+    "argmax",
+]
 
 
 class Machine:
@@ -360,7 +372,7 @@ def _stand_ins() -> dict[str, ModuleType]:
         "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.language.extra.cuda": cuda,
-        "fastspec.kernels.gluon_names": names,
+        "fastspec.kernels.common.gluon_compat": names,
     }
 
 
@@ -393,7 +405,7 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
 @contextmanager
 def _loaded(stems: list[str]) -> Iterator[list[Any]]:
     """These files of fastspec/kernels, each of which may import from those before it, run by stand-ins."""
-    names = [f"fastspec.kernels.{stem}" for stem in stems]
+    names = [f"fastspec.kernels.{stem.replace('/', '.')}" for stem in stems]
     kept = {name: sys.modules.get(name) for name in (*_stand_ins(), *names)}
     sys.modules.update(_stand_ins())
     loaded = []
@@ -420,16 +432,16 @@ def _loaded(stems: list[str]) -> Iterator[list[Any]]:
 
 @contextmanager
 def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
-    """The modules packed_* by the part of their name behind it, run by stand-ins, as on a GPU of `capability`."""
-    with _loaded([f"packed_{name}" for name in MODULES]) as modules:
+    """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
+    with _loaded([f"linear/{name}" for name in MODULES]) as modules:
         loaded = dict(zip(MODULES, modules, strict=True))
-        for part in ("launch", "layer"):
+        for part in ("plan", "layer_tail"):
             loaded[part].capability_of = lambda device: capability
         MACHINE.late = late
         yield SimpleNamespace(**loaded)
 
 
 def attention_by_ring() -> dict[str, Any]:
-    """The kernels of attend_ring.py and attend_gather.py, for `launch`; `MACHINE.late` says how copies land."""
-    with _loaded([f"attend_{name}" for name in ATTENTION]) as modules:
+    """The kernels of decode_tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
+    with _loaded([f"attention/{name}" for name in ATTENTION]) as modules:
         return {"shares_kernel": modules[-2].shares_kernel, "gather_kernel": modules[-1].gather_kernel}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.sampling import PhiloxDraws
+from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.state import IDLE, RUNNING, DecodeState
 
 INF = float("inf")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastspec.kernels import TORCH_OPS
-from fastspec.kernels.reference import Tiling
-from fastspec.kv_cache.cache import PassRows
-from fastspec.proposers.base import StepShape
+from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.sampling import DRAFT, TARGET
+from fastspec.sampling.distribution import DRAFT, TARGET
+from fastspec.shapes import PassRows, StepShape, Tiling
 from fastspec.state import RUNNING, DecodeState
 from fastspec.step import Parts
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastspec.engine import Engine
-from fastspec.graphs.ring import ResultRing
+from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner
-from fastspec.kernels import ops_for
-from fastspec.kernels.reference import Tiling
+from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
+from fastspec.models.config import ModelSpec, RopeSpec
 from fastspec.models.decoder import Decoder
-from fastspec.models.spec import ModelSpec, RopeSpec
-from fastspec.models.weights import DecoderWeights, LayerWeights
+from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.runtime.engine import Engine
+from fastspec.shapes import Tiling
 from fastspec.state import DecodeState
 from fastspec.step import Parts
 

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from fastspec.auto import Controller, Observation, Outlook, ladder
+from fastspec.adaptive.controller import Controller, Observation, Outlook, ladder
 
 PLAIN = 5e-3  # seconds of a plain step
 PROMPT = 128

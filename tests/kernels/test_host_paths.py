@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
-from fastspec.proposers.base import FULL, GREEDY
+from fastspec.shapes import FULL, GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.modules import exchange
 
@@ -30,8 +30,10 @@ SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # which 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
     """Names of the kernels that would have been launched on a GPU of the test's `capability`."""
-    from fastspec import settings
-    from fastspec.kernels import device, packed_launch, triton_ops
+    from fastspec.kernels import triton_ops
+    from fastspec.kernels.common import launch as device
+    from fastspec.kernels.linear import plan
+    from fastspec.runtime import settings
 
     capability, names = request.getfixturevalue("capability"), []
 
@@ -45,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         device.has_pdl: lambda device: capability >= (9, 0),
         device.has_warp_groups: lambda device: capability == (9, 0),
         device.multiprocessors: lambda device: 132,
-        packed_launch.capability_of: lambda device: capability,
+        plan.capability_of: lambda device: capability,
     }
     exchange(monkeypatch, instead)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)
@@ -94,7 +96,7 @@ def test_who_multiplies_chunks_of_prompts(
     capability: tuple[int, int], launched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On sm_90 the ring's kernel, as far as it reads weights once; else the prompts' own product."""
-    from fastspec import settings
+    from fastspec.runtime import settings
 
     monkeypatch.setitem(settings._CHUNKS, "cpu", (64, 128, 256))
     directory = make_checkpoint(tmp_path, "qwen2", **SIZES)

@@ -1,0 +1,1 @@
+"""How `num_speculative_tokens="auto"` chooses k. Plain arithmetic, no torch."""

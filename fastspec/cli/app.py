@@ -1,0 +1,265 @@
+"""The command line: `fastspec generate` streams text, `demo` compares, `doctor` examines the machine."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+
+import fastspec
+from fastspec.adaptive.controller import AUTO
+from fastspec.cli import flags
+from fastspec.cli.doctor import diagnose
+from fastspec.demo import demo_pair
+from fastspec.errors import InvalidLogits, OutOfPages
+from fastspec.generator import FastSpecGenerator
+from fastspec.output import GenerateOutput, Stats
+from fastspec.text.text_stream import StreamWriter, escape_control
+
+DEMO_PROMPT = "def main(argv=None):"
+_AT_ONCE = 8  # texts decoded together
+
+app = typer.Typer(
+    help="Exact speculative decoding for Hugging Face causal language models.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+
+
+def _drafts(text: object) -> int | str:
+    """A number of drafts, or "auto"."""
+    if str(text) == AUTO:
+        return AUTO
+    try:
+        return int(str(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor {AUTO!r}") from None
+
+
+Drafts = Annotated[
+    Any,  # int | str, of which typer makes no option by itself
+    typer.Option(
+        parser=_drafts,
+        metavar="INTEGER|auto",
+        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastspec {fastspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding for Hugging Face causal language models."""
+    # a caller of the app may hand in what opens a generator: `app(obj=...)`
+    context.obj = context.obj or FastSpecGenerator
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    num_speculative_tokens: Drafts = 4,
+    temperature: flags.Temperature = 0.0,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.Repetition = None,
+    presence_penalty: flags.Presence = None,
+    frequency_penalty: flags.Frequency = None,
+    logit_bias: flags.LogitBias = None,
+    allowed_token_ids: flags.AllowedIds = None,
+    suppress_tokens: flags.BannedIds = None,
+    min_new_tokens: flags.MinNewTokens = None,
+    stop_strings: flags.StopStrings = None,
+    num_return_sequences: flags.Sequences = 1,
+    seed: flags.Seed = None,
+    verification: flags.Rule = None,
+    proposer: flags.Drafter = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Device = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
+) -> None:
+    """Continues a prompt and prints the new text; a line on stderr says how it went."""
+    if draft is not None and target is None:
+        raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    if target is None:
+        target, draft = map(str, demo_pair())
+    asked = flags.options_of(context.params)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
+    options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
+    if verification is not None:
+        options["verification"] = verification
+    if proposer is not None:
+        options["proposer"] = flags.proposer_of(proposer)
+    with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
+        pieces: list[str] = []
+        output = _generate(
+            generator, prompt, _write if stream else pieces.append, max_new_tokens=max_new_tokens, **asked
+        )
+        _write("".join([*pieces, "\n"]))
+        typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {generator.device}", err=True)
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
+    max_new_tokens: MaxNewTokens = 128,
+    num_speculative_tokens: Drafts = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
+    device: Device = None,
+) -> None:
+    """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
+
+    Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
+    what makes bits independent of the number of rows.
+    """
+    target, draft = map(str, demo_pair())
+    options: dict[str, Any] = {"device": device, "progress": False}
+    with (
+        _errors_in_one_line(),
+        _opened(context, target, draft, num_speculative_tokens, options) as generator,
+        _opened(context, target, None, 0, {**options, "exact": False}) as loose,
+    ):
+        plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
+        plain_loose = _Runs(loose, prompt, max_new_tokens, drafts=0)
+        speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
+        for _ in range(repeats):  # turn and turn about, so that a machine that slows down slows all
+            plain.run()
+            plain_loose.run()
+            speculative.run()
+        _write(f"{prompt}{speculative.results[0][0]}\n\n")
+        typer.echo(f"{generator.device}, median of {repeats}:")
+    typer.echo(f"plain               {plain}")
+    typer.echo(f"plain, exact=False  {plain_loose}")
+    typer.echo(f"speculative         {speculative}")
+    ratio = min(plain.seconds, plain_loose.seconds) / speculative.seconds
+    typer.echo(
+        f"speed-up            {ratio:.2f}x over the faster plain way"
+        f"{'' if ratio > 1 else ': speculative decoding is not faster here'}"
+    )
+    if len({*plain.results, *speculative.results}) > 1:
+        typer.echo("texts equal         NO, and they should be: please report this")
+        raise typer.Exit(1)
+    typer.echo("texts equal         yes, token by token (plain and speculative)")
+
+
+@app.command()
+def doctor(
+    device: Annotated[str | None, typer.Option(help="Check this one only. Default: every one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
+    report = diagnose(device)
+    _write(f"{report.to_json() if as_json else report}\n")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+class _Runs:
+    """Runs of one prompt with one number of drafts per step. The first, untimed one pays for allocations."""
+
+    def __init__(self, generator: FastSpecGenerator, prompt: str, max_new_tokens: int, *, drafts: int) -> None:
+        self._generate = partial(
+            _generate,
+            generator,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            num_speculative_tokens=drafts,
+            do_sample=False,
+        )
+        self.results: list[tuple[str, tuple[int, ...]]] = []  # text and its token ids
+        self._stats: list[Stats] = []
+        self._generate(write=lambda _: None, max_new_tokens=min(8, max_new_tokens))
+
+    def run(self) -> None:
+        """Runs once more."""
+        pieces: list[str] = []
+        output = self._generate(write=pieces.append)
+        self.results.append(("".join(pieces), tuple(output.new_tokens[0])))
+        self._stats.append(output.stats)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(stats.seconds for stats in self._stats)
+
+    def __str__(self) -> str:
+        """One line."""
+        return str(replace(self._stats[0], seconds=self.seconds))
+
+
+def _opened(
+    context: typer.Context, target: str, draft: str | None, drafts: int, options: dict[str, Any]
+) -> FastSpecGenerator:
+    open_generator: Callable[..., FastSpecGenerator] = context.obj
+    return open_generator(target, draft, num_speculative_tokens=drafts, **{"max_batch_size": 1, **options})
+
+
+def _generate(
+    generator: FastSpecGenerator, prompt: str, write: Callable[[str], object], **options: Any
+) -> GenerateOutput:
+    tokenizer = generator.tokenizer
+    if tokenizer is None:
+        raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+    ids = tokenizer(prompt)["input_ids"]
+
+    def writer() -> StreamWriter:
+        return StreamWriter(tokenizer, flags.UpTo(write, prompt, options.get("stop_strings", ())))
+
+    several = options.get("num_return_sequences", 1) > 1
+    streamer = None if several else writer()
+    output = generator.generate([ids], streamer=streamer, return_dict_in_generate=True, **options)
+    result = cast("GenerateOutput", output)
+    for index, tokens in enumerate(result.new_tokens if several else ()):
+        write(f"{chr(10) * (index > 0)}--- {index + 1} of {len(result.new_tokens)}\n")
+        _replay(writer(), ids, tokens)
+    return result
+
+
+def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
+    """Writes the text of tokens that are there already."""
+    writer.put(torch.tensor(prompt))
+    writer.put(torch.tensor(tokens))
+    writer.end()
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():
+        text = escape_control(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
+        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,337 @@
+"""`fastspec doctor`: what this machine has, a short self-check on it, what works, what will not, and the fix.
+
+A probe that raises becomes a line of the report: the doctor itself does not fail. `python -m fastspec.cli.doctor`
+prints the same report where the command line cannot be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+import fastspec
+from fastspec.cli.probes import NEW_TOKENS, THIS_MACHINE, Gpu, Probes, gib
+
+# pyproject.toml's floors, which an uninstalled checkout has no metadata to read from
+FLOORS: Mapping[str, str] = {
+    "torch": "2.11",
+    "triton": "3.6",
+    "transformers": "5",
+    "safetensors": "0.5",
+    "huggingface_hub": "1.0",
+    "psutil": "5.9",
+    "tqdm": "4.66",
+    "typer": "0.15",
+}
+PYTHON_FLOOR = "3.10"
+SEEN_ON_GPUS = "3.6"  # of Triton: what every test and every measurement on a GPU has run with
+# of outputs of unit-normal values, up to 4 in size: rounding the weights and the result, with a factor 2 to spare
+TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.008, torch.float32: 1e-4}
+REPORT_IT = "if no line marked ! explains it, please report it with this whole text"
+
+Status = Literal["ok", "note", "warn", "fail"]
+MARKS: Mapping[Status, str] = {"ok": "ok", "note": "-", "warn": "!", "fail": "FAIL"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One finding. Only "fail" means that decoding does not work; "warn" is what may explain it."""
+
+    status: Status
+    name: str
+    text: str
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        """One line, or two with a fix."""
+        fix = f"\n         fix: {self.fix}" if self.fix else ""
+        return f"  {MARKS[self.status]:<5}{self.name}: {self.text}{fix}"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Findings under a title."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `diagnose` found; `str()` of it is the printed text."""
+
+    sections: tuple[Section, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Decoding works on every device that was to be checked."""
+        return all(line.status != "fail" for section in self.sections for line in section.lines)
+
+    def to_json(self) -> str:
+        """{"ok": bool, "sections": [{"title", "lines": [{"status", "name", "text", "fix"}]}]}."""
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        """The sections one after the other."""
+        parts = ["\n".join([section.title, *map(str, section.lines)]) for section in self.sections]
+        return "\n\n".join(parts)
+
+
+def diagnose(device: torch.device | str | None = None, *, probes: Probes = THIS_MACHINE) -> Report:
+    """Looks at this machine and decodes a little on it; takes some seconds and never raises.
+
+    Args:
+        device: check this one only; default: every CUDA device, and the CPU.
+        probes: where facts come from.
+    """
+    fix = "update the driver, or use device='cpu'"
+    found = _attempt(probes.gpus, "CUDA", "warn" if str(device) == "cpu" else "fail", fix)
+    gpus = () if isinstance(found, Line) else found
+    by_name = {f"cuda:{gpu.index}": gpu for gpu in gpus}
+    facts = [
+        _section("versions", lambda: _version_lines(probes, bool(gpus))),
+        _section("devices", lambda: _device_lines(probes, found)),
+        _section("triton", lambda: _triton_lines(probes, gpus)),
+    ]
+    start = time.perf_counter()
+    checks = {
+        name: _section(name, partial(_check_lines, name, by_name.get(_first(name)), probes), "fail").lines
+        for name in ([*by_name, "cpu"] if device is None else [str(device)])
+    }
+    compiling = "; the first time, kernels are compiled" if gpus else ""
+    took = Line("note", "time", f"{time.perf_counter() - start:.1f} s{compiling}")
+    return Report(
+        (
+            *facts,
+            Section("self-check", (*(line for lines in checks.values() for line in lines), took)),
+            Section("in short", (*_working(checks), *_not_working(checks, gpus, probes))),
+        )
+    )
+
+
+def _first(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _section(title: str, lines: Callable[[], Iterator[Line]], worst: Status = "warn") -> Section:
+    """The lines, or what was raised on the way to them."""
+    made = _attempt(lambda: tuple(lines()), title, worst, REPORT_IT)
+    return Section(title, (made,) if isinstance(made, Line) else made)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers that a version starts with, trailing zeros dropped: "2.13.0a0+git" is (2, 13)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _attempt(probe: Callable[[], T], name: str, status: Status, fix: str) -> T | Line:
+    """What `probe` returns, or a line with what it raised."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001  a probe may meet anything a broken machine does, and all of it is news
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        return Line(status, name, _without_home(text), fix)
+
+
+def _has_triton(probes: Probes) -> bool:
+    return isinstance(_attempt(partial(probes.version, "triton"), "triton", "warn", ""), str)
+
+
+def _without_home(text: str) -> str:
+    home = os.path.expanduser("~")
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def _version_lines(probes: Probes, on_gpu: bool) -> Iterator[Line]:
+    yield Line("ok", "fastspec", fastspec.__version__)
+    yield _version_line("Python", probes.python, PYTHON_FLOOR, f" on {probes.machine}", "install a newer Python")
+    for package, floor in FLOORS.items():
+        version = _attempt(partial(probes.version, package), package, "warn", f"pip install -U {package}")
+        if isinstance(version, Line):
+            yield version
+        elif version is not None:
+            build = f", {probes.torch_build()} build" if package == "torch" else ""
+            yield _version_line(package, version, floor, build, f'pip install -U "{package}>={floor}"')
+        elif package == "triton" and not probes.system.startswith("linux"):
+            yield Line("note", package, "not installed; there is none for this system, and torch does its work")
+        elif package == "triton":
+            text = "not installed; attention on CUDA takes the slower torch path"
+            yield Line("warn" if on_gpu else "note", package, text, "pip install triton")
+        else:
+            yield Line("warn", package, f"not installed; needed: {floor} or newer", f"pip install {package}")
+
+
+def _version_line(name: str, version: str, floor: str, more: str, fix: str) -> Line:
+    if release(version) >= release(floor):
+        return Line("ok", name, f"{version}{more} (needed: {floor} or newer)")
+    return Line("warn", name, f"{version}{more} is too old; needed: {floor} or newer", fix)
+
+
+def _device_lines(probes: Probes, gpus: tuple[Gpu, ...] | Line) -> Iterator[Line]:
+    name = _attempt(probes.cpu, "CPU", "warn", "pip install -U psutil")
+    yield name if isinstance(name, Line) else Line("ok", "CPU", name)
+    driver = _attempt(probes.driver, "driver", "warn", "reinstall the NVIDIA driver, or restart the machine")
+    if isinstance(driver, Line):
+        yield driver
+        driver = "unknown"
+    if isinstance(gpus, Line):
+        yield gpus
+        return
+    build = probes.torch_build()
+    for gpu in gpus:
+        status, support, fix = _support(gpu, build)
+        memory = f"{gib(gpu.free)} of {gib(gpu.total)} GiB free"
+        shared = f"{gpu.shared // 1024} KiB shared memory per block"
+        text = f"{gpu.name}, compute capability {_dotted(gpu)}, {memory}, driver {driver}, {shared}: {support}"
+        yield Line(status, f"cuda:{gpu.index}", text, fix)
+    if not gpus and driver not in (None, "unknown"):
+        text = f"torch's {build} build finds no CUDA device, but there is an NVIDIA driver ({driver})"
+        fix = "install a CUDA build of torch (pytorch.org names the line) that this driver can run"
+        yield Line("warn", "CUDA", text, f"{fix}; check CUDA_VISIBLE_DEVICES")
+    elif not gpus:
+        yield Line("note", "CUDA", "no device; everything runs on the CPU")
+
+
+def _dotted(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.capability))
+
+
+def _support(gpu: Gpu, build: str) -> tuple[Status, str, str | None]:
+    """(status, words, fix) of a device."""
+    if build.startswith("ROCm"):
+        return "warn", "AMD devices are untested", "if it fails, use device='cpu'"
+    if gpu.capability < (7, 0):
+        return "warn", "refused, 7.0 is the least", "use device='cpu', or a GPU of compute capability 8.0 or newer"
+    if gpu.capability < (8, 0):
+        return "warn", "untested, and float16 only", "pass dtype='float16'; if it fails, use device='cpu'"
+    if gpu.capability == (9, 0):
+        return "ok", "supported and tested", None
+    return "ok", "supported; tests run on 9.0", None
+
+
+def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
+    if not _has_triton(probes):
+        yield Line("note", "attention", "torch on every device, as triton is not installed")
+        return
+    if not gpus:
+        yield Line("note", "attention", "torch; Triton kernels run on CUDA only, and the rest here is for them")
+    elif release(str(probes.version("triton")))[:2] != release(SEEN_ON_GPUS):
+        text = f"tested and measured on GPUs with Triton {SEEN_ON_GPUS} only; their speed with another is not known"
+        yield Line("note", "kernels", text)
+    worse: Status = "warn" if gpus else "note"
+    cache = _attempt(probes.cache, "cache", worse, 'pip install -U "triton>=3.6"')
+    yield cache if isinstance(cache, Line) else _cache_line(cache, worse)
+    compiler = _attempt(probes.compiler, "C compiler", worse, "install gcc")
+    if isinstance(compiler, Line):
+        yield compiler
+    elif compiler is None:
+        text = "none found; Triton needs one at the first launch of a kernel"
+        yield Line(worse, "C compiler", text, "install gcc (apt install gcc, dnf install gcc), or name one in CC")
+    else:
+        yield Line("ok", "C compiler", Path(compiler).name)
+    headers = _attempt(probes.headers, "Python.h", worse, "install Python's development files")
+    if isinstance(headers, Line):
+        yield headers
+    elif not headers:
+        fix = "install Python's development files (apt install python3-dev, dnf install python3-devel)"
+        yield Line(worse, "Python.h", "not found; Triton needs it at the first launch of a kernel", fix)
+
+
+def _cache_line(cache: Path, worse: Status) -> Line:
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    shown = _without_home(str(cache))
+    if os.access(there, os.W_OK):
+        return Line("ok", "cache", f"{shown} is writable")
+    return Line(worse, "cache", f"{shown} is not writable", "set TRITON_CACHE_DIR to a directory that is")
+
+
+def _check_lines(name: str, gpu: Gpu | None, probes: Probes) -> Iterator[Line]:
+    """Findings on one device."""
+    on_gpu = name.startswith("cuda")
+    if gpu is not None and gpu.capability < (7, 0) and not probes.torch_build().startswith("ROCm"):
+        yield Line("fail", name, f"refused: compute capability {_dotted(gpu)}, 7.0 is the least", "use device='cpu'")
+        return
+    dtype = torch.float32 if not on_gpu else torch.bfloat16 if gpu and gpu.capability >= (8, 0) else torch.float16
+    fix = f"use device='cpu' meanwhile; {REPORT_IT}" if on_gpu else f"see the lines marked !; {REPORT_IT}"
+    result = _attempt(lambda: probes.self_check(torch.device(name), dtype), name, "fail", fix)
+    if isinstance(result, Line):
+        yield result
+        return
+    kind = f"{NEW_TOKENS} greedy tokens in {str(dtype).removeprefix('torch.')} with the {result.pair}"
+    if result.equal:
+        yield Line("ok", f"{name} greedy", f"{kind}: speculative and plain text are equal")
+    else:
+        yield Line("fail", f"{name} greedy", f"{kind}: speculative and plain text DIFFER", REPORT_IT)
+    yield Line("note", f"{name} plain", str(result.plain))
+    yield Line("note", f"{name} speculative", str(result.speculative))
+    if result.auto is not None:
+        yield Line("note", f"{name} auto", str(result.auto))
+    if result.repeated:
+        yield Line("ok", f"{name} sampling", "one seed gives one text, twice")
+    else:
+        yield Line("fail", f"{name} sampling", "one seed gave two texts", REPORT_IT)
+    if on_gpu and _has_triton(probes):
+        yield from (_kernel_line(name, kernel_dtype, probes) for kernel_dtype in (dtype, torch.float32))
+
+
+def _kernel_line(device: str, dtype: torch.dtype, probes: Probes) -> Line:
+    name = f"{device} attention kernel, {str(dtype).removeprefix('torch.')}"
+    measured = _attempt(lambda: probes.kernel_difference(torch.device(device), dtype), name, "fail", REPORT_IT)
+    if isinstance(measured, Line):
+        return measured
+    text = f"differs from torch by {measured:.2g} at most (allowed: {TOLERANCE[dtype]:g})"
+    if measured <= TOLERANCE[dtype]:  # not for NaN
+        return Line("ok", name, text)
+    return Line("fail", name, text, REPORT_IT)
+
+
+def _working(checks: Mapping[str, tuple[Line, ...]]) -> Iterator[Line]:
+    for name, lines in checks.items():
+        if all(line.status != "fail" for line in lines):
+            yield Line("ok", "works", f"greedy and sampled decoding, plain and speculative, on {name}")
+
+
+def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], probes: Probes) -> Iterator[Line]:
+    def will_not(text: str, fix: str) -> Line:
+        return Line("note", "will not", text, fix)
+
+    for name, lines in checks.items():
+        for failed in (line for line in lines if line.status == "fail"):
+            yield will_not(f"decode reliably on {name}: {failed.text}", failed.fix or REPORT_IT)
+    for gpu in gpus:
+        if (7, 0) <= gpu.capability < (8, 0):
+            yield will_not(f"take bfloat16 on cuda:{gpu.index}", "pass dtype='float16'")
+    if not gpus:
+        system = "" if probes.system.startswith("linux") else "; its Triton kernels also need Linux"
+        yield will_not("use a GPU here", f"an NVIDIA GPU of compute capability 8.0 or newer, with a CUDA torch{system}")
+    elif not _has_triton(probes):
+        yield will_not(
+            "use its Triton kernel, or capture steps as CUDA graphs: the slower torch path is taken",
+            "pip install triton, on Linux",
+        )
+    if probes.system == "darwin":
+        yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")
+    yield will_not("run Triton kernels on the CPU", "none needed: torch does their work there")
+    yield will_not("spread one generator over several devices", "one process per GPU, each with its own prompts")
+    yield will_not("load quantised checkpoints", "load the original float16, bfloat16 or float32 weights")
+
+
+if __name__ == "__main__":
+    report = diagnose()
+    sys.stdout.write(f"{report}\n")
+    sys.exit(not report.ok)

@@ -1,0 +1,132 @@
+"""The flags of `fastspec generate` that shape the text, and what `FastSpecGenerator` takes in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fastspec.proposers.ngram import NGram
+from fastspec.sampling.rules import MODES
+from fastspec.text.stop_strings import first_end
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]
+MinP = Annotated[float | None, typer.Option(help="Draw from tokens of at least min-p times the largest probability.")]
+Repetition = Annotated[float | None, typer.Option(help="Above 1, against tokens of prompt and text.")]
+Presence = Annotated[float | None, typer.Option(help="Taken off the logit of every token of the text.")]
+Frequency = Annotated[float | None, typer.Option(help="Taken off as often as a token is in the text.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; -inf bans it. Repeatable.")
+]
+AllowedIds = Annotated[str | None, typer.Option(metavar="ID,ID,..", help="The only tokens that may come.")]
+BannedIds = Annotated[str | None, typer.Option(metavar="ID,ID,..", help="Tokens that may not come.")]
+MinNewTokens = Annotated[int | None, typer.Option(help="No stop token before so many.")]
+StopStrings = Annotated[
+    list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Text to stop behind. Repeatable.")
+]
+Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
+Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
+Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ngram[:MIN:MAX]",
+        help="Draft by looking up the last MIN to MAX tokens; the draft model goes on where that finds nothing.",
+    ),
+]
+
+_DRAWING = ("top_k", "top_p", "min_p")
+_SHAPING = (
+    *_DRAWING,
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "seed",
+)
+
+
+def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `generate`, of the flags that were given: all others keep the checkpoint's defaults.
+
+    Raises:
+        typer.BadParameter: a flag that cannot be read, or that would have no effect.
+    """
+    options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags[name] is not None}
+    for name in ("allowed_token_ids", "suppress_tokens"):
+        if flags[name] is not None:
+            options[name] = _ids(flags[name], _flag(name))
+    if flags["logit_bias"]:
+        options["logit_bias"] = _biases(flags["logit_bias"])
+    if flags["stop_strings"]:
+        options["stop_strings"] = list(flags["stop_strings"])
+    if flags["num_return_sequences"] != 1:
+        options["num_return_sequences"] = flags["num_return_sequences"]
+    if flags["temperature"]:
+        return {**options, "do_sample": True, "temperature": flags["temperature"]}
+    if idle := [_flag(name) for name in _DRAWING if name in options]:
+        raise typer.BadParameter("has no effect at temperature 0; give --temperature too", param_hint=", ".join(idle))
+    return {**options, "do_sample": False}
+
+
+def proposer_of(flag: str | None) -> NGram | None:
+    """The proposer that --proposer names."""
+    if flag is None:
+        return None
+    if not (found := re.fullmatch(r"ngram(?::(\d+):(\d+))?", flag)):
+        raise typer.BadParameter(f"got {flag!r}, wanted ngram or ngram:MIN:MAX", param_hint="--proposer")
+    try:
+        return NGram(*map(int, found.groups())) if found[1] else NGram()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--proposer") from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _ids(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, wanted token ids with commas: 3,17", param_hint=flag) from None
+
+
+def _biases(pairs: Sequence[str]) -> dict[int, float]:
+    found = {}
+    for pair in pairs:
+        try:
+            token, bias = pair.split("=")
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise typer.BadParameter(f"got {pair!r}, wanted ID=BIAS: 17=-2.5", param_hint="--logit-bias") from None
+    return found
+
+
+class UpTo:
+    """Writes text up to the end of the first stop string, as `GenerateOutput.texts` ends.
+
+    A row's last token may hold more than the stop string that it completes.
+
+    Args:
+        write: takes each piece.
+        before: text in which a stop string may begin.
+        stops: the strings; none of them: everything is written.
+    """
+
+    def __init__(self, write: Callable[[str], object], before: str, stops: Sequence[str]) -> None:
+        self._write, self._before, self._stops = write, before, stops
+        self._done = False
+
+    def __call__(self, piece: str) -> None:
+        """Takes the next piece."""
+        if self._done:
+            return
+        end = first_end(self._before, piece, self._stops)
+        self._done = end > 0
+        self._before += piece
+        self._write(piece[:end] if end else piece)

@@ -1,0 +1,232 @@
+"""How `fastspec doctor` learns its facts: one small function each, which a test replaces by another.
+
+They raise what they raise; the doctor turns that into a line of its report.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec.demo import demo_pair
+from fastspec.kernels import reference
+from fastspec.output import Stats
+
+NEW_TOKENS = 48
+PROMPT = "def main():\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device as torch sees it; free, total and shared (per block) in bytes."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    free: int
+    total: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of `self_check`: whether texts and repeated draws were equal, and how the greedy runs went.
+
+    `auto`: k chosen while decoding; its text counts among the equal ones.
+    """
+
+    pair: str
+    equal: bool
+    repeated: bool
+    plain: Stats
+    speculative: Stats
+    auto: Stats | None = None
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.1f}"
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_build() -> str:
+    """What torch was built for: "CPU", "CUDA 13.0" or "ROCm 7.0"."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+
+
+def nvidia_driver() -> str | None:
+    """The driver's version by nvidia-smi, which also knows it when torch cannot use it; None without nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True)
+    return next(iter(done.stdout.splitlines()), None)
+
+
+def cpu() -> str:
+    """Name, cores and memory of the CPU."""
+    import psutil
+
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = named[1].strip() if named else platform.processor() or platform.machine()
+    memory = psutil.virtual_memory()
+    cores = f"{os.cpu_count()} logical cores, {torch.get_num_threads()} torch threads"
+    return f"{name}, {cores}, {gib(memory.available)} of {gib(memory.total)} GiB memory free"
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every CUDA device that torch can use."""
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties: Any = torch.cuda.get_device_properties(index)
+        shared = getattr(properties, "shared_memory_per_block_optin", 0)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(index, properties.name, (properties.major, properties.minor), free, total, shared))
+    return tuple(found)
+
+
+def triton_cache() -> Path:
+    """Where Triton keeps compiled kernels."""
+    import triton
+
+    return Path(triton.knobs.cache.dir)
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton will call, found where Triton looks for it; None when there is none."""
+    import triton
+
+    asked: str | None = triton.knobs.build.cc  # the variable CC
+    return shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
+
+
+def python_headers() -> bool:
+    """Whether Python.h is there, which Triton's launcher includes."""
+    return Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+
+
+def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
+    """Largest difference of the Triton attention kernel from its torch twin, which runs in fp32 on the CPU."""
+    from fastspec.kernels.attention.prefill import paged_attention
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    given = {
+        "query": normal(2, 5, 8, 64),  # [B, Q, H, D]
+        "keys": normal(11, 64, 2, 64),  # [pages, page_size, Hkv, D]
+        "values": normal(11, 64, 2, 64),
+        "block_table": torch.arange(1, 11).view(2, 5),
+        "positions": torch.stack([torch.arange(5), torch.arange(295, 300)]),
+    }
+    there: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
+    wide: dict[str, Any] = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}
+    ours = paged_attention(**there, num_blocks=2, window=None)
+    twin = reference.paged_attention(**wide, num_blocks=2, window=None)
+    return (ours.cpu().float() - twin).abs().max().item()
+
+
+def self_check(device: torch.device, dtype: torch.dtype) -> Check:
+    """Decodes one prompt plainly, speculatively, with k chosen meanwhile, and twice with one seed."""
+    from fastspec.generator import FastSpecGenerator
+
+    shipped = all((directory / "model.safetensors").is_file() for directory in demo_pair())
+    target, draft = demo_pair() if shipped else _random_pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that models without tokenizers are taken to share theirs
+        generator = FastSpecGenerator(
+            target, draft, device=device, dtype=dtype, max_batch_size=1, max_length=96, progress=False
+        )
+    with generator:
+        tokenizer = generator.tokenizer
+        prompt = tokenizer(PROMPT)["input_ids"] if tokenizer else [1, 2, 3, 4]
+
+        def run(new_tokens: int = NEW_TOKENS, **options: Any) -> Any:
+            options.update(max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
+            return generator.generate([prompt], seed=1, **options)  # without one, torch's own generator is drawn from
+
+        for drafts in (0, 4):
+            run(8, do_sample=False, num_speculative_tokens=drafts)  # untimed: compiles and allocates
+        plain = run(do_sample=False, num_speculative_tokens=0)
+        speculative = run(do_sample=False)
+        auto = run(do_sample=False, num_speculative_tokens="auto")
+        draws = [run(NEW_TOKENS // 2, do_sample=True, temperature=1.0).new_tokens for _ in range(2)]
+    name = "shipped pair" if shipped else "random pair (the shipped one is missing)"
+    equal = plain.new_tokens == speculative.new_tokens == auto.new_tokens
+    return Check(name, equal, draws[0] == draws[1], plain.stats, speculative.stats, auto.stats)
+
+
+def _random_pair() -> tuple[Any, Any]:
+    """Two tiny random models; the draft is the target's first layer, so that some drafts are accepted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def model(layers: int) -> Any:
+        return LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=layers,
+                vocab_size=256,
+                hidden_size=64,
+                intermediate_size=128,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                initializer_range=0.15,
+            )
+        )
+
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        torch.manual_seed(0)
+        target, draft = model(2), model(1)
+    draft.load_state_dict({name: tensor for name, tensor in target.state_dict().items() if ".layers.1." not in name})
+    return target, draft
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How the doctor learns each fact."""
+
+    system: str = sys.platform
+    machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    python: str = platform.python_version()
+    version: Callable[[str], str | None] = installed_version
+    torch_build: Callable[[], str] = torch_build
+    driver: Callable[[], str | None] = nvidia_driver
+    cpu: Callable[[], str] = cpu
+    gpus: Callable[[], tuple[Gpu, ...]] = gpus
+    cache: Callable[[], Path] = triton_cache
+    compiler: Callable[[], str | None] = c_compiler
+    headers: Callable[[], bool] = python_headers
+    self_check: Callable[[torch.device, torch.dtype], Check] = self_check
+    kernel_difference: Callable[[torch.device, torch.dtype], float] = kernel_difference
+
+
+THIS_MACHINE = Probes()

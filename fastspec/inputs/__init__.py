@@ -1,0 +1,1 @@
+"""Prompts and generation options as users pass them, checked before anything is launched."""

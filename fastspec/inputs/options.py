@@ -1,0 +1,310 @@
+"""Generation options: what transformers means by them, or an error that names them. A closed list.
+
+Effective values come from the checkpoint's generation config, then the caller's `generation_config`, then
+keywords, merged by transformers' own `GenerationConfig.update` and completed by its own defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from fastspec.adaptive.controller import AUTO
+from fastspec.errors import UnsupportedOption
+from fastspec.inputs.row_options import RowOptions, derive_seed, rows_of
+from fastspec.inputs.values import flag, is_list, listed, scalar, whole
+from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+
+__all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed", "resolve"]
+
+SUPPORTED = (
+    "max_new_tokens",
+    "max_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "sequence_bias",
+    "bad_words_ids",
+    "suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "stop_strings",
+    "num_return_sequences",
+    "eos_token_id",
+    "pad_token_id",
+    "return_dict_in_generate",
+)
+# ours, besides the fields of GenerationConfig
+OWN = (
+    "seed",
+    "num_speculative_tokens",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+)
+# one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
+PER_ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+_IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
+MAX_RETURN_SEQUENCES = 2**16
+
+# fields without any effect on what plain decoding returns
+_NO_EFFECT = frozenset(
+    [
+        "_commit_hash",
+        "_from_model_config",
+        "transformers_version",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "early_stopping",
+        "length_penalty",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "max_matching_ngram_size",
+        "compile_config",
+        "disable_compile",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "continuous_batching_config",
+        "low_memory",
+    ]
+)
+# the values of the other fields that mean "off"; anything else is refused
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic", "hybrid"),
+    "typical_p": (None, 1.0),
+    "top_h": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "diversity_penalty": (None, 0.0),
+    "guidance_scale": (None, 1.0),
+    "penalty_alpha": (None, 0.0),
+}
+_ADVICE: Mapping[str, str] = {
+    "max_time": "stop the iteration over stream() when the time is up",
+    "prompt_lookup_num_tokens": "pass a draft model",
+    "assistant_early_exit": "pass a draft model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Checked options of one call.
+
+    Attributes:
+        max_new_tokens: new tokens per row at most.
+        stop_ids: ids that end a row; empty for none.
+        stop_strings: texts that end a row; empty for none.
+        pad_token_id: fills rows that ended early.
+        rows: `copies` per prompt, one prompt's after the other.
+        copies: num_return_sequences.
+        return_dict: return a GenerateOutput instead of a tensor.
+        num_speculative_tokens: drafts per step asked for, the most of all rows; None for the generator's.
+        auto: some row asks for "auto".
+        seeded: the caller gave a seed.
+        top_logprobs: record the emitted tokens' log-probabilities, and this many alternatives; None: neither.
+    """
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    pad_token_id: int
+    rows: tuple[RowOptions, ...]
+    copies: int
+    return_dict: bool
+    num_speculative_tokens: int | None
+    top_logprobs: int | None
+    auto: bool = False
+    seeded: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row takes the model's largest logit, as it is."""
+        return all(row.plain for row in self.rows)
+
+
+def resolve(
+    checkpoint: GenerationConfig | None,
+    given: GenerationConfig | None,
+    keywords: Mapping[str, Any],
+    *,
+    num_rows: int,
+    prompt_length: int,
+    vocab_size: int,
+    context: int,
+) -> Options:
+    """Merges and checks the options of one call.
+
+    Args:
+        checkpoint: the target's own generation config.
+        given: the caller's config, or None.
+        keywords: the caller's keywords.
+        num_rows: prompts in the call.
+        prompt_length: padded prompt length, from which `max_length` counts as in transformers.
+        vocab_size: of the target; stop and pad ids must lie below it.
+        context: the target's max_position_embeddings; only the default length is cut to it.
+
+    Raises:
+        UnsupportedOption: a field outside the supported list is set to something that would change the output.
+        ValueError: a value out of range, or per-row values that do not match the number of prompts.
+    """
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise UnsupportedOption(
+            f"generation_config must be a transformers GenerationConfig, got {type(given).__name__}"
+        )
+    keywords = dict(keywords)
+    own = {name: keywords.pop(name, None) for name in OWN}
+    per_row = {name: keywords.pop(name) for name in PER_ROW if is_list(keywords.get(name))}
+    merged = _merge(checkpoint, given, keywords)
+    _refuse_unsupported(merged)
+    do_sample = flag("do_sample", merged.do_sample)
+    if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
+        warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=4)
+    values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in (*PER_ROW, *_IDS)}
+    if values["min_new_tokens"] is None and merged.min_length is not None:  # which counts the padded prompt
+        values["min_new_tokens"] = max(0, whole("min_length", merged.min_length, low=0) - prompt_length)
+    max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
+    stop_ids = _stop_ids(merged.eos_token_id, vocab_size)
+    copies = _copies(merged.num_return_sequences, do_sample)
+    rows = rows_of(
+        values,
+        num_rows=num_rows,
+        copies=copies,
+        vocab_size=vocab_size,
+        stop_ids=stop_ids,
+        do_sample=do_sample,
+        max_new_tokens=max_new_tokens,
+    )
+    limits = [row.draft_limit for row in rows if row.draft_limit is not None]
+    return Options(
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        stop_strings=_stop_strings(merged.stop_strings),
+        pad_token_id=_pad_id(merged.pad_token_id, stop_ids, vocab_size),
+        rows=rows,
+        copies=copies,
+        return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
+        num_speculative_tokens=max(limits) if len(limits) == len(rows) else None,
+        top_logprobs=_top_logprobs(own["logprobs"], vocab_size),
+        auto=_asks_for_auto(own["num_speculative_tokens"]),
+        seeded=own["seed"] is not None,
+    )
+
+
+def _asks_for_auto(drafts: Any) -> bool:
+    return any(isinstance(one, str) and one == AUTO for one in (listed(drafts) if is_list(drafts) else [drafts]))
+
+
+def _top_logprobs(value: Any, vocab_size: int) -> int | None:
+    """`logprobs`: False or None records nothing, True the emitted tokens', n also the n most probable."""
+    if value is None or value is False:
+        return None
+    return 0 if value is True else whole("logprobs", value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
+
+
+def _copies(value: Any, do_sample: bool) -> int:
+    copies = whole("num_return_sequences", 1 if value is None else value, low=1, high=MAX_RETURN_SEQUENCES)
+    if copies > 1 and not do_sample:
+        raise ValueError(
+            f"num_return_sequences={copies} greedy rows would all be the same; set do_sample=True, or leave it at 1"
+        )
+    return copies
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or not all(isinstance(one, str) and one for one in strings):
+        raise ValueError(f"stop_strings must be a non-empty text or a list of such, got {value!r}")
+    return tuple(strings)
+
+
+def _merge(
+    checkpoint: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> GenerationConfig:
+    merged = copy.deepcopy(given) if given is not None else GenerationConfig()
+    if checkpoint is not None:
+        merged.update(**checkpoint.to_dict(), defaults_only=True, allow_custom_entries=True)
+    merged.update(**merged._get_default_generation_params(), defaults_only=True)
+    known = set(vars(GenerationConfig())) | set(merged._get_default_generation_params())
+    for name in keywords:
+        if name not in known:
+            raise UnsupportedOption(f"unknown option {name!r}; supported: {', '.join((*SUPPORTED, *OWN))}")
+    # set one by one: update() would validate combinations (temperature without sampling) that are checked here
+    for name, value in keywords.items():
+        setattr(merged, name, value)
+    return merged
+
+
+def _refuse_unsupported(merged: GenerationConfig) -> None:
+    neutral = merged._get_default_generation_params()
+    for name, value in vars(merged).items():
+        if name in SUPPORTED or name in _NO_EFFECT:
+            continue
+        if name not in vars(GenerationConfig()) and name not in neutral:
+            continue  # a custom entry of a checkpoint's file, which transformers ignores too
+        off = _OFF.get(name, (None, False, neutral.get(name)))
+        given = scalar(value)
+        if isinstance(given, torch.Tensor) or not any(given is accepted or given == accepted for accepted in off):
+            advice = _ADVICE.get(name, f"leave {name} unset")
+            raise UnsupportedOption(
+                f"option {name}={value!r} is not supported; {advice}. Supported: {', '.join((*SUPPORTED, *OWN))}"
+            )
+
+
+def _max_new_tokens(
+    checkpoint: GenerationConfig | None,
+    given: GenerationConfig | None,
+    merged: GenerationConfig,
+    keywords: Mapping[str, Any],
+    prompt_length: int,
+    context: int,
+) -> int:
+    if merged.max_new_tokens is not None:
+        return whole("max_new_tokens", merged.max_new_tokens, low=1)
+    configs = [config for config in (given, checkpoint) if config is not None]
+    if keywords.get("max_length") is None and all(config.max_length is None for config in configs):
+        # transformers' default: its default max_length counts new tokens, cut to the model's context
+        return max(1, min(int(merged.max_length), context - prompt_length))
+    total = whole("max_length", merged.max_length, low=1)
+    if total <= prompt_length:
+        raise ValueError(
+            f"max_length={total} leaves no room after a prompt of {prompt_length} tokens; "
+            "raise it, or give max_new_tokens"
+        )
+    return total - prompt_length
+
+
+def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = [] if value is None else listed(value) if is_list(value) else [value]
+    if len(ids) > MAX_STOP_IDS:
+        raise ValueError(f"got {len(ids)} stop ids in eos_token_id, at most {MAX_STOP_IDS} are supported")
+    return tuple(whole("eos_token_id", one, low=0, high=vocab_size - 1) for one in ids)
+
+
+def _pad_id(value: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
+    value = scalar(value)
+    # some checkpoints write -1 for "none"
+    if value is None or (isinstance(value, int) and value == -1):
+        return stop_ids[0] if stop_ids else 0
+    return whole("pad_token_id", value, low=0, high=vocab_size - 1)

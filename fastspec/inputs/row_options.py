@@ -1,0 +1,212 @@
+"""Options of one row: what the sampler does with it, checked and told apart by prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastspec.adaptive.controller import AUTO
+from fastspec.inputs import values
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+MAX_PENALTY = 2.0  # of presence and frequency, either way, as in vLLM
+MAX_REPETITION = 1e4
+_IN_WORDS = 10  # ids named in an error
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Options of one row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token.
+
+    Attributes:
+        temperature, top_k, top_p, min_p: as in `fastspec.sampling.distribution.law`.
+        seed: of the row's randomness.
+        repetition_penalty, presence_penalty, frequency_penalty: as in `fastspec.sampling.processors.ProcessorRows`.
+        bias: (id, bias) pairs, each id once; -inf bans.
+        allowed: ids that may come at all; None: every id.
+        min_new_tokens: no stop id comes before so many.
+        draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    min_new_tokens: int = 0
+    draft_limit: int | None = None
+
+    @property
+    def processed(self) -> bool:
+        """Whether anything but temperature and filters changes the logits."""
+        neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1.0, 0.0, 0.0)
+        return not neutral or bool(self.bias) or self.allowed is not None or self.min_new_tokens > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the row takes the model's largest logit, as it is."""
+        return self.temperature == 0 and not self.processed
+
+
+def rows_of(
+    given: Mapping[str, Any],
+    *,
+    num_rows: int,
+    copies: int,
+    vocab_size: int,
+    stop_ids: tuple[int, ...],
+    do_sample: bool,
+    max_new_tokens: int,
+) -> tuple[RowOptions, ...]:
+    """Options of `copies` rows per prompt, of the fields of `given`: one value for all, or one per prompt.
+
+    Args:
+        given: values by name, as the caller gave them or their defaults.
+        num_rows: prompts.
+        copies: rows that each prompt becomes; they differ in their seeds alone.
+        vocab_size: ids lie below it.
+        stop_ids: end a row; transformers takes them out of bad_words_ids.
+        do_sample: False: greedy, whatever the temperature.
+        max_new_tokens: no row may have to have more.
+
+    Raises:
+        ValueError: a value out of range, a list of another length, or no id left that a row could begin with.
+        UnsupportedOption: a banned or biased sequence of several ids.
+    """
+    columns = {name: values.column(name, given[name], num_rows) for name in _PLAIN}
+    ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
+    seeds = _seeds(given["seed"], num_rows, copies)
+    rows = []
+    for index in range(num_rows):
+        fields = {name: columns[name][index] for name in _PLAIN}
+        options = _numbers(fields, do_sample, max_new_tokens) | ids.of_row(index)
+        _check_choice(index, options, vocab_size, stop_ids)
+        rows += [RowOptions(**options, seed=seed) for seed in seeds[index * copies : (index + 1) * copies]]
+    return tuple(rows)
+
+
+_PLAIN = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "num_speculative_tokens",
+)
+
+
+def _numbers(fields: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
+    """Checked fields of one row that are numbers."""
+    low, high = -MAX_PENALTY, MAX_PENALTY
+    least = values.whole("min_new_tokens", fields["min_new_tokens"] or 0, low=0)
+    if least > max_new_tokens:
+        raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")
+    return {
+        "temperature": _temperature(fields["temperature"]) if do_sample else 0.0,
+        "top_k": values.whole("top_k", 0 if (k := fields["top_k"]) is None else k, low=0, high=2**31 - 1),
+        "top_p": values.real("top_p", fields["top_p"], 1.0, low=0.0, high=1.0),
+        "min_p": values.real("min_p", fields["min_p"], 0.0, low=0.0, high=1.0),
+        "repetition_penalty": values.real(
+            "repetition_penalty", fields["repetition_penalty"], 1.0, low=1 / MAX_REPETITION, high=MAX_REPETITION
+        ),
+        "presence_penalty": values.real("presence_penalty", fields["presence_penalty"], 0.0, low=low, high=high),
+        "frequency_penalty": values.real("frequency_penalty", fields["frequency_penalty"], 0.0, low=low, high=high),
+        "min_new_tokens": least,
+        "draft_limit": _draft_limit(fields["num_speculative_tokens"]),
+    }
+
+
+def _draft_limit(value: Any) -> int | None:
+    """Drafts of a row per step at most; None leaves it to the generator, or to "auto"."""
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return None
+    if isinstance(value, str):
+        raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {value!r}")
+    return values.whole("num_speculative_tokens", value, low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    """Ids that each prompt's rows are biased to, may not take, or may take alone."""
+
+    bias: list[dict[int, float]]
+    banned: list[set[int]]
+    allowed: list[tuple[int, ...] | None]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], num_rows: int, vocab_size: int, stop_ids: tuple[int, ...]) -> _Ids:
+        common = values.sequence_biases("sequence_bias", given["sequence_bias"], vocab_size)
+        words = values.single_words("bad_words_ids", given["bad_words_ids"], num_rows, vocab_size)
+        suppressed = values.id_columns("suppress_tokens", given["suppress_tokens"], num_rows, vocab_size)
+        return cls(
+            [_sum(common, own) for own in values.biases("logit_bias", given["logit_bias"], num_rows, vocab_size)],
+            [set(word) - set(stop_ids) | set(gone or ()) for word, gone in zip(words, suppressed, strict=True)],
+            values.id_columns("allowed_token_ids", given["allowed_token_ids"], num_rows, vocab_size),
+        )
+
+    def of_row(self, index: int) -> dict[str, Any]:
+        bias = self.bias[index] | dict.fromkeys(self.banned[index], -math.inf)
+        return {"bias": tuple(sorted(bias.items())), "allowed": self.allowed[index]}
+
+
+def _sum(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
+    return {key: first.get(key, 0.0) + second.get(key, 0.0) for key in {*first, *second}}
+
+
+def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_ids: tuple[int, ...]) -> None:
+    """Refuses a row that no token is left for."""
+    banned = {key for key, value in options["bias"] if value == -math.inf}
+    waiting = set(stop_ids) if options["min_new_tokens"] else set()
+    allowed = options["allowed"]
+    left = vocab_size - len(banned | waiting) if allowed is None else len(set(allowed) - banned - waiting)
+    if not left:
+        named = "all ids" if allowed is None else f"allowed_token_ids={list(allowed[:_IN_WORDS])!r}"
+        raise ValueError(
+            f"prompt {index}: no token could come, of {named}, after what is banned (bad_words_ids, suppress_tokens, "
+            "biases of -inf, stop ids before min_new_tokens); leave it at least one"
+        )
+
+
+def _temperature(value: Any) -> float:
+    """0 is greedy; between it and the least temperature, logits divided by it would leave fp32."""
+    number = values.real("temperature", value, 1.0, low=0.0, high=MAX_TEMPERATURE)
+    if 0 < number < MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 (greedy) or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}, got {value!r}"
+        )
+    return number
+
+
+def _seeds(seed: Any, num_rows: int, copies: int) -> list[int]:
+    """The caller's seeds, one per row, or as many derived from (seed, prompt index, return index)."""
+    if values.is_list(seed):
+        of = "prompts" if copies == 1 else f"rows ({num_rows} prompts times num_return_sequences)"
+        rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
+        return [values.whole("seed", one, low=-(2**63), high=2**63 - 1) for one in rows]
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()).item())  # torch's CPU generator: torch.manual_seed repeats a call
+    base = values.whole("seed", seed, low=-(2**63), high=2**63 - 1)
+    return [derive_seed(base, prompt, copy) for prompt in range(num_rows) for copy in range(copies)]
+
+
+def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
+    """A signed 64-bit row seed from (seed, prompt index, return index): SplitMix64 finalisers in a chain."""
+    state = seed % 2**64
+    for word in (prompt_index, return_index):
+        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state - 2**64 if state >= 2**63 else state

@@ -1,0 +1,1 @@
+"""Attention over paged keys: decode and prefill kernels, and which one runs."""

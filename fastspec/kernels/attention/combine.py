@@ -1,0 +1,122 @@
+"""The second launch of a decoding pass over a long cache: adds up what splits left."""
+
+# mypy: disable-error-code="assignment, misc"
+# blocks change their layout under one name
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attention.kv_loads import split_of, start_of
+from fastspec.kernels.attention.mma_tiles import _along, shift_of
+from fastspec.kernels.attention.query_rows import fed_positions, reach
+
+GATHER_WARPS = gl.constexpr(4)
+EACH = gl.constexpr(8)  # neighbouring splits that a warp takes at a time; with GATHER_WARPS, part of the bits of a row
+
+
+@gluon.jit
+def _left(
+    mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """What each warp's EACH splits, of those from `begin` on, left of a row.
+
+    Averages [WARPS, EACH, D], and their weights as log2 [WARPS, EACH, 1].
+    """
+    number = begin + _along(WARPS, 0, layout) * EACH + _along(EACH, 1, layout)
+    there = (number >= first) & (number <= last)
+    at = number * rows + row
+    # past L1, where an older content of the same memory may lie
+    weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+    places = mean_ptr + (at * D + _along(D, 2, layout))
+    return gl.load(places, mask=there, other=0.0, cache_modifier=".cg"), weights
+
+
+@gluon.jit
+def _taken(top, total, out, means, weights):
+    """(top, total, out) of each warp with what `_left` returned."""
+    new_top = gl.maximum(top, gl.max(weights, axis=1))
+    shift = shift_of(new_top)
+    weights = gl.exp2(weights - gl.expand_dims(shift, 1))
+    fade = gl.exp2(top - shift)
+    return new_top, total * fade + gl.sum(weights, axis=1), out * fade + gl.sum(means * weights, axis=1)
+
+
+@gluon.jit
+def _average(top, total, out):
+    """The average [D] of all warps' sums, added up from the first warp to the last."""
+    WARPS: gl.constexpr = out.shape[0]
+    fade = gl.exp2(top - gl.expand_dims(shift_of(gl.max(top, axis=0)), 0))
+    # a thread then has all warps' sums of a column
+    columns: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
+    out = gl.sum(gl.convert_layout(out * fade, columns), axis=0)
+    total = gl.sum(gl.convert_layout(total * fade, columns), axis=0)
+    return out / gl.where(total == 0.0, 1.0, total)
+
+
+@gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
+def gather_kernel(
+    position_ptr,
+    out_ptr,
+    partial_ptr,
+    num_queries,
+    num_pairs,  # B * Hkv
+    splits,
+    RUNGS: gl.constexpr,
+    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    TILE: gl.constexpr,  # query rows of a program that left partial sums
+    PDL: gl.constexpr,
+):
+    """Program i of B * Hkv * Q * GROUP adds up the splits that the tile of row i looked into.
+
+    Each warp takes EACH of every WARPS * EACH splits, counted from the first of all: a split that a row did not look
+    into changes no bit of it. There is little to compute and much to wait for, so that a warp does nothing that
+    another one does as well, and has its next splits on their way.
+
+    partial_ptr: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
+    the sums of their weights.
+    """
+    WARPS: gl.constexpr = GATHER_WARPS
+    AT_ONCE: gl.constexpr = WARPS * EACH
+    layout: gl.constexpr = gl.BlockedLayout([1, EACH, D // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    rows = num_queries * GROUP  # of one kv head
+    row, pair = gl.program_id(0) % rows, gl.program_id(0) // rows
+    batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
+    if PDL:
+        gdc_launch_dependents()
+    given = fed_positions(position_ptr + batch * num_queries, num_queries, WARPS)
+    limit = start_of(splits, RUNGS)
+    _f, oldest, newest = reach(given, row // TILE, FROM, limit, TILE, WINDOW, GROUP, WARPS)
+    first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
+    # of one split the output is there already, as of rows at earlier positions. The first program waits all the same:
+    # what is launched next waits for this kernel alone, which must not end before the other one
+    at = gl.load(position_ptr + batch * num_queries + row // GROUP, cache_modifier=".cg")
+    nothing = (at < FROM) | (newest < 0) | (first == last)
+    if nothing & (gl.program_id(0) > 0):
+        return
+    if PDL:
+        gdc_wait()
+    if nothing:
+        return
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    sums: gl.constexpr = gl.SliceLayout(1, layout)
+    top = gl.full([WARPS, 1], -float("inf"), gl.float32, sums)
+    total = gl.zeros([WARPS, 1], gl.float32, sums)
+    out = gl.zeros([WARPS, D], gl.float32, sums)
+    begin = first // AT_ONCE * AT_ONCE
+    means, weights = _left(mean_ptr, weight_ptr, begin, first, last, row, rows, D, WARPS, layout)
+    for following in range(begin + AT_ONCE, last + 1, AT_ONCE):
+        more, more_weights = _left(mean_ptr, weight_ptr, following, first, last, row, rows, D, WARPS, layout)
+        top, total, out = _taken(top, total, out, means, weights)
+        means, weights = more, more_weights
+    mean = _average(*_taken(top, total, out, means, weights))
+    head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    place = gl.arange(0, D, layout=mean.type.layout)
+    gl.store(out_ptr + head * D + place, mean.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,150 @@
+"""Pieces of the kernels of plan_short.py: what the splits of a tile left is added up once all are there."""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+# tuples of blocks grow in unrolled loops
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.attention.mma_layouts import met, room_place
+from fastspec.kernels.attention.mma_tiles import EIGHT, averaged, finish, shift_of
+from fastspec.kernels.common.gluon_compat import thread_barrier
+
+FEW, SOME = gl.constexpr(4), gl.constexpr(8)  # sums on their way at once: as many as short rows leave; and others
+
+
+@gluon.jit
+def joined(top, total, out, weight, mean):
+    """An average so far, out [R, D] / total [R], with that of another split, as `keep` has it; [R] as log2.
+
+    Of a split that a row sees nothing of, weight = -inf, nothing is joined, to the bit.
+    """
+    new_top = gl.maximum(top, weight)
+    fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
+    out = out * gl.expand_dims(fade, 1) + mean * gl.expand_dims(share, 1)
+    return new_top, total * fade + share, out
+
+
+@gluon.constexpr_function
+def _row_layout(D, WARPS):
+    """Rows [128 / D for each warp, D]: four values of a head to a lane."""
+    return gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _combine(
+    mean_ptr,
+    weight_ptr,
+    first,
+    last,
+    out_ptr,
+    batch,
+    kv_head,
+    tile,
+    rows,
+    num_queries,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    WARPS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """The output of a tile of G groups of rows: splits first .. last, joined in ascending order.
+
+    AT_ONCE of all rows are on their way before one is there. Read past L1, where an older content of the same memory
+    may lie.
+    """
+    layout: gl.constexpr = _row_layout(D, WARPS)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
+    row = tile * (G * EIGHT) + gl.arange(0, EIGHT, layout=of_rows)
+    tops, totals, outs = (), (), ()
+    for _g in gl.static_range(G):
+        tops += (gl.full([EIGHT], -float("inf"), gl.float32, of_rows),)
+        totals += (gl.zeros([EIGHT], gl.float32, of_rows),)
+        outs += (gl.zeros([EIGHT, D], gl.float32, layout),)
+    for begin in range(first, last + 1, AT_ONCE):
+        weights, means = (), ()
+        for g in gl.static_range(G):
+            for i in gl.static_range(AT_ONCE):
+                there = (row + g * EIGHT < rows) & (begin + i <= last)
+                at = (begin + i) * rows + row + g * EIGHT
+                weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+                at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
+                means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(AT_ONCE):
+            if begin + i <= last:
+                new_tops, new_totals, new_outs = (), (), ()
+                for g in gl.static_range(G):
+                    mean, weight = means[g * AT_ONCE + i], weights[g * AT_ONCE + i]
+                    top, total, out = joined(tops[g], totals[g], outs[g], weight, mean)
+                    new_tops, new_totals, new_outs = new_tops + (top,), new_totals + (total,), new_outs + (out,)
+                tops, totals, outs = new_tops, new_totals, new_outs
+    for g in gl.static_range(G):
+        mean, _weight = averaged(outs[g], tops[g], totals[g])
+        finish(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
+
+
+@gluon.jit
+def room_for(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
+    """Shared memory for what `joined` returns of rows, with nothing joined yet."""
+    layout: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    top = gl.allocate_shared_memory(gl.float32, [R], few, gl.full([R], -float("inf"), gl.float32, row))
+    total = gl.allocate_shared_memory(gl.float32, [R], few, gl.zeros([R], gl.float32, row))
+    out = gl.zeros([R, D], gl.float32, layout)
+    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], room_place(R, D, REGROUP), out)
+
+
+@gluon.jit
+def join(room, splits):
+    """Joins splits, as `together` returns them, to what is in a room; returns the average [R, D] of all of them."""
+    layout: gl.constexpr = splits[0][0].type.layout
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    top, total, out = room[0].load(row), room[1].load(row), room[2].load(layout)
+    for i in gl.static_range(len(splits)):
+        top, total, out = joined(top, total, out, splits[i][1], splits[i][0])
+    room[0].store(top)
+    room[1].store(total)
+    room[2].store(out)
+    average, _weight = averaged(out, top, total)
+    return average
+
+
+@gluon.jit
+def settle(
+    mean_ptr,
+    weight_ptr,
+    count_ptr,  # of the tile
+    first,
+    last,
+    mine,  # how many of them this program has kept
+    out_ptr,
+    batch,
+    kv_head,
+    tile,
+    rows,
+    num_queries,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Adds up splits first .. last of a tile once all are kept: the program that keeps the last of them does."""
+    thread_barrier()  # what other threads kept is read below; and the counter is raised by one thread, for all
+    if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
+        return
+    gl.store(count_ptr, 0)
+    thread_barrier()
+    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
+    # of more rows, so many splits do not fit into registers; and what few leave would wait for more instructions
+    if G <= 2 and last - first >= FEW:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, SOME)
+    else:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)

@@ -1,0 +1,228 @@
+"""Pieces of the decoding kernel of dispatch.py: the peek, the loop over keys, and the partial sums."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastspec.kernels.attention.prefill import pages_of, slots_of
+from fastspec.kernels.attention.rope import columns
+
+FAN = tl.constexpr(16)  # partial sums that one program adds up
+PEEK_KEYS = tl.constexpr(256)  # keys prefetched into L2 before the wait
+
+
+@triton.jit
+def _prefetch(pointers, wanted):
+    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def peek(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    batch,
+    kv_head,
+    start,
+    num_queries,
+    split_keys,
+    table_stride,
+    table_width,
+    num_pages,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Prefetches the first PEEK_KEYS keys and values of this program, by what positions and table say now."""
+    newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
+    at = start + tl.arange(0, PEEK_KEYS)
+    wanted = (at <= newest) & (at < start + split_keys)
+    if WINDOW > 0:
+        wanted = wanted & (at > newest - num_queries - WINDOW)
+    entry = tl.minimum(at // PAGE_SIZE, table_width - 1)
+    page = tl.load(table_ptr + batch * table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    LINE: tl.constexpr = 1024 // key_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for column in tl.static_range(0, HEAD_DIM, LINE):
+        _prefetch(key_ptr + slot + column, wanted)
+        _prefetch(value_ptr + slot + column, wanted)
+
+
+@triton.jit
+def averaged(out, top, total):
+    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def keep(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores averages of rows [R] and their weights as numbers `at`."""
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    tl.store(weight_ptr + at, weight, mask=valid)
+    tl.store(mean_ptr + at[:, None] * HEAD_DIM + dim[None, :], mean, mask=valid[:, None] & inside[None, :])
+
+
+@triton.jit
+def finish(
+    out_ptr,
+    batch,
+    kv_head,
+    row,
+    num_queries,
+    mean,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Stores averages as the output of rows."""
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
+    tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], mean.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Numbers `first` .. `last` of what `keep` stored of rows [R], together in ascending order.
+
+    Read past L1, where an older content of the same memory may lie.
+    """
+    R: tl.constexpr = row.shape[0]
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    top = tl.full([R], -float("inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    out = tl.zeros([R, BLOCK_D], tl.float32)
+    part = tl.arange(0, FAN)
+    for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
+        number = begin + part[None, :]  # along axis 1: there a thread keeps all of them to itself
+        there = valid[:, None] & (number >= first) & (number <= last)
+        at = number * rows + row[:, None]
+        mask = there[:, :, None] & inside[None, None, :]
+        means = tl.load(
+            mean_ptr + (at[:, :, None] * HEAD_DIM + dim[None, None, :]), mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        weights = tl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(weights, axis=1))
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(weights - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weights, axis=1)
+        out = out * fade[:, None] + tl.sum(means * weights[:, :, None], axis=1)
+        top = new_top
+    return averaged(out, top, total)
+
+
+@triton.jit
+def combine(
+    mean_ptr,
+    weight_ptr,
+    source,
+    begin,
+    end,
+    target,
+    final,
+    out_ptr,
+    batch,
+    kv_head,
+    row_start,
+    row_stop,
+    rows,
+    num_queries,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
+    source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
+    for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
+        row = first_row + tl.arange(0, R)
+        valid = row < row_stop
+        mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, valid, HEAD_DIM, BLOCK_D)
+        if final:
+            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        else:
+            keep(mean_ptr, weight_ptr, target * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def attended(
+    q1,
+    q2,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position,
+    kv_head,
+    begin,
+    stop,
+    table_width,
+    num_pages,
+    scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What rows see of the keys begin .. stop-1 (online softmax): averages of values and their weights as log2.
+
+    q1 and q2 [ROWS, BLOCK_D / 2] are the halves of the queries.
+    """
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    totals = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end: a sum over threads less in the loop
+    out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    HALVES: tl.constexpr = (
+        BLOCK_D > 128 and q1.dtype.primitive_bitwidth == 32
+    )  # a product without tensor cores holds rows
+    if not HALVES:
+        q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
+    for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        page = pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE, BLOCK_N)
+        place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
+        slot = row_slot + dim[None, :]
+        at = first + tl.arange(0, BLOCK_N)
+        # the slots of later positions hold anything, NaN included: they must not come into a product
+        mask = (at < stop)[:, None] & inside[None, :]
+        if HALVES:
+            column = tl.arange(0, BLOCK_D // 2)
+            half_mask = (at < stop)[:, None] & (column < HEAD_DIM // 2)[None, :]
+            half = key_ptr + place + (row_slot + column[None, :])
+            scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0)), input_precision="ieee")
+            k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+        else:
+            k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        v = tl.load(value_ptr + place + slot, mask=mask, other=0.0)
+        seen = at[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        keep = tl.exp2(top - shift)[:, None]
+        totals = totals * keep + weights
+        out = tl.dot(weights.to(q1.dtype), v, out * keep, input_precision="ieee")
+        top = new_top
+    return averaged(out, top, tl.sum(totals, axis=1))

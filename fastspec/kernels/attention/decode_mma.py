@@ -1,0 +1,172 @@
+"""The decoding kernel of dispatch.py for 16-bit caches with heads of 64 or 128, out of registers.
+
+K and V go from the cache straight into the operands of the tensor core: 16 contiguous bytes of a lane are its part of
+two products, and nothing of them passes through shared memory. S warps share a block of S * KEYS keys, each with an
+online softmax of its own; what they end with is added up in order. Queries come ROWS to a product, of which all but
+the tile's own are padding: their number changes no bit of a row.
+
+    scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
+
+A product may take its inner index in any order, as long as both sides agree: K and q are read in runs of 8 values of
+a head. And the columns of V in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+# tuples of blocks grow in unrolled loops
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.attention.combine_mma import settle
+from fastspec.kernels.attention.mma_tiles import (
+    EIGHT,
+    KEYS,
+    ROWS,
+    begun,
+    finish,
+    held_rows,
+    hold,
+    keep,
+    keys_at,
+    places_of,
+    positions_of,
+    rows_of,
+    scores_of,
+    together,
+    values_at,
+)
+from fastspec.kernels.attention.query_rows import (
+    NEW_ROWS,
+    angles,
+    append,
+    fed_positions,
+    head_layout,
+    idle,
+    reach,
+    slots_of,
+    turned,
+)
+from fastspec.kernels.common.gluon_compat import thread_barrier
+
+
+@gluon.jit(
+    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
+)
+def fragment_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,  # None: no norms
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,
+    partial_ptr,
+    count_ptr,
+    num_queries,
+    num_pairs,  # B * Hkv
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    scale,
+    eps,
+    splits,  # that the pass has room for
+    WINDOW: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    G: gl.constexpr,  # groups of query rows of a program
+    S: gl.constexpr,  # parts of a block of keys, each with a softmax of its own; a warp has one, or two have
+    REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
+    PDL: gl.constexpr,
+):
+    """As `_decode_kernel` of dispatch.py, whose arguments these are."""
+    HALF: gl.constexpr = D // 2
+    SPLIT: gl.constexpr = S * KEYS
+    TILE: gl.constexpr = G * EIGHT
+    HELD: gl.constexpr = held_rows(G)
+    WARPS: gl.constexpr = gl.num_warps()
+    split = gl.program_id(1)
+    rows = num_queries * GROUP  # of one kv head
+    tiles = (rows + TILE - 1) // TILE
+    tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
+    start = split * SPLIT
+    table_ptr += batch * table_stride
+    at_batch = position_ptr + batch * num_queries
+    if PDL:
+        gdc_launch_dependents()
+
+    # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py.
+    given = fed_positions(at_batch, num_queries, WARPS)
+    head_of: gl.constexpr = head_layout(HALF, WARPS)
+    held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
+    row = tile * TILE + held
+    valid = (row < rows) & (held < TILE)
+    at = batch * num_queries + row // GROUP
+    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
+    fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
+    if (split < first) | (split > last):
+        idle(newest, PDL)
+        return
+    stop = gl.minimum(start + SPLIT, newest + 1)
+
+    # what earlier passes stored is on its way now, the rest once this pass has stored it
+    where = places_of(
+        key_ptr, value_ptr, table_ptr, start, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, S
+    )  # fmt: skip
+    keys = keys_at(where, 0, gl.minimum(fresh, stop), None, HALF)
+    values = values_at(where, 0, gl.minimum(fresh, stop), None)
+    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    slots = slots_of(
+        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
+        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+    )  # fmt: skip
+    positions = positions_of(at_batch, tile * TILE, rows, HELD, GROUP, S)
+    if PDL:
+        gdc_wait()
+
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
+    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
+    q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
+    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
+    queries = hold(q1, q2)
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        slots = slots_of(
+            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
+            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+        )  # fmt: skip
+        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+    thread_barrier()  # what other threads stored is read below
+    keys = keys_at(where, fresh, stop, keys, HALF)
+    values = values_at(where, fresh, stop, values)
+
+    nodes, base = num_pairs * splits * rows, pair * splits * rows
+    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    scores = scores_of(queries, keys, start, positions, scale, WINDOW, S, HALF)
+    # product after product: the sums of one leave their registers before those of the next take any
+    for p in gl.static_range(HELD // ROWS):
+        top, totals, out = begun(scores[p], values, S)
+        mean, weight = together(top, totals, out, S, rows_of(G, p), REGROUP)[0]
+        done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
+        if first == last:
+            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+        else:
+            keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
+    if first < last:
+        settle(
+            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
+            num_queries, KV_HEADS, GROUP, D, G, WARPS,
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Pieces of the kernels of decode_stream.py: where splits lie, and words of K and V that a loop carries."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.attention.mma_layouts import key_layout, value_layout
+from fastspec.kernels.attention.mma_tiles import KEYS, _along
+
+
+@gluon.jit
+def split_of(position, RUNGS: gl.constexpr):
+    """The split that a position lies in; RUNGS as `attend_long.rungs` returns them."""
+    split = position // RUNGS[0][1]
+    for i in gl.static_range(1, len(RUNGS)):
+        beyond = RUNGS[i][2] + (position - RUNGS[i][0]) // RUNGS[i][1]
+        split = gl.where(position >= RUNGS[i][0], beyond, split)
+    return split
+
+
+@gluon.jit
+def start_of(split, RUNGS: gl.constexpr):
+    """The first position of a split."""
+    start = split * RUNGS[0][1]
+    for i in gl.static_range(1, len(RUNGS)):
+        start = gl.where(split >= RUNGS[i][2], RUNGS[i][0] + (split - RUNGS[i][2]) * RUNGS[i][1], start)
+    return start
+
+
+@gluon.jit
+def words_of(pointer):
+    """The same place as 32-bit words: a loop carries these as they are, and pairs of 16-bit values torn apart."""
+    return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def halves(words, DTYPE: gl.constexpr):
+    """Words [A, B, C] as their values [A, B, C, 2]; of fp32, which only the interpreter has here, [A, B, C, 1]."""
+    if DTYPE.primitive_bitwidth == 32:
+        return gl.expand_dims(words.to(DTYPE, bitcast=True), 3)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True)
+        return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr):
+    """Words of K or V as values [S, KEYS, N], as products take them."""
+    return gl.reshape(halves(words, DTYPE), [words.shape[0], KEYS, N])
+
+
+@gluon.jit
+def page_of(table_ptr, first, s, key, table_width, num_pages, PAGE_SIZE: gl.constexpr):
+    """Pages of the keys first + s * KEYS + key, int32; one for all keys of a warp where a page holds them."""
+    at = first + s * KEYS
+    if PAGE_SIZE % KEYS != 0:
+        at = at + key
+    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
+    return gl.minimum(gl.maximum(page, 0), num_pages - 1).to(gl.int32)
+
+
+@gluon.jit
+def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """(int64 offset, int32 offset) in words of the keys whose pages `page_of` returned."""
+    if PAGE_SIZE % KEYS != 0:
+        within = (first + s * KEYS + key) % PAGE_SIZE
+        return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * 0
+    else:
+        within = (first + s * KEYS) % PAGE_SIZE
+        return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * (KV_HEADS * WORDS)
+
+
+@gluon.jit
+def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+    """Pages of a block of keys, for `load_keys`."""
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
+    return page_of(
+        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+    """Pages of a block of keys, for `load_values`."""
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
+    return page_of(
+        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_keys(
+    words_ptr,
+    page,
+    first,
+    kv_head,
+    low,
+    high,
+    old,  # what keys outside of low .. high-1 keep, or None: 0
+    WORDS: gl.constexpr,  # of a head
+    KV_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Words of both halves of a block of K [S, KEYS, WORDS / 2].
+
+    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    """
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
+    s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
+    slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
+    at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
+    number = first + s * KEYS + key
+    inside = (number >= low) & (number < high)
+    if old is None:
+        first_half = gl.load(at, mask=inside, other=0, cache_modifier=".cg")
+        return first_half, gl.load(at + WORDS // 2, mask=inside, other=0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old[0]), gl.load(at + WORDS // 2, mask=inside, other=old[1])
+
+
+@gluon.jit
+def load_values(
+    words_ptr,
+    page,
+    first,
+    kv_head,
+    low,
+    high,
+    old,
+    WORDS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Words of a block of V [S, KEYS, WORDS], as `load_keys`."""
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
+    s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
+    slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
+    at = words_ptr + slot + (offset + _along(WORDS, 2, layout))
+    number = first + s * KEYS + key
+    inside = (number >= low) & (number < high)
+    if old is None:
+        return gl.load(at, mask=inside, other=0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old)

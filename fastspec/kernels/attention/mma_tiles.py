@@ -1,0 +1,359 @@
+"""Pieces of the kernel of decode_mma.py: products over keys out of registers, and what they leave."""
+
+# mypy: disable-error-code="assignment"
+# tuples grow in unrolled loops
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda.libdevice import fast_log2f
+
+from fastspec.kernels.attention.mma_layouts import key_layout, meeting, meeting_place, met, operands, value_layout
+from fastspec.kernels.attention.query_rows import NEVER
+
+KEYS = gl.constexpr(32)  # of one warp's products
+ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
+EIGHT = gl.constexpr(8)  # that rows of a tile come in
+
+
+@gluon.jit
+def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 .. n-1 along one axis of a 3-D layout."""
+    if axis == 0:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2
+        )
+    elif axis == 1:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2
+        )
+    else:
+        return gl.expand_dims(
+            gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1
+        )
+
+
+@gluon.jit
+def _slots(
+    table_ptr,
+    first,
+    s,
+    key,
+    kv_head,
+    table_width,
+    num_pages,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """(int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
+    at = first + s * KEYS
+    if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
+        at = at + key
+    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    if PAGE_SIZE % KEYS != 0:
+        return slot, key * 0
+    else:
+        return slot, key * (KV_HEADS * D)
+
+
+@gluon.jit
+def places_of(
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    first,
+    kv_head,
+    table_width,
+    num_pages,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
+    kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
+    s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
+    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
+    k_at, k_key = key_ptr + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
+    vl: gl.constexpr = value_layout(gl.num_warps(), S, D, 8)
+    s, n = _along(S, 0, vl), _along(KEYS, 1, vl)
+    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
+    return k_at, k_key, value_ptr + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
+
+
+@gluon.jit
+def keys_at(places, low, high, old, HALF: gl.constexpr):
+    """Halves of K at `places`, of which the keys low .. high-1 are loaded and the others as in `old`, or 0.
+
+    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    """
+    at, key, _v_at, _v_key = places
+    inside = (key >= low) & (key < high)
+    if old is None:
+        k1 = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        return k1, gl.load(at + HALF, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old[0]), gl.load(at + HALF, mask=inside, other=old[1])
+
+
+@gluon.jit
+def values_at(places, low, high, old):
+    """V at `places`, as `keys_at`."""
+    _k_at, _k_key, at, key = places
+    inside = (key >= low) & (key < high)
+    if old is None:
+        return gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        return gl.load(at, mask=inside, other=old)
+
+
+@gluon.jit
+def _key_operand(k):
+    """Half of K [S, KEYS, N] as right operand [S, N, KEYS], values (c, t, j, p) as (c, j, t, p): none of it moves.
+
+    What a lane, t, has loaded of a key are parts of two products, side by side.
+    """
+    S: gl.constexpr = k.shape[0]
+    N: gl.constexpr = k.shape[2]
+    apart = gl.permute(gl.reshape(k, [S, KEYS, N // 32, 4, 4, 2]), (0, 2, 4, 3, 5, 1))
+    return gl.convert_layout(gl.reshape(apart, [S, N, KEYS]), gl.DotOperandLayout(1, operands(gl.num_warps(), S), 2))
+
+
+@gluon.jit
+def _in_order(q):
+    """Halves of queries [rows, N], their values in the order of `_key_operand`."""
+    apart = gl.permute(gl.reshape(q, [q.shape[0], q.shape[1] // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
+    return gl.reshape(apart, [q.shape[0], q.shape[1]])
+
+
+@gluon.jit
+def value_operand(v):
+    """V [S, KEYS, D] as right operand, its columns in the order (e, c, g): pairs of keys come together, no more.
+
+    Values are (c, g, e) of a head of 128, and (g, c, e) of a head of 64.
+    """
+    S: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[2]
+    if D == 128:
+        apart = gl.permute(gl.reshape(v, [S, KEYS, 2, 8, 8]), (0, 1, 4, 2, 3))
+    else:
+        apart = gl.permute(gl.reshape(v, [S, KEYS, 8, 2, 4]), (0, 1, 4, 3, 2))
+    return gl.convert_layout(gl.reshape(apart, [S, KEYS, D]), gl.DotOperandLayout(1, operands(gl.num_warps(), S), 2))
+
+
+@gluon.jit
+def _in_order_of_heads(out):
+    """Sums [R, D], their columns from the order of `value_operand` to that of a head."""
+    R: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[1]
+    if D == 128:
+        heads = gl.permute(gl.reshape(out, [R, 8, 2, 8]), (0, 2, 3, 1))
+    else:
+        heads = gl.permute(gl.reshape(out, [R, 4, 2, 8]), (0, 3, 2, 1))
+    return gl.reshape(heads, [R, D])
+
+
+@gluon.constexpr_function
+def held_rows(G):
+    """Rows of queries that are held for G groups of EIGHT: of whole products, and a power of two."""
+    return 16 if G <= 2 else 32
+
+
+@gluon.constexpr_function
+def rows_of(G, P):
+    """Of product P, those that G groups have: ROWS, or EIGHT where there is no other half."""
+    return 16 if G > 2 * P + 1 else 8
+
+
+@gluon.jit
+def hold(q1, q2):
+    """Halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
+    return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
+
+
+@gluon.jit
+def _queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+    """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
+    left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
+    found = ()
+    for i in gl.static_range(2):
+        part = held[i].slice(P * ROWS, ROWS).load(gl.SliceLayout(0, left))
+        same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, ROWS, HALF], part.dtype, left))
+        found += (same,)
+    return found
+
+
+@gluon.jit
+def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
+    """Positions [1, ROWS, 1] of HELD rows from first_row on, by products; of what is not below `rows`, -1."""
+    mma: gl.constexpr = operands(gl.num_warps(), S)
+    found = ()
+    for p in gl.static_range(HELD // ROWS):
+        row = first_row + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
+        # a padding row sees nothing
+        position = gl.load(position_ptr + row // GROUP, mask=row < rows, other=-1, cache_modifier=".cg")
+        found += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
+    return found
+
+
+@gluon.jit
+def scores_of(held, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+    """`_scored` of every product, of queries that are held and `positions_of` them."""
+    found = ()
+    for p in gl.static_range(len(positions)):
+        found += (_scored(_queries_of(held, p, S, HALF), keys, first, positions[p], scale, WINDOW, S),)
+    return found
+
+
+@gluon.jit
+def _scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
+    """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
+    mma: gl.constexpr = operands(gl.num_warps(), S)
+    scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
+    scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scale
+    newest = position - first - _along(S, 0, mma) * KEYS  # of a warp's keys; of a padding row before them all
+    key = _along(KEYS, 2, mma)
+    seen = key <= newest
+    if WINDOW > 0:
+        seen = seen & (key > newest - WINDOW)
+    return gl.where(seen, scores, -float("inf"))
+
+
+@gluon.jit
+def shift_of(top):
+    """What to take from logarithms of weights of which `top` is the largest.
+
+    Of nothing top = -inf; taking 0 makes its weights exp2(-inf) = 0, not NaN.
+    """
+    return gl.where(top == -float("inf"), 0.0, top)
+
+
+@gluon.jit
+def begun(scores, v, S: gl.constexpr):
+    """The online softmax (top, totals, out) of a first block of keys."""
+    mma: gl.constexpr = operands(gl.num_warps(), S)
+    top = gl.max(scores, axis=2)
+    weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
+    left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
+    return top, weights, mma_v2(left, value_operand(v), gl.zeros([S, ROWS, v.shape[2]], gl.float32, mma))
+
+
+@gluon.jit
+def advanced(top, totals, out, scores, v, S: gl.constexpr):
+    """The same with another block: as `begun` for what has seen nothing."""
+    mma: gl.constexpr = operands(gl.num_warps(), S)
+    new_top = gl.maximum(top, gl.max(scores, axis=2))
+    shift = shift_of(new_top)
+    weights = gl.exp2(scores - gl.expand_dims(shift, 2))
+    fade = gl.expand_dims(gl.exp2(top - shift), 2)
+    left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
+    return new_top, totals * fade + weights, mma_v2(left, value_operand(v), out * fade)
+
+
+@gluon.jit
+def averaged(out, top, total):
+    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    return out * gl.expand_dims(share, 1), top + fast_log2f(total)
+
+
+@gluon.jit
+def _summed(totals):
+    """Sums [S, ROWS] of [S, ROWS, KEYS], in one order however many warps there are."""
+    pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
+    return gl.sum(gl.sum(pairs, axis=3), axis=2)
+
+
+@gluon.jit
+def _upper(x):
+    """The first EIGHT of ROWS [S, ROWS] or [S, ROWS, N]."""
+    S: gl.constexpr = x.shape[0]
+    if len(x.shape) == 2:
+        halves = gl.permute(gl.reshape(x, [S, 2, EIGHT]), (0, 2, 1))
+    else:
+        halves = gl.permute(gl.reshape(x, [S, 2, EIGHT, x.shape[2]]), (0, 2, 3, 1))
+    upper, _lower = gl.split(halves)
+    return upper
+
+
+@gluon.jit
+def _regrouped(out):
+    """Sums [R, D], their columns from the order of a head to that which `packed_parts.regrouped` gives words."""
+    R: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])
+
+
+@gluon.jit
+def together(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
+    """For each split, (averages [R, D], their weights as log2 [R]) of what its S parts have, added up in order.
+
+    A lane then has the S values of one sum, and 4 neighbours of a head.
+
+    Args:
+        R: as `rows_of` has it.
+        REGROUP: columns come, and all that is made of them stays, in the order in which the ring's kernel reads them.
+    """
+    ALL: gl.constexpr = out.shape[0]
+    D: gl.constexpr = out.shape[2]
+    total = gl.convert_layout(_summed(totals), top.type.layout)
+    if R == EIGHT:
+        out, top, total = _upper(out), _upper(top), _upper(total)
+    place = gl.allocate_shared_memory(gl.float32, [ALL, R, D], meeting_place(ALL, R, D), out)
+    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    tops = gl.allocate_shared_memory(gl.float32, [ALL, R], few, top)
+    sums = gl.allocate_shared_memory(gl.float32, [ALL, R], few, total)
+    found = ()
+    for first in gl.static_range(0, ALL, S):
+        found += (_met(tops.slice(first, S), sums.slice(first, S), place.slice(first, S), REGROUP),)
+    return found
+
+
+@gluon.jit
+def _met(tops, sums, place, REGROUP: gl.constexpr):
+    """`together` of one split, whose parts' largest scores, sums of weights and of values are in shared memory."""
+    R: gl.constexpr = place.shape[1]
+    D: gl.constexpr = place.shape[2]
+    layout: gl.constexpr = meeting(gl.num_warps(), R, D)
+    top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
+    all_top = gl.max(top, axis=0)
+    weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
+    out = gl.sum(place.load(layout) * gl.expand_dims(weights, 2), axis=0)
+    out = _in_order_of_heads(out)
+    if REGROUP:
+        out = _regrouped(out)
+    layout_met: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
+    out = gl.convert_layout(out, layout_met)
+    row: gl.constexpr = gl.SliceLayout(1, layout_met)
+    total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
+    return averaged(out, gl.convert_layout(all_top, row), total)
+
+
+@gluon.jit
+def keep(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
+    """Stores what `together` returned of rows, as numbers `at`; LASTING: whatever else streams through L2 meanwhile."""
+    policy: gl.constexpr = "evict_last" if LASTING else ""
+    D: gl.constexpr = mean.shape[1]
+    gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
+    places = mean_ptr + gl.expand_dims(at, 1) * D + gl.expand_dims(d, 0)
+    gl.store(places, mean, mask=gl.expand_dims(valid, 1), eviction_policy=policy)
+
+
+@gluon.jit
+def finish(out_ptr, batch, kv_head, row, stop, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Stores the output of rows that are before `stop`."""
+    D: gl.constexpr = mean.shape[1]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
+    head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    mask = gl.expand_dims(row < stop, 1)
+    at = gl.expand_dims(head, 1) * D + gl.expand_dims(d, 0)
+    gl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,296 @@
+"""Causal attention of many query rows over paged keys, for CUDA: grouped heads, sliding window.
+
+    out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
+                                                       and with a window W also j > positions[b, i] - W
+
+| argument     | shape, dtype                          | notes                                               |
+|--------------|---------------------------------------|-----------------------------------------------------|
+| query        | [B, Q, H, D] bf16, fp16 or fp32       | contiguous                                          |
+| keys, values | [num_pages, page_size, Hkv, D]        | query's dtype, contiguous; may exceed 2^31 elements |
+| block_table  | [B, P] int64                          | rows may be views of a longer table                 |
+| positions    | [B, Q] int64                          | >= 0                                                |
+
+Made for prompt chunks: a program takes a tile of query rows of one head and all the keys they see, without a mask
+where every row of the tile sees all of a block (online softmax, arXiv 2205.14135). Decoding passes: dispatch.py.
+
+Products accumulate in fp32, fp32 inputs in IEEE precision. Slots above a tile's newest position are never read into
+a sum: they may hold NaN. A block that is masked for a row leaves it as it was, to the bit, and a block that is not
+has the same bits with the mask and without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check, check_cache
+from fastspec.kernels.common.launch import has_pdl, shared_memory
+from fastspec.kernels.common.launch import launch as start
+from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Tile sizes of one launch: query rows and keys per product, warps, pipeline stages."""
+
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# by (element size, head_dim padded to a power of two): within 99 KiB of shared memory, which every GPU has
+LAUNCH = {
+    (2, 16): Launch(64, 64, 4, 3),
+    (2, 32): Launch(64, 64, 4, 3),
+    (2, 64): Launch(64, 64, 4, 3),
+    (2, 128): Launch(64, 32, 4, 3),
+    (2, 256): Launch(32, 32, 4, 2),
+    (4, 16): Launch(32, 16, 4, 1),
+    (4, 32): Launch(32, 16, 4, 1),
+    (4, 64): Launch(32, 16, 4, 1),
+    (4, 128): Launch(32, 16, 8, 1),
+    (4, 256): Launch(16, 16, 8, 1),
+}
+# for warpgroup products: where a block may have LARGE_SHARED bytes
+LARGE = {
+    (2, 64): Launch(128, 128, 8, 3),
+    (2, 128): Launch(128, 128, 8, 3),
+    (2, 256): Launch(128, 32, 8, 2),
+}
+LARGE_SHARED = 225 * 1024
+MAX_REGISTERS = 255  # all there are: left alone, the assembler spills rather than lose a resident program
+
+
+@triton.jit
+def pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the keys first .. first + BLOCK_N - 1: [BLOCK_N], or one where a page holds them all.
+
+    Their lower 32 bits are read in halves: loads as narrow are not staged through shared memory by a pipelined loop.
+    """
+    at = first
+    if PAGE_SIZE % BLOCK_N != 0:
+        at = first + tl.arange(0, BLOCK_N)
+    # in range for every table and position there is; clamped all the same, for both are data
+    entry = table_ptr + tl.minimum(at // PAGE_SIZE, table_width - 1)
+    half = entry.to(tl.pointer_type(tl.int16), bitcast=True)
+    page = (tl.load(half).to(tl.int32) & 0xFFFF) | (tl.load(half + 1).to(tl.int32) << 16)
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+
+
+@triton.jit
+def slots_of(
+    page,
+    first,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Where in the cache the keys first.. lie in what `pages_of` returned: (offset of all, offsets [BLOCK_N, 1])."""
+    key = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:
+        place = ((page * PAGE_SIZE + first % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM  # int64 from page
+        return place, (key * (KV_HEADS * HEAD_DIM))[:, None]
+    else:
+        slot = ((page * PAGE_SIZE + (first + key) % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        return 0, slot[:, None]
+
+
+@triton.jit
+def _over(
+    q,
+    top,
+    total,
+    out,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position,
+    kv_head,
+    begin,
+    stop,
+    table_width,
+    num_pages,
+    scale,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The online softmax over keys begin .. stop-1; without MASKED every row sees them all, in whole blocks."""
+    for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        at = first + tl.arange(0, BLOCK_N)
+        page = pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE, BLOCK_N)
+        place, slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
+        dim = tl.arange(0, BLOCK_D)
+        slot = slot + dim[None, :]
+        if MASKED or HEAD_DIM != BLOCK_D:
+            mask = (at < stop)[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
+            v = tl.load(value_ptr + place + slot, mask=mask, other=0.0)
+        else:
+            k = tl.load(key_ptr + place + slot)
+            v = tl.load(value_ptr + place + slot)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        shift = new_top
+        if MASKED:
+            # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+            shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores * scale - shift[:, None])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(weights, axis=1)
+        out = tl.dot(weights.to(v.dtype), v, out * keep[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, out
+
+
+@triton.jit(do_not_specialize=["num_queries", "limit", "table_stride", "table_width", "num_pages"])
+def _flash_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    out_ptr,  # [B, Q, H, D]; may be query itself
+    num_queries,
+    limit,  # positions from here on are not looked at
+    table_stride,
+    table_width,
+    num_pages,
+    scale,  # of scores, times log2(e)
+    WINDOW: tl.constexpr,  # 0: none
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # the tiles with most keys first: programs that start last are short ones
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    valid = row < num_queries
+    dim = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    position = tl.load(position_ptr + batch * num_queries + row, mask=valid, other=-1)  # padding sees nothing
+    at = ((batch * num_queries + row) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+    q = tl.load(query_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+    newest = tl.minimum(tl.max(position, axis=0), limit - 1).to(tl.int32)
+    oldest = tl.minimum(tl.min(tl.where(valid, position, newest), axis=0), newest).to(tl.int32)
+    begin, whole = 0, (oldest + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole = begin  # no block is seen whole by every row unless the window is wide: all are masked
+    position = position.to(tl.int32)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    table_ptr += batch * table_stride
+    kv_head = head // GROUP
+    if WINDOW == 0:
+        top, total, out = _over(
+            q, top, total, out, key_ptr, value_ptr, table_ptr, position, kv_head, begin, whole,
+            table_width, num_pages, scale,
+            False, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
+        )  # fmt: skip
+    top, total, out = _over(
+        q, top, total, out, key_ptr, value_ptr, table_ptr, position, kv_head, whole, newest + 1,
+        table_width, num_pages, scale,
+        True, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
+    )  # fmt: skip
+    tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_of(device: torch.device, itemsize: int, block_d: int) -> Launch:
+    """The launch entry for a device: the large one where its shared memory holds it."""
+    small = LAUNCH[itemsize, block_d]
+    return LARGE.get((itemsize, block_d), small) if shared_memory(device) >= LARGE_SHARED else small
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    *,
+    num_blocks: int,
+    window: int | None,
+    tiling: Tiling = UNTILED,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `reference.paged_attention`, which defines it; `tiling` has no say here, rows are invariant anyway.
+
+    Args:
+        out: where the result goes, like query and contiguous; query itself may be given.
+
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.
+    """
+    batch, num_queries, num_heads, dim = query.shape
+    num_pages, page_size, kv_heads = keys.shape[:3]
+    query, positions = query.contiguous(), positions.contiguous()
+    check_cache(query, keys, values, block_table, positions, num_heads)
+    check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
+    out = torch.empty_like(query) if out is None else out
+    check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
+    block_d = max(16, triton.next_power_of_2(dim))
+    launch = launch_of(query.device, query.dtype.itemsize, block_d)
+    pdl = has_pdl(query.device)
+    start(
+        _flash_kernel,
+        (num_heads, triton.cdiv(num_queries, launch.rows), batch),
+        query,
+        keys,
+        values,
+        block_table,
+        positions,
+        out,
+        num_queries,
+        num_blocks * KEY_BLOCK,
+        block_table.stride(0),
+        block_table.shape[1],
+        num_pages,
+        dim**-0.5 * LOG2E,
+        WINDOW=window or 0,
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        PAGE_SIZE=page_size,
+        ROWS=launch.rows,
+        BLOCK_N=launch.block_n,
+        STAGES=launch.num_stages,
+        PDL=pdl,
+        num_warps=launch.num_warps,
+        maxnreg=MAX_REGISTERS,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

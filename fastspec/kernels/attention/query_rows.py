@@ -1,0 +1,165 @@
+"""Pieces of the kernel of decode_mma.py: the rows of a pass, as rope.py has them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
+
+NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
+FED = gl.constexpr(32)  # positions of a row's pass, padded
+NEVER = gl.constexpr(2**30)  # beyond every position
+
+
+@gluon.constexpr_function
+def head_layout(HALF, WARPS):
+    """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
+    return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def fed_positions(position_ptr, num_queries, WARPS: gl.constexpr):
+    """int32 [FED]: the positions that a pass feeds, NEVER beyond them; each warp has them all."""
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    given = gl.load(position_ptr + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
+    return gl.minimum(given, NEVER).to(gl.int32)
+
+
+@gluon.jit
+def reach(
+    given,  # as `fed_positions` returns them
+    tile,
+    low,
+    high,
+    TILE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """(first fed, oldest seen, newest seen) position, the latter of those rows of a tile that are at low .. high-1.
+
+    Newest is -1 where there are none.
+    """
+    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP)
+    mine = mine & (given >= low) & (given < high)
+    newest = gl.max(gl.where(mine, given, -1), axis=0)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
+        oldest = gl.minimum(gl.maximum(oldest, 0), newest)
+    return gl.min(given, axis=0), oldest, newest
+
+
+@gluon.jit
+def idle(newest, PDL: gl.constexpr):
+    """What a program does that has nothing to do; newest as `reach` found it.
+
+    Where no row of a tile is this kernel's, the first program waits all the same: what is launched next waits for this
+    kernel alone, which must not end before the one before it.
+    """
+    if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
+        gdc_wait()
+
+
+@gluon.jit
+def _scaled(x, factor, weight):
+    """weight * (x * factor), rounded to x's dtype after each product."""
+    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
+    return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
+
+
+@gluon.jit
+def angles(position, valid, cos_ptr, sin_ptr, num_angles, HALF: gl.constexpr, layout: gl.constexpr):
+    """(cos, sin) [R, HALF] of positions [R]."""
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
+    at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
+    mask = gl.expand_dims(valid, 1)
+    return gl.load(cos_ptr + at, mask=mask, other=0.0), gl.load(sin_ptr + at, mask=mask, other=0.0)
+
+
+@gluon.jit
+def turned(x1, x2, turn, norm_ptr, eps, HALF: gl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves; `turn` is what `angles` returned."""
+    layout: gl.constexpr = x1.type.layout
+    if norm_ptr is not None:
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+        wide1, wide2 = x1.to(gl.float32), x2.to(gl.float32)
+        squares = gl.sum(wide1 * wide1, axis=1) + gl.sum(wide2 * wide2, axis=1)
+        factor = gl.rsqrt(squares / (2 * HALF) + eps)
+        x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
+        x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
+    first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), turn[0], turn[1]
+    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+
+
+@gluon.jit
+def slots_of(
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    kv_head,
+    first_row,
+    start,
+    stop,
+    num_queries,
+    num_angles,
+    table_width,
+    num_pages,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Of rows first_row .. first_row + NEW_ROWS - 1: (index, where K and V go, whether they do, angles).
+
+    They go to the cache where their position lies in start..stop-1.
+    """
+    row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
+    fed = row < num_queries
+    at = batch * num_queries + row  # int64 from batch
+    position = gl.load(position_ptr + at, mask=fed, other=0, cache_modifier=".cg")
+    writes = gl.load(write_ptr + at, mask=fed, other=0, cache_modifier=".cg") != 0
+    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
+    page = gl.load(table_ptr + entry, mask=fed, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
+    turn = angles(position, fed, cos_ptr, sin_ptr, num_angles, D // 2, layout)
+    return at, slot, writes & (position >= start) & (position < stop), turn
+
+
+@gluon.jit
+def append(
+    qkv_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    slots,
+    kv_head,
+    eps,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Stores K and V of the rows that `slots_of` told of."""
+    HALF: gl.constexpr = D // 2
+    at, slot, stored, turn = slots
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
+    mask = gl.expand_dims(stored, 1)
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D
+    source = qkv_ptr + gl.expand_dims(head, 1) + column
+    k1 = gl.load(source, mask=mask, other=0.0)
+    k2 = gl.load(source + HALF, mask=mask, other=0.0)
+    v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
+    v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
+    k1, k2 = turned(k1, k2, turn, k_norm_ptr, eps, HALF)
+    target = gl.expand_dims(slot, 1) + column
+    gl.store(key_ptr + target, k1, mask=mask)
+    gl.store(key_ptr + target + HALF, k2, mask=mask)
+    gl.store(value_ptr + target, v1, mask=mask)
+    gl.store(value_ptr + target + HALF, v2, mask=mask)

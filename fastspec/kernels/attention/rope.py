@@ -1,0 +1,260 @@
+"""Head norms, rotary embedding and K/V append for CUDA: what dispatch.py does in place, and a prompt chunk in one
+launch.
+
+    x -> rmsnorm(x) over D, if the model has it;  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x = [x1 | x2]
+
+| argument     | shape, dtype                             | notes                                     |
+|--------------|------------------------------------------|-------------------------------------------|
+| qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32 | contiguous                                |
+| cos, sin     | [positions, D/2] fp32                    | contiguous                                |
+| keys, values | [num_pages, page_size, Hkv, D], as qkv   | contiguous; may exceed 2^31 elements      |
+| block_table  | [B, P] int64                             | rows may be views of a longer table       |
+| positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
+| writes       | [B, Q] bool                              | K/V of other rows are not stored          |
+
+One function stores K, in tiles of NEW_ROWS rows and four warps, for decoding and prompts alike: the norm's sum runs
+in the same order in both. Callers launch with enable_fp_fusion=False, so that every product is rounded where it
+stands: the result is the torch twin's to the bit, but for the norm, whose sum torch takes in an order of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check_heads
+from fastspec.kernels.common.launch import has_pdl, launch
+
+NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
+CHUNK_ROWS = tl.constexpr(32)  # rows of one head that one program of a prompt chunk takes
+NUM_WARPS = 4
+
+
+@triton.jit
+def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(which element of a head each of BLOCK_D columns is, whether it is one): each half padded to BLOCK_D / 2."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    column = tl.arange(0, BLOCK_D)
+    if HEAD_DIM == BLOCK_D:
+        return column, column < BLOCK_D
+    else:
+        within = column % (BLOCK_D // 2)
+        return column // (BLOCK_D // 2) * HALF + within, within < HALF
+
+
+@triton.jit
+def _scaled(x, factor, weight):
+    """weight * (x * factor), rounded to x's dtype after each product."""
+    normed = (x.to(tl.float32) * factor[:, None]).to(x.dtype).to(tl.float32)
+    return (weight.to(tl.float32)[None, :] * normed).to(x.dtype)
+
+
+@triton.jit
+def turned(
+    x1,
+    x2,
+    position,
+    valid,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    num_angles,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Normed and rotated heads of which x1, x2 [R, BLOCK_D / 2] are the halves, zero beyond HEAD_DIM / 2."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    column = tl.arange(0, BLOCK_D // 2)
+    inside = column < HALF
+    angle = tl.minimum(tl.maximum(position, 0), num_angles - 1)
+    at = angle[:, None] * HALF + column[None, :]
+    mask = valid[:, None] & inside[None, :]
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+    if NORM:
+        wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+        squares = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)
+        x1 = _scaled(x1, factor, tl.load(norm_ptr + column, mask=inside, other=0.0))
+        x2 = _scaled(x2, factor, tl.load(norm_ptr + HALF + column, mask=inside, other=0.0))
+    first, second = x1.to(tl.float32), x2.to(tl.float32)
+    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+
+
+@triton.jit
+def append(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    batch,
+    kv_head,
+    first_row,
+    start,  # positions from here
+    stop,  # to here, exclusive
+    num_queries,
+    num_angles,
+    table_width,
+    num_pages,
+    eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
+    row = first_row + tl.arange(0, NEW_ROWS)
+    at = batch * num_queries + row
+    fed = row < num_queries
+    HALF: tl.constexpr = HEAD_DIM // 2
+    column = tl.arange(0, BLOCK_D // 2)
+    inside = (column < HALF)[None, :]
+    mask = fed[:, None] & inside
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM  # int64 from batch
+    source = qkv_ptr + head[:, None] + column[None, :]
+    position = tl.load(position_ptr + at, mask=fed, other=0)
+    writes = tl.load(write_ptr + at, mask=fed, other=0) != 0
+    k1 = tl.load(source, mask=mask, other=0.0)
+    k2 = tl.load(source + HALF, mask=mask, other=0.0)
+    v1 = tl.load(source + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
+    v2 = tl.load(source + KV_HEADS * HEAD_DIM + HALF, mask=mask, other=0.0)
+    entry = tl.minimum(position // PAGE_SIZE, table_width - 1)
+    page = tl.load(table_ptr + entry, mask=fed, other=0)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    target = slot[:, None] + column[None, :]
+    stored = (writes & (position >= start) & (position < stop))[:, None] & inside
+    tl.store(key_ptr + target, k1, mask=stored)
+    tl.store(key_ptr + target + HALF, k2, mask=stored)
+    tl.store(value_ptr + target, v1, mask=stored)
+    tl.store(value_ptr + target + HALF, v2, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_queries", "table_stride", "table_width", "num_pages", "num_angles"])
+def _rotate_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,  # [B, Q, H, D]
+    num_queries,
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (rows, head, batch): heads below H are queries, the others K with its V."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first_row, head, batch = tl.program_id(0) * CHUNK_ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if head < KV_HEADS * GROUP:
+        row = first_row + tl.arange(0, CHUNK_ROWS)
+        fed = row < num_queries
+        at = batch * num_queries + row
+        HALF: tl.constexpr = HEAD_DIM // 2
+        column = tl.arange(0, BLOCK_D // 2)
+        mask = fed[:, None] & (column < HALF)[None, :]
+        position = tl.load(position_ptr + at, mask=fed, other=0)
+        source = qkv_ptr + ((at * ((GROUP + 2) * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
+        q1 = tl.load(source, mask=mask, other=0.0)
+        q2 = tl.load(source + HALF, mask=mask, other=0.0)
+        q1, q2 = turned(q1, q2, position, fed, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+        target = out_ptr + ((at * (GROUP * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
+        tl.store(target, q1, mask=mask)
+        tl.store(target + HALF, q2, mask=mask)
+    else:
+        kv_head, table_ptr = head - KV_HEADS * GROUP, table_ptr + batch * table_stride
+        for new_row in range(first_row, tl.minimum(first_row + CHUNK_ROWS, num_queries), NEW_ROWS):
+            append(
+                qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+                batch, kv_head, new_row, 0, 2**31 - 1, num_queries, num_angles, table_width, num_pages, eps,
+                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+            )  # fmt: skip
+
+
+def rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The first half of `reference.attend`: stores K and V where `writes`, returns the queries [B, Q, H, D].
+
+    Raises:
+        ValueError: shapes, dtypes or layouts that are not as above.
+    """
+    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes, num_heads)
+    batch, num_queries = positions.shape
+    page_size, kv_heads, dim = keys.shape[1:]
+    out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    pdl = has_pdl(qkv.device)
+    grid = (triton.cdiv(num_queries, CHUNK_ROWS.value), num_heads + kv_heads, batch)
+    launch(
+        _rotate_kernel,
+        grid,
+        qkv,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        keys,
+        values,
+        block_table,
+        positions,
+        writes,
+        out,
+        num_queries,
+        block_table.stride(0),
+        block_table.shape[1],
+        keys.shape[0],
+        cos.shape[0],
+        eps,
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        HEAD_DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        PAGE_SIZE=page_size,
+        NORM=q_norm is not None and k_norm is not None,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

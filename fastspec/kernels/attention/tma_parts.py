@@ -1,0 +1,147 @@
+"""Pieces of the kernel of decode_tma_sm90.py: splits of a program, softmax, the warp that fetches."""
+
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from fastspec.kernels.attention.kv_loads import start_of
+from fastspec.kernels.attention.mma_tiles import shift_of
+from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block
+
+WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as the copy engine puts them for warp groups
+
+
+@gluon.constexpr_function
+def piece_of(PAGE_SIZE, KEYS):
+    """Those of a tile's KEYS keys, a power of two, that always lie in one page."""
+    piece = KEYS
+    while PAGE_SIZE % piece:
+        piece //= 2
+    return piece
+
+
+@gluon.jit
+def in_pieces(memory, PIECE: gl.constexpr):
+    """Tiles [COUNT, ROWS, D] as pieces [PIECE, WIDTH]: of a tile, first those of all rows' first WIDTH values."""
+    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (PIECE * WIDTH)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if REINTERPRETS:
+        return memory.reinterpret(memory.dtype, [count, PIECE, WIDTH], layout)
+    else:
+        return memory._reinterpret(memory.dtype, [count, PIECE, WIDTH], layout)
+
+
+@gluon.jit
+def splits_of(share, shares, splits):
+    """How many of `splits` splits a program has, the i-th of which is `split_number`."""
+    turned = splits // shares % 2 == 1
+    return splits // shares + gl.where(gl.where(turned, shares - 1 - share, share) < splits % shares, 1, 0)
+
+
+@gluon.jit
+def split_number(i, share, shares, last):
+    """A program's i-th split: dealt out from the last on, the largest, and backwards every second time.
+
+    So all programs have about as many keys.
+    """
+    return last - (i * shares + gl.where(i % 2 == 1, shares - 1 - share, share))
+
+
+@gluon.jit
+def keys_of(split, begin, stop, RUNGS: gl.constexpr):
+    """(first, end) of a split's keys, of those from `begin` on and before `stop`."""
+    return gl.maximum(begin, start_of(split, RUNGS)), gl.minimum(stop, start_of(split + 1, RUNGS))
+
+
+@gluon.jit
+def power(x):
+    """2^x in one instruction; 0 for what fp32 has no normal number for."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def masked(scores, here, position, WINDOW: gl.constexpr):
+    """-inf where a row does not see a key of the tile that begins at `here`."""
+    number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    number = here + gl.expand_dims(number, 0)
+    # how far back a key lies: of a later one, and of any for a padding row, negative and so beyond every reach
+    seen = (position - number).to(gl.uint32) < (WINDOW if WINDOW > 0 else 2**31)
+    return gl.where(seen, scores, -float("inf"))
+
+
+@gluon.jit
+def rescaled(top, scores, scale):
+    """The online softmax's maximum with another tile of scores: (maximum, what to shift by, what fades sums before)."""
+    new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
+    shift = shift_of(new_top)
+    return new_top, shift, power(top - shift)
+
+
+@gluon.jit
+def _slots_at(
+    table_ptr, here, table_width, num_pages, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Where each piece of the tile of keys `here` and on is, among all slots of the cache."""
+    slots = ()
+    for i in gl.static_range(PIECES):
+        at = here + i * PIECE
+        # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+        page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
+        page = gl.minimum(gl.maximum(page, 0), num_pages - 1).to(gl.int32)
+        slots = slots + (page * PAGE_SIZE + at % PAGE_SIZE,)
+    return slots
+
+
+@gluon.jit
+def _ask(desc, pieces, full, free, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Sends for a tile, as soon as its place in the ring is free."""
+    place = step % STAGES
+    if step >= STAGES:
+        mbarrier.wait(free.index(place), (step // STAGES - 1) & 1)
+    count: gl.constexpr = len(slots)
+    mbarrier.expect(full.index(place), count * PARTS * pieces.shape[1] * WIDTH * 2)
+    for i in gl.static_range(count):
+        for part in gl.static_range(PARTS):
+            to = pieces.index((place * PARTS + part) * count + i)
+            load_block(desc, [slots[i], column + part * WIDTH], full.index(place), to)
+
+
+@gluon.jit
+def fetch(
+    key_desc, value_desc, ring, full, free, stored, table_ptr, column, mine, share, shares, last,
+    begin, stop, fresh, table_width, num_pages,
+    RUNGS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """What the warp does that fetches, tile by tile: keys, then their values.
+
+    It need not wait for the kernel before this one, but for what `stored` tells where a tile holds keys of this pass,
+    those from `fresh` on.
+    """
+    STAGES: gl.constexpr = ring.shape[0]
+    KEYS: gl.constexpr = ring.shape[1]
+    PARTS: gl.constexpr = ring.shape[2] // WIDTH
+    PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
+    PIECES: gl.constexpr = KEYS // PIECE
+    pieces = in_pieces(ring, PIECE)
+    step = 0
+    first, end = keys_of(split_number(0, share, shares, last), begin, stop, RUNGS)
+    slots = _slots_at(table_ptr, first, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
+    for i in range(mine):
+        # where the tile behind this one lies is looked up while this one is asked for, in another split as well
+        then = split_number(gl.minimum(i + 1, mine - 1), share, shares, last)
+        next_first, next_end = keys_of(then, begin, stop, RUNGS)
+        for here in range(first, end, KEYS):
+            behind = gl.where(here + KEYS < end, here + KEYS, next_first)
+            following = _slots_at(table_ptr, behind, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
+            if here + KEYS > fresh:
+                mbarrier.wait(stored.index(0), 0)
+            _ask(key_desc, pieces, full, free, step, slots, column, PARTS, STAGES)
+            _ask(value_desc, pieces, full, free, step + 1, slots, column, PARTS, STAGES)
+            slots = following
+            step += 2
+        first, end = next_first, next_end

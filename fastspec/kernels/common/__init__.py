@@ -1,0 +1,1 @@
+"""What all kernels share: launches, argument checks, shared-memory carve-out, weight formats."""

@@ -1,0 +1,96 @@
+"""Launching kernels: what a device can do, and compiling ahead of the first launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+from fastspec.kernels.common.carveout import LEAST, divide
+
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels on `device` may start before their predecessor ends (programmatic dependent launch, sm_90 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def has_warp_groups(device: torch.device) -> bool:
+    """Whether kernels on `device` multiply by warp groups (wgmma), which sm_90 alone does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many `device` has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; 0 off CUDA, where nothing limits it."""
+    if device.type != "cuda":
+        return 0
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def new_ids(count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count] for a kernel to write.
+
+    Zeros within `compiling()`, where no kernel does: a later op may look something up by them.
+    """
+    return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=torch.int64, device=device)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
+    """kernel[grid](*args, **options), or no more than its compilation within `compiling()`.
+
+    A kernel's first launch on a device also says how much shared memory it is to have, in percent `least_shared` at
+    least: see carveout.py. Unless `options` forbid it, a product and a sum may be rounded together: said at every
+    launch, for what Triton takes for granted changes between its versions, and bits with it.
+    """
+    options = {"enable_fp_fusion": True, **options}
+    if _compiling.get():
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        divide(kernel[grid](*args, **options), least_shared)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it `launch` launches nothing: it compiles, in parallel; leaving it waits for all that was begun.
+
+    What wrappers of kernels return is uninitialised meanwhile (but for ids, which are 0), so what runs within must not
+    act on values.
+    """
+    import triton
+
+    token = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        _compiling.reset(token)
+
+
+def described(tensor: torch.Tensor, block: list[int]) -> Any:
+    """A tensor, contiguous and at a multiple of 16 bytes, as the copy engine of sm_90 takes it: block by block.
+
+    A block's last axis has 128 bytes, whose pieces of 16 come to lie in shared memory as warp groups read them.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(128, 8 * tensor.element_size(), tensor.dim())
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

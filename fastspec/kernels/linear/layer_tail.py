@@ -1,0 +1,82 @@
+"""What lies between the attention of a layer and that of the next, for rows that the ring's kernel multiplies.
+
+    x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
+
+To the bits of `reference.between` out of packed products. What goes from one product to the next goes as the next one
+wants it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention left may be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.linear.plan import (
+    GLUON_TYPE,
+    RING_ROWS,
+    Call,
+    Norm,
+    Ring,
+    capability_of,
+    given_to,
+    ring,
+    tile_of,
+    whole_ring,
+)
+from fastspec.kernels.reference.layer import Layer
+
+
+def in_a_ring(weights: list[Tensor], rows: int) -> bool:
+    """Whether all these are packed, and rows so many that the ring's kernel multiplies them."""
+    packed = all(weight.dim() == 4 and weight.dtype in GLUON_TYPE for weight in weights)
+    return packed and all(isinstance(_tile(weight, rows), Ring) for weight in weights)
+
+
+def read_once(weights: list[Tensor], rows: int) -> bool:
+    """Whether they are, and no program's rows are so many that another has to read the weights again."""
+    return rows <= RING_ROWS and in_a_ring(weights, rows)
+
+
+def between(
+    attended: Tensor, x: Tensor, layer: Layer, following: Layer | None, eps: float, pdl: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.between`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
+    shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
+    rows = len(x)
+    given = attended.reshape(rows, -1).contiguous()
+    if attended.dim() == 3:
+        _, given, _ = given_to(layer.o, given, None, pdl)
+    post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] * 8)
+    x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
+    call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
+    ring(_tile(layer.gate_up, rows, gated=True), call, squares, pdl, regroup_out=True)
+    if following is None:
+        return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
+    norm, qkv = (following.input_norm, eps), x.new_empty(rows, following.qkv.shape[0] * 16)
+    x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, following.qkv, pdl)
+    call = Call(given, following.qkv, qkv, following.qkv_bias, norm)
+    whole_ring(_tile(following.qkv, rows), call, squares, pdl)
+    return x.view(shape), qkv.view(*shape[:-1], -1)
+
+
+def _tile(weight: Tensor, rows: int, gated: bool = False) -> Ring:
+    n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    return tile_of(n, k, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
+
+
+def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
+    """residual + the product with `given` rows [+ bias]."""
+    out = torch.empty_like(residual)
+    whole_ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
+    return out
+
+
+def _added(
+    given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, following: Tensor, pdl: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`_summed`, and what `given_to` makes of it for a product with `following`."""
+    tile = _tile(weight, len(given))
+    if tile.ways is None:
+        return given_to(following, _summed(given, weight, bias, residual, pdl), norm, pdl)
+    parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
+    return given_to(following, residual, norm, pdl, parts, bias)

@@ -1,0 +1,224 @@
+"""`prefill_linear` on Hopper: tiles come by the copy engine, whole warp groups multiply, one program a multiprocessor.
+
+Meaning, shapes and dtypes are those of `prefill_linear`, which calls this; rows come in normed.
+
+Weights are fetched as rows of 64 numbers, two packed rows of 32 each: 128 bytes a request, where rows of 64 bytes
+would ask the L2 cache twice as often and wait for it. The copy engine permutes 16-byte pieces by rows of 128 bytes, the
+product takes them back by rows of 64: the same permutation but for bit 0 of the row, flipped in every second 8 rows.
+So columns 8..15 of every 16 come out exchanged with their neighbours, and putting them back is free: one thread
+holds both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
+from fastspec.kernels.common.launch import described
+from fastspec.kernels.common.launch import launch as start
+
+GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of x and columns of one program's tile, pipeline stages, and what a tile costs."""
+
+    rows: int
+    columns: int
+    stages: int
+    cost: float
+
+
+# cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
+# timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
+TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
+
+
+@gluon.jit
+def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: gl.constexpr):
+    """First row and column of a tile: down the rows of a group before the next columns."""
+    per_group: gl.constexpr = GROUP * TILES_N
+    first = tile // per_group * GROUP
+    rows = gl.minimum(gl.cdiv(num_rows, ROWS) - first, GROUP)
+    tile_m = first + tile % per_group % rows
+    return tile_m * ROWS, tile % per_group // rows * COLUMNS
+
+
+@gluon.jit
+def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
+    """Starts the copies of one step's x and weights into a slot of the ring."""
+    mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
+    load_block(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
+    for half in gl.static_range(2):
+        block = [n // 16, (2 * step + half) * 8, 0]
+        load_block(weight_desc, block, full.index(slot), ws.index(slot * 2 + half), pred=there)
+
+
+@gluon.jit
+def _multiply(out, x, ws, slot):
+    """out += x [ROWS, 64] times a slot's weights, as two products of depth 32."""
+    columns: gl.constexpr = out.shape[1]
+    lay: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    for half in gl.static_range(2):
+        if REINTERPRETS:
+            rows = ws.index(slot * 2 + half).reinterpret(ws.dtype, [columns, 32], lay)
+        else:
+            rows = ws.index(slot * 2 + half)._reinterpret(ws.dtype, [columns, 32], lay)
+        out = warpgroup_mma(x.slice(32 * half, 32, 1), rows.permute((1, 0)), out, is_async=True)
+    return out
+
+
+@gluon.jit
+def _exchanged(x):
+    """[R, n, 8] with neighbours exchanged."""
+    even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1], 4, 2)))
+    return gl.reshape(gl.join(odd, even), (x.shape[0], x.shape[1], 8))
+
+
+@gluon.jit
+def _store(part, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory."""
+    rows: gl.constexpr = part.shape[0]
+    columns: gl.constexpr = part.shape[1]
+    if columns > 64:
+        left, right = gl.split(gl.permute(gl.reshape(part, (rows, 2, columns // 2)), (0, 2, 1)))
+        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
+        _store(right, m, n + columns // 2, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
+    else:
+        lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
+        row = m + gl.arange(0, rows, layout=gl.SliceLayout(1, lanes))
+        column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, lanes))
+        at = gl.expand_dims(row.to(gl.int64), 1) * WIDTH + gl.expand_dims(column, 0)
+        inside = gl.expand_dims(row < num_rows, 1) & gl.expand_dims(column < WIDTH, 0)
+        if bias_ptr is not None:
+            column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, part.type.layout))
+            bias = gl.load(bias_ptr + column, mask=column < WIDTH, other=0.0)
+            part += gl.expand_dims(bias.to(gl.float32), 0)
+        if residual_ptr is not None:
+            residual = gl.load(residual_ptr + at, mask=inside, other=0.0)
+            part += gl.convert_layout(residual, part.type.layout).to(gl.float32)
+        gl.store(out_ptr + at, gl.convert_layout(part.to(out_ptr.dtype.element_ty), lanes), mask=inside)
+
+
+@gluon.jit
+def _finish(
+    out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows,
+    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs."""
+    rows: gl.constexpr = out.shape[0]
+    columns: gl.constexpr = out.shape[1]
+    straight, crossed = gl.split(gl.permute(gl.reshape(out, (rows, columns // 16, 2, 8)), (0, 1, 3, 2)))
+    crossed = _exchanged(crossed)
+    straight = gl.convert_layout(straight, crossed.type.layout)
+    if GATED:
+        gated = gl.reshape(straight / (1.0 + gl.exp(-straight)) * crossed, (rows, columns // 2))
+        _store(gated, m, n // 2, None, None, out_ptr, num_rows, N // 2, WARPS)
+    else:
+        whole = gl.reshape(gl.permute(gl.join(straight, crossed), (0, 1, 3, 2)), (rows, columns))
+        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, WARPS)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _hopper_kernel(
+    x_desc,  # [R, K] by [ROWS, 64]
+    weight_desc,  # [N/16, K/4, 64] by [COLUMNS/16, 8, 64]
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
+    ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+
+    STEPS: gl.constexpr = K // 64
+    TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tiles = gl.cdiv(num_rows, ROWS) * TILES_N
+    programs = gl.num_programs(0)
+    # the ring runs on from tile to tile: the next one's first steps arrive while this one is stored
+    ahead = gl.program_id(0)
+    ahead_step = 0
+    ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+    for stage in gl.static_range(STAGES - 1):
+        _fetch(x_desc, weight_desc, xs, ws, full, stage, ahead_m, ahead_n, ahead_step, ahead < tiles)
+        ahead_step += 1
+        if ahead_step == STEPS:
+            ahead_step = 0
+            ahead += programs
+            ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+    at = 0
+    for tile in range(gl.program_id(0), tiles, programs):
+        m, n = _place(tile, num_rows, ROWS, COLUMNS, TILES_N)
+        out = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
+        for _ in range(STEPS):
+            slot = at % STAGES
+            mbarrier.wait(full.index(slot), at // STAGES % 2)
+            out = _multiply(out, xs.index(slot), ws, slot)
+            # all but this step's products are done, and after the barrier those of every warp: the slot before is free
+            out = warpgroup_mma_wait(2, deps=(out,))
+            thread_barrier()
+            free = (at + STAGES - 1) % STAGES
+            _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
+            ahead_step += 1
+            if ahead_step == STEPS:
+                ahead_step = 0
+                ahead += programs
+                ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+            at += 1
+        out = warpgroup_mma_wait(0, deps=(out,))
+        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
+
+
+def tile_of(num_rows: int, n: int, programs: int) -> Tile:
+    """The tile with which `programs` programs are done first."""
+
+    def time(tile: Tile) -> float:
+        tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
+        return int(triton.cdiv(tiles, programs)) * tile.cost
+
+    return min(TILES, key=time)
+
+
+def run(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: bool,
+    tile: Tile,
+    programs: int,
+) -> None:
+    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes."""
+    n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    pairs = weight.view(n // 16, k // 4, 64)
+    tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
+    warps = tile.rows // 16
+    start(_hopper_kernel, (min(tiles, programs),),
+        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
+        rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
+        num_warps=warps,
+    )  # fmt: skip

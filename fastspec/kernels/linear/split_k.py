@@ -1,0 +1,248 @@
+"""What stands between packed products of many rows: ways added up, bias, residual, one rounding, the next one's norm.
+
+Where a norm and a product come next, rows go on times gamma and regrouped, as the ring's kernel reads them; the factors
+of rows come of the sums of squares that each way of that product has, to the bits of `packed_norm`. So a program has
+what one way will multiply of a row, and rows need not be few programs.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.gluon_compat import copy_to_shared
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.linear.epilogue import (
+    STAYS,
+    add_squares,
+    by_groups,
+    folded,
+    no_squares,
+    regrouped,
+    times_gamma,
+    ways_scale,
+)
+
+COLUMNS = 512  # of one program that only adds up
+WARPS = 4
+FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
+# words of shared memory of a program, of few and of more of them: three and six share a multiprocessor. Begun early, as
+# many as fit would wait on the multiprocessors that are free first, and others would have none of them
+SPREAD = (16384, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What ways of a product come to that are left apart: sums fp32 [WAYS, M, N], some of which go together first."""
+
+    sums: Tensor
+    together: int
+
+
+@gluon.jit
+def _sums(
+    parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
+    N: gl.constexpr, WAYS: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there.
+
+    Ways come by way of shared memory: of loads into registers the compiler leaves few under way at a time.
+    """
+    at = row.to(gl.int64) * N + n
+    held = ()
+    for i in gl.static_range(WAYS):
+        held = held + (gl.allocate_shared_memory(gl.float32, [n.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
+        from_way = parts_ptr + ((i * M + row).to(gl.int64) * N + n)
+        copy_to_shared(held[i], from_way, mask=there)
+    if WAYS > 0:
+        async_copy.commit_group()
+    if residual_ptr is not None:
+        residual = gl.load(residual_ptr + at, mask=there, other=0.0).to(gl.float32)
+    if WAYS > 0:
+        async_copy.wait_group(0)
+        ways = ()
+        for i in gl.static_range(WAYS):
+            ways = ways + (held[i].load(n.type.layout),)
+        total = by_groups(ways, TOGETHER)
+        if factor is not None:
+            total = total * factor
+        if bias_ptr is not None:
+            total += gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
+        if residual_ptr is not None:
+            total += residual
+        return total
+    else:
+        return residual
+
+
+@gluon.jit(do_not_specialize=["M"])
+def sum_kernel(
+    parts_ptr,  # fp32 [WAYS, M, N]
+    squares_ptr,  # fp32 [S, M] or None: see `given_kernel`
+    bias_ptr,  # [N] or None
+    residual_ptr,  # [M, N] or None
+    out_ptr,  # [M, N]
+    eps,
+    M,
+    N: gl.constexpr,
+    K: gl.constexpr,  # of the norm
+    WAYS: gl.constexpr,
+    TOGETHER: gl.constexpr,  # parts that are added up first
+    S: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """COLUMNS columns of a row."""
+    row = gl.program_id(0)
+    n = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    factor = None
+    if squares_ptr is not None:
+        factor = ways_scale(squares_ptr, row, None, M, eps, K, S)
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS, TOGETHER)
+    total = total.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def given_kernel(
+    parts_ptr,  # fp32 [WAYS, M, K], or None: residual is all there is
+    bias_ptr,  # [K] or None
+    residual_ptr,  # [M, K]
+    out_ptr,  # [M, K], the sums, or None
+    gamma_ptr,  # int32 words [K / 2], or None
+    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped
+    squares_ptr,  # fp32 [S, M]: of the sums, by ways of the product behind; None as gamma_ptr
+    M,
+    WAYS: gl.constexpr,  # of the product before
+    TOGETHER: gl.constexpr,  # of its parts that are added up first
+    K: gl.constexpr,
+    S: gl.constexpr,  # of the product behind
+    KT: gl.constexpr,
+    ROOM: gl.constexpr,  # words, a power of two
+    SHARED: gl.constexpr,  # words of shared memory, ROOM at least; more than that for fewer programs to share it
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """What one way of the product behind multiplies of a row."""
+    SLAB: gl.constexpr = KT // 2  # words
+    way, row = gl.program_id(0), gl.program_id(1)
+    word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    place = word // SLAB * (S * SLAB) + way * SLAB + word % SLAB
+    i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    n = i // KT * (S * KT) + way * KT + i % KT
+    words_at = row.to(gl.int64) * (K // 2)
+    if gamma_ptr is not None:
+        gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS, TOGETHER).to(DTYPE)
+    if out_ptr is not None:
+        gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
+    low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
+    words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
+    if gamma_ptr is None:
+        gl.store(given_ptr + (words_at + regrouped(place)), words, mask=place < K // 2, eviction_policy=STAYS)
+    else:
+        normed = times_gamma(words, gamma, DTYPE)
+        gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2, eviction_policy=STAYS)
+        mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mine.slice(0, ROOM).store(words)
+        lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+        squares = no_squares(gl.full([SLAB // 4, 4], 0, gl.int32, layout=lanes))
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+        for first in gl.static_range(0, (K // 2 + S * SLAB - 1) // (S * SLAB) * SLAB, SLAB):
+            some = gl.reshape(mine.slice(first, SLAB).load(flat), [SLAB // 4, 4])
+            squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
+        together: gl.constexpr = gl.BlockedLayout([1, SLAB // 4], [1, 32], [1, WARPS], [1, 0])
+        square = folded(gl.convert_layout(gl.reshape(squares, [1, SLAB // 4]), together))
+        gl.store(squares_ptr + (way * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
+
+
+def add_up(
+    parts: Parts,
+    squares: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    pdl: bool,
+) -> None:
+    """out [M, N] = rounded(sum of parts, in order, * factors of rows [M] + bias [N] + residual).
+
+    Args:
+        squares: fp32 [S, M], what `given_rows` returns; None for no factors.
+        norm: that they belong to.
+    """
+    ways, rows, n = parts.sums.shape
+    k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
+    launch(
+        sum_kernel,
+        (rows, triton.cdiv(n, COLUMNS)),
+        *(parts.sums, squares, bias, residual, out, eps, rows),
+        **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.together, "S": 0 if squares is None else len(squares)},
+        **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
+        num_warps=WARPS,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+
+
+def given_rows(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
+    split: tuple[int, int],
+    dtype: gl.dtype,
+    pdl: bool,
+    parts: Parts | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows for a product of the ring's kernel.
+
+    Args:
+        x: [M, K], 16-bit and contiguous.
+        norm: weight [K] and epsilon; None for rows as they are.
+        split: ways and slab of the product.
+        dtype: of x, in Gluon's terms.
+        parts: sums [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
+
+    Returns:
+        x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
+    """
+    rows, k = x.shape
+    ways, slab = split
+    given = torch.empty_like(x)
+    out = x if parts is None else torch.empty_like(x)
+    squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
+    room = triton.next_power_of_2(triton.cdiv(k, ways * slab)) * slab // 2
+    warps = min(8, max(1, room // 128))
+    gamma = None if norm is None else norm[0].view(torch.int32)
+    launch(
+        given_kernel,
+        (ways, rows),
+        *(None if parts is None else parts.sums, bias, x, None if parts is None else out),
+        *(gamma, given.view(torch.int32), squares, rows),
+        **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.together},
+        **{"K": k, "S": ways, "KT": slab, "ROOM": room},
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},
+        num_warps=warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    return out, given, squares

@@ -1,0 +1,78 @@
+"""`Ops`: one implementation of everything a step computes, in torch (`reference`) or as Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of every op; signatures and meanings are those of the functions in `reference`.
+
+    Attributes:
+        name: "triton" or "torch".
+        store: (weight, gated) -> the form in which `linear`, `pick` and `embed` want it.
+        workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
+            work in, given back to `attend` and `pick` as `work`.
+        workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
+        commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
+        sampled_work: (batch, max_drafts, vocab, device) -> what `sampled_commit` and `sampled_draw` work in.
+        sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
+        record_work: (batch, max_drafts, vocab, device) -> what log-probabilities are recorded in.
+        record_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
+        compiling: a context in which ops compute nothing, and their kernels are compiled.
+    """
+
+    name: str
+    store: Callable[[Tensor, bool], Tensor]
+    workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
+    workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
+    commit_scratch: Callable[[int, int, torch.device], Tensor | None]
+    feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    embed: Callable[[Tensor, Tensor], Tensor]
+    linear: Callable[..., Tensor]
+    between: Callable[..., tuple[Tensor, Tensor | None]]
+    attend: Callable[..., Tensor]
+    pick: Callable[..., None]
+    verify_commit: Callable[..., None]
+    sampled_work: Callable[[int, int, int, torch.device], Any]
+    sampled_work_bytes: Callable[[int, int, int], int]
+    sampled_commit: Callable[..., None]
+    sampled_draw: Callable[..., None]
+    record_work: Callable[[int, int, int, torch.device], Any]
+    record_work_bytes: Callable[[int, int, int], int]
+    commit: Callable[..., None]
+    publish: Callable[..., None]
+    compiling: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+TORCH_OPS = Ops(
+    name="torch",
+    store=lambda weight, gated: weight,
+    workspace=lambda device, batch, max_queries, max_positions, heads: None,
+    workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
+    commit_scratch=lambda batch, max_drafts, device: None,
+    feed_rows=reference.feed_rows,
+    embed=reference.embed,
+    linear=reference.linear,
+    between=reference.between,
+    attend=reference.attend,
+    pick=reference.pick,
+    verify_commit=reference.verify_commit,
+    sampled_work=lambda batch, max_drafts, vocab, device: None,
+    sampled_work_bytes=lambda batch, max_drafts, vocab: 0,
+    sampled_commit=reference.sampled_commit,
+    sampled_draw=reference.sampled_draw,
+    record_work=lambda batch, max_drafts, vocab, device: None,
+    record_work_bytes=lambda batch, max_drafts, vocab: 0,
+    commit=reference.commit,
+    publish=reference.publish,
+)

@@ -1,0 +1,178 @@
+"""Torch definition of attention over paged keys, with rotary embedding and K/V append.
+
+Row invariance: keys are visited in blocks of `KEY_BLOCK` absolute positions, reduced in order. A block that is masked
+for a row is an exact no-op for it, so the number of blocks visited does not change the bits of that row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels.reference.linear import rms_norm
+from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout (arXiv 2104.09864): x [B, Q, H, D], cos and sin fp32 [B, Q, 1, D/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    *,
+    num_blocks: int,
+    window: int | None,
+    tiling: Tiling = UNTILED,
+) -> Tensor:
+    """Causal attention of B x Q query rows over paged keys, with grouped heads and an optional window.
+
+    Row (b, i) sees the cached positions j <= positions[b, i], and with a window only j > positions[b, i] - window.
+
+    Args:
+        query: [B, Q, H, D].
+        keys: [num_pages, page_size, Hkv, D], H a multiple of Hkv.
+        values: as keys.
+        block_table: int64 [B, P].
+        positions: int64 [B, Q].
+        num_blocks: KEY_BLOCK-sized blocks to visit; every attended position lies below num_blocks * KEY_BLOCK.
+        window: newest positions seen, the row's own included; None sees all.
+        tiling: query tokens per matrix product.
+
+    Returns:
+        [B, Q, H, D] in query's dtype; softmax and sums in fp32 (online over key blocks, arXiv 2205.14135).
+    """
+    batch, num_queries, num_heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    group = num_heads // kv_heads
+    tile = num_queries if tiling.queries is None else tiling.queries
+    pad = -num_queries % tile
+    tiles = (num_queries + pad) // tile
+    # [B, Q, H, D] -> [B, tiles, Hkv, group * tile, D]: one fixed shape per matrix product
+    q = F.pad(query.float(), (0, 0, 0, 0, 0, pad)) * dim**-0.5
+    q = q.view(batch, tiles, tile, kv_heads, group, dim).permute(0, 1, 3, 4, 2, 5)
+    q = q.reshape(batch, tiles, kv_heads, group * tile, dim)
+    row_pos = F.pad(positions, (0, pad)).view(batch, tiles, 1, 1, tile)
+    row_pos = row_pos.expand(-1, -1, -1, group, -1).reshape(batch, tiles, 1, -1, 1)
+    newest = positions.amax(dim=1)
+
+    top = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    total = torch.zeros_like(top)
+    out = torch.zeros_like(q)
+    for block in range(num_blocks):
+        at = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, device=query.device)
+        k, v = _gather_block(keys, values, block_table, at, newest)
+        seen = at <= row_pos
+        if window is not None:
+            seen = seen & (at > row_pos - window)
+        scores = torch.matmul(q, k.transpose(-1, -2)[:, None]).masked_fill(~seen, -torch.inf)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        # a row that has seen nothing yet keeps top = -inf: shift by 0 instead, so that exp(-inf) is 0 and not NaN
+        shift = new_top.masked_fill(new_top == -torch.inf, 0.0)
+        weights = torch.exp(scores - shift)
+        scale = torch.exp(top - shift)
+        total = total * scale + weights.sum(-1, keepdim=True)
+        out = out * scale + torch.matmul(weights, v[:, None])
+        top = new_top
+    out = out / total
+    out = out.view(batch, tiles, kv_heads, group, tile, dim).permute(0, 1, 4, 2, 3, 5)
+    return out.reshape(batch, num_queries + pad, num_heads, dim)[:, :num_queries].to(query.dtype)
+
+
+def _gather_block(
+    keys: Tensor, values: Tensor, block_table: Tensor, at: Tensor, newest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V [B, Hkv, KEY_BLOCK, D] in fp32 of positions `at`; zero above each row's `newest`.
+
+    Slots above `newest` hold stale or foreign values, possibly NaN, and 0 * NaN is NaN: a zero weight alone
+    would not keep them out.
+    """
+    page_size = keys.shape[1]
+    pages = block_table[:, (at // page_size).clamp(max=block_table.shape[1] - 1)].clamp(0, keys.shape[0] - 1)
+    slots = pages * page_size + at % page_size
+    written = (at <= newest[:, None])[:, :, None, None]
+    flat = keys.shape[2:]
+    k = torch.where(written, keys.view(-1, *flat)[slots], 0.0)
+    v = torch.where(written, values.view(-1, *flat)[slots], 0.0)
+    return k.float().transpose(1, 2), v.float().transpose(1, 2)
+
+
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    writes: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_blocks: int,
+    first_block: int = 0,
+    window: int | None,
+    work: object = None,
+    product: Tensor | None = None,
+    tiling: Tiling = UNTILED,
+) -> Tensor:
+    """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
+
+    Args:
+        qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
+        cos, sin: fp32 [positions, D/2], the rotary table.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `writes`.
+        block_table: int64 [B, P].
+        positions: int64 [B, Q], >= 0.
+        writes: bool [B, Q]; the K/V of other rows is not kept.
+        num_heads: H.
+        q_norm, k_norm, eps: weights [D] of an RMSNorm of every query and key head, and its epsilon.
+        num_blocks, window, tiling: as in `paged_attention`.
+        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
+            others as junk.
+        work: of the kernel; unused here.
+        product: the weight that multiplies the result, which kernels may leave as that and `between` want it; unused
+            here.
+
+    Returns:
+        [B, Q, H * D].
+    """
+    page_size, kv_heads, dim = keys.shape[1:]
+    heads = qkv.unflatten(-1, (-1, dim))
+    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=2)
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    at = positions.clamp(max=cos.shape[0] - 1)
+    rotation = cos[at][:, :, None], sin[at][:, :, None]
+    slots = _slots(block_table, positions, page_size, writes).flatten()
+    keys.view(-1, kv_heads, dim).index_copy_(0, slots, rope(key, *rotation).flatten(0, 1))
+    values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
+    out = paged_attention(
+        rope(query, *rotation),
+        keys,
+        values,
+        block_table,
+        positions,
+        num_blocks=num_blocks,
+        window=window,
+        tiling=tiling,
+    )
+    return out.flatten(2)
+
+
+def _slots(block_table: Tensor, positions: Tensor, page_size: int, writes: Tensor) -> Tensor:
+    """Flat cache slots [B, Q] of positions [B, Q]; where `writes` is False one of page 0, which belongs to nobody.
+
+    Positions beyond the block table are clamped to its last page: they are only ever given for rows that do not
+    write, and an index derived from data must stay in range all the same.
+    """
+    pages = block_table.gather(1, (positions // page_size).clamp(0, block_table.shape[1] - 1))
+    return torch.where(writes, pages, 0) * page_size + positions % page_size

@@ -1,0 +1,161 @@
+"""Torch definition of the matrix products of a pass, and of the norms fused with them.
+
+Row invariance: the bits of a row must not depend on how many rows run beside it. Libraries choose the algorithm of a
+matrix product by its shape, so `linear` always gives them the same shape: rows go in zero-padded blocks of
+`Tiling.rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels.common import packing
+from fastspec.shapes import UNTILED, Tiling
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32 (arXiv 1910.07467)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tiling: Tiling = UNTILED,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A linear layer with what stands before and after it: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
+
+    Args:
+        x: [..., K].
+        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows.
+        bias: [N].
+        tiling: `tiling.rows` rows a product.
+        norm: weight [K] and epsilon of an RMSNorm of x.
+        residual: [..., N], added at the end.
+        gated: the product is [gate; up], the result [..., N/2] is silu(gate) * up.
+        out_dtype: float32 keeps the accumulator as it is, whatever the weights' dtype; by default x's dtype.
+    """
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    product = _product(x, weight, bias, tiling, out_dtype)
+    if gated:
+        product = silu_mul(product)
+    return product if residual is None else residual + product
+
+
+def pick(
+    x: Tensor,
+    weight: Tensor,
+    limit: int,
+    tiling: Tiling = UNTILED,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    work: object = None,
+    out: Tensor,
+) -> None:
+    """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first."""
+    logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+    out.copy_(logits[..., :limit].argmax(dim=-1))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    blocks = [flat] if tiling.rows is None else _row_blocks(flat, tiling.rows)
+    if out_dtype is torch.float32:
+        product = torch.cat([_product_fp32(rows, weight) for rows in blocks])
+        product = product if bias is None else product + bias
+    else:
+        product = torch.cat([F.linear(rows, weight, bias) for rows in blocks])
+    return product[: flat.shape[0]].view(*x.shape[:-1], -1)
+
+
+def _row_blocks(x: Tensor, row_block: int) -> list[Tensor]:
+    """Rows of x [R, K] as zero-padded blocks [row_block, K]."""
+    return list(F.pad(x, (0, 0, 0, -x.shape[0] % row_block)).split(row_block))
+
+
+def _product_fp32(rows: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype == torch.float32:
+        return F.linear(rows, weight)
+    if weight.is_cuda:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+    # the CPU has no mixed-output product: widen the weights by slices, so that no fp32 copy of all of them exists
+    return torch.cat([F.linear(rows.float(), part.float()) for part in weight.split(8192)], dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused [..., 2 I] product, gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def tile_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear`, rows taken all at once."""
+    return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
+
+
+def tile_pick(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+    """int64 [R]: the lowest id of the largest of `linear`'s first `limit` logits in fp32; NaN counts as largest."""
+    return linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
+
+
+def prefill_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` with a packed weight [N/16, K/32, 16, 32]; with `gated` 8 gate rows, then their 8 up rows, and so on."""
+    rows = packing.unpack(weight, gated)
+    return linear(x, rows, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
+
+
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` with a packed weight, computed in fp32 (in fp64 for fp64 operands) and rounded once, at the end."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.to(wide)
+    if norm is not None:
+        rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(wide)
+    out = F.linear(rows, packing.unpack(weight, gated).to(wide), None if bias is None else bias.to(wide))
+    if gated:
+        out = silu_mul(out)
+    if residual is not None:
+        out = out + residual.to(wide)
+    return out.to(out_dtype or x.dtype)
+
+
+def packed_pick(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+    """int64 [R]: the lowest id of the largest of a packed head's first `limit` logits; NaN counts as the largest."""
+    return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

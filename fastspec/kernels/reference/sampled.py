@@ -1,0 +1,109 @@
+"""Torch definition of the ops of a step that samples: the end of a step, and a draft's token with its law."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.reference.step import Record, ended
+from fastspec.sampling import distribution, processors, verify
+from fastspec.sampling.rules import BLOCK, COUPLED
+
+
+class SampledRows(verify.CommitRows, Protocol):
+    """What of B rows an op that samples reads and writes; `fastspec.state.DecodeState` has and explains it."""
+
+    @property
+    def seeds(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def draft_probs(self) -> Tensor:
+        """[B, K, V]."""
+
+    @property
+    def output_counts(self) -> Tensor:
+        """int32 [B, V]."""
+
+    @property
+    def sampler(self) -> distribution.SamplerRows:
+        """Options of the law."""
+
+    @property
+    def processors(self) -> processors.ProcessorRows:
+        """What is done to logits before."""
+
+
+def sampled_commit(
+    logits: Tensor,
+    rows: SampledRows,
+    scratch: Tensor | None = None,
+    work: object = None,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+    *,
+    rule: str,
+    certain: bool,
+    draws: verify.Draws,
+    record: Record | None = None,
+) -> None:
+    """Ends a step that samples: judges the drafts, marks what is broken, commits, counts, and publishes if asked to.
+
+    Args:
+        logits: fp32 [B, k+1, V] of the target.
+        rows: changed in place as by `commit` and `processors.count`.
+        scratch, work: of the kernels, without use here.
+        publish_to: as in `commit`.
+        rule: one of `fastspec.sampling.rules.MODES`.
+        certain: drafts had the law that is one on them; otherwise that in draft_probs.
+        draws: coins and draws.
+        record: log-probabilities to record, of the raw logits.
+    """
+    k = logits.shape[1] - 1
+    drafts, counts = rows.draft_tokens[:, :k], rows.draft_counts
+    places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
+    judged = processors.process(logits, rows.processors, rows.lengths, drafts)
+    broken = processors.broken(judged)
+    # by a place without a law nothing is accepted; a greedy row's pick stays what it is
+    lawless = broken & (rows.sampler.temperature > 0)[:, None]
+    p = distribution.law(judged, rows.sampler).masked_fill(lawless[:, :, None], torch.nan)
+    if rule == COUPLED:
+        accepted, block = verify.coupled(p, drafts, counts, places, draws, distribution.TARGET)
+    else:
+        q = None if certain else rows.draft_probs[:, :k].to(p.dtype)
+        judge = verify.block if rule == BLOCK else verify.rejection
+        accepted, block = judge(p, q, drafts, counts, places, draws, distribution.TARGET)
+    ended(processors.marked(accepted, broken), block, rows, logits, publish_to, record)
+    processors.count(rows.output_counts, rows.block, rows.emitted)
+
+
+def sampled_draw(
+    logits: Tensor,
+    rows: SampledRows,
+    j: int,
+    work: object = None,
+    *,
+    purpose: int,
+    keeps_law: bool,
+    draws: verify.Draws,
+) -> None:
+    """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where the law is kept.
+
+    Args:
+        logits: fp32 [B, 1, V'] of the draft, of the ids below V' <= V; the law is zero on the others.
+        rows: changed in place.
+        j: the draft; it comes after the row's first j drafts.
+        work: of the kernels, without use here.
+        purpose: keys the draw.
+        keeps_law: whether the law is judged by later.
+        draws: draws.
+    """
+    judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :j])
+    probs = distribution.law(judged, rows.sampler)[:, 0].masked_fill(processors.broken(judged), torch.nan)
+    probs = processors.drawable(probs)
+    rows.draft_tokens[:, j] = draws.pick(probs, rows.lengths + j, purpose)
+    if keeps_law:
+        known = probs.shape[1]
+        rows.draft_probs[:, j, :known] = probs
+        rows.draft_probs[:, j, known:] = 0.0  # a certain draft may have been such an id

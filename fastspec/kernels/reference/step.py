@@ -1,0 +1,169 @@
+"""Torch definition of the ops of a step around the models' passes: what is fed, and what becomes of the logits.
+
+`reference` has those of the passes; the law of a commit itself is in `fastspec.sampling.verify`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common import packing
+from fastspec.sampling import processors, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The log-probabilities that the end of a step is to record.
+
+    Attributes:
+        top: how many of the most probable ids beside the emitted one, at each place.
+        work: of the kernels, from `Ops.record_work`.
+        details: where they are published, as in `publish`; None: they stay in the rows.
+    """
+
+    top: int
+    work: Any = None
+    details: Tensor | None = None
+
+
+def feed_rows(
+    tokens: Tensor,
+    lengths: Tensor,
+    finish: Tensor,
+    draft_tokens: Tensor,
+    *,
+    first: int,
+    queries: int,
+    limit: int,
+    vocab: int,
+    draft_counts: Tensor | None = None,
+    num_drafts: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a pass at positions lengths + first .. lengths + first + queries - 1 of every row.
+
+    Args:
+        tokens: int64 [B, T]; positions below lengths are read from here.
+        lengths: int64 [B].
+        finish: int64 [B], 0 where the row is running.
+        draft_tokens: int64 [B, K]; position lengths + j is draft j.
+        first: position of the first, relative to lengths.
+        queries: tokens a row.
+        limit: positions from here on are not written.
+        vocab: ids outside 0..vocab-1 become 0.
+        draft_counts: int64 [B], given in the first pass of a draft: set to the drafts, of at most num_drafts, whose
+            predecessors all lie below limit; a row without any writes nothing.
+        num_drafts: k.
+
+    Returns:
+        (ids int64 [B, Q], positions int64 [B, Q] >= 0, writes bool [B, Q]: which of them are stored in the cache).
+    """
+    offsets = torch.arange(first, first + queries, device=lengths.device)
+    positions = lengths[:, None] + offsets
+    known = min(queries, max(0, -first))
+    at = positions[:, :known].clamp(0, tokens.shape[1] - 1)
+    ids = torch.cat((tokens.gather(1, at), draft_tokens[:, first + known : first + queries]), dim=1)
+    writes = (finish == verify.RUNNING)[:, None] & (positions >= 0) & (positions < limit)
+    if draft_counts is not None:
+        draft_counts.copy_((limit + 1 - lengths).clamp(0, num_drafts))
+        writes = writes & (draft_counts > 0)[:, None]
+    return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), writes
+
+
+def embed(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows [..., H] of an embedding [V, H], or packed [V/16, H/32, 16, 32], at int64 ids clamped to the table."""
+    if weight.dim() == 2:
+        return weight[ids.clamp(0, weight.shape[0] - 1)]
+    return packing.embed_rows(weight, ids.clamp(0, weight.shape[0] * 16 - 1))
+
+
+def verify_commit(
+    logits: Tensor,
+    rows: verify.CommitRows,
+    scratch: Tensor | None = None,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+    record: Record | None = None,
+) -> None:
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `ended`."""
+    accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
+    ended(processors.marked(accepted, processors.broken(logits)), block, rows, logits, publish_to, record)
+
+
+def ended(
+    accepted: Tensor,
+    block: Tensor,
+    rows: verify.CommitRows,
+    logits: Tensor,
+    publish_to: tuple[Tensor, Tensor] | None,
+    record: Record | None,
+) -> None:
+    """`commit`, with what `record` asks for of the raw logits [B, k+1, V] recorded and published along."""
+    verify.commit(rows, accepted, block)
+    if record is not None:
+        record_logprobs(rows, record.top, logits)
+    if publish_to is not None:
+        details = None if record is None else record.details
+        publish(*publish_to, rows, drafting=block.shape[1] > 1, details=details)
+
+
+def record_logprobs(rows: verify.CommitRows, top: int, logits: Tensor) -> None:
+    """Stores the log-probabilities of `rows.block` under raw logits [B, k+1, V], and the `top` largest at each place.
+
+    At places that are not emitted anything may be left. Among equal logits the lowest id is first.
+    """
+    places = logits.shape[1]
+    logprobs = logits.log_softmax(dim=-1)
+    rows.logprobs[:, :places] = logprobs.gather(2, rows.block[:, :places, None])[:, :, 0]
+    if top:
+        ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :, :top]
+        rows.top_ids[:, :places, :top] = ids
+        rows.top_logprobs[:, :places, :top] = logprobs.gather(2, ids)
+
+
+def commit(
+    accepted: Tensor,
+    block: Tensor,
+    rows: verify.CommitRows,
+    scratch: Tensor | None = None,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Ends a step: `verify.commit` of accepted int64 [B] and block int64 [B, k+1], then `publish` where asked for.
+
+    Args:
+        accepted: as `verify.commit`.
+        block: likewise.
+        rows: likewise.
+        scratch: counters of the kernel, without use here.
+        publish_to: entries and counter as in `publish`.
+    """
+    verify.commit(rows, accepted, block)
+    if publish_to is not None:
+        publish(*publish_to, rows, drafting=block.shape[1] > 1)
+
+
+def publish(
+    entries: Tensor, counter: Tensor, rows: verify.CommitRows, *, drafting: bool, details: Tensor | None = None
+) -> None:
+    """Counts a step in `counter` int64 [1] and stores its results in slot counter % slots of a ring.
+
+    Args:
+        entries: int64 [slots, 1 + Bmax * (5 + K)]: the sequence number, then for each row emitted, accepted, drafts
+            that counted, finish and the K+1 tokens of its block. Rows beyond those of `rows` are left.
+        counter: sequence number of the last step.
+        rows: the results.
+        drafting: whether this step had drafts; otherwise none counted.
+        details: int32 [slots, Bmax, K+1, 1+2N]: at each place of the block the bits of its log-probability, the N
+            most probable ids, and the bits of their log-probabilities.
+    """
+    counter.add_(1)
+    slot = counter % entries.shape[0]
+    counts = rows.draft_counts * int(drafting)
+    entry = torch.cat((torch.stack((rows.emitted, rows.accepted, counts, rows.finish), dim=1), rows.block), dim=1)
+    if details is not None:
+        values = (rows.logprobs[..., None].view(torch.int32), rows.top_ids, rows.top_logprobs.view(torch.int32))
+        details[:, : len(rows.emitted)].index_copy_(0, slot, torch.cat(values, dim=-1).int()[None])
+    entries[:, 1 : 1 + entry.numel()].index_copy_(0, slot, entry.flatten()[None])
+    entries[:, 0].index_copy_(0, slot, counter)

@@ -1,0 +1,1 @@
+"""What happens to the logits: distribution, draws, acceptance, commit, results."""

@@ -1,0 +1,302 @@
+"""Between which logits a line's threshold must lie, by what the first launch says of its groups (groups.py).
+
+- At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit. Nor do
+  more sets of four groups: for a small k these give as good a bound, and are a quarter of the sums;
+- the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
+  31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
+  none of them is kept. Of a law with few likely ids, most of which are alone in their group, little more is kept.
+
+Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the law: bounds
+follow from it at 3.5 standard deviations (a flat law), or as many of the likeliest ids as can be held (a law with a
+heavy head, of which a sample says little). Such bounds are checked afterwards.
+
+Sums are taken in one order, over pieces that do not depend on the number of rows, so a line's record does not either.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastspec.kernels.sampling.logits import (
+    BROKEN,
+    GREEDY,
+    GROUP,
+    KEY_LOWEST,
+    KEY_OPEN,
+    KNOWN,
+    SEARCHED,
+    key_of,
+    scaled,
+    value_of,
+    view_of,
+)
+
+DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
+STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
+REACH = tl.constexpr(16.0)  # below the largest, where the k-th of the groups' maxima is looked for first
+SET = tl.constexpr(4)  # groups whose largest are taken as one, where k is
+FEW = tl.constexpr(16)  # times less than the groups
+ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
+PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
+MOST_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def filtered(top_k, top_p, min_p, vocab):
+    """Whether a law keeps less than all ids."""
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
+
+
+@triton.jit
+def _narrowed(low, high, light):
+    """The part of [low, high] between the last of evenly spaced pivots that is light, and the next."""
+    step = (high - low) / (PIVOTS + 1)
+    number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
+    return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
+
+
+@triton.jit
+def added(values):
+    """The sum of [1, N]."""
+    return tl.sum(tl.sum(values, axis=1), axis=0)
+
+
+@triton.jit
+def largest_with(keys, weights, least):
+    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
+    low = tl.zeros([], tl.int64) + KEY_LOWEST
+    reached = added(weights)  # by keys >= low
+    high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
+    high = tl.maximum(high, low)
+    while (low < high) & (reached > least):
+        step = (high - low) // (PIVOTS + 1) + 1
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * step
+        sums = tl.sum(tl.where(keys >= tl.minimum(pivots, KEY_OPEN).to(tl.int32)[:, None], weights, 0), axis=1)
+        enough = (sums >= least) & (pivots <= high)
+        reached = tl.min(tl.where(enough, sums, reached), axis=0)
+        low += tl.sum(enough.to(tl.int32), axis=0) * step
+        high = tl.minimum(high, low + step - 1)
+    if low < high:
+        # as many as are wanted are left: the least of them
+        left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
+        low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
+    return low
+
+
+@triton.jit
+def _largest_below(x, weights, rest, groups, largest, most, WIDTH):
+    """A value t: what lies below it weighs at most `most`, by weights of groups whose maxima are x [1, N].
+
+    `rest` is what a group weighs without its largest, which is not below t where that reaches t.
+    """
+    low = largest + tl.minimum(tl.log(most / (groups * WIDTH)), 0.0)
+    high = largest
+    for _ in range(3):
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
+        parts = tl.minimum(rest, tl.exp(pivots - largest)[:, None] * (WIDTH - 1))
+        below = tl.sum(tl.where(x < pivots[:, None], weights, parts), axis=1)
+        low, high = _narrowed(low, high, below <= most)
+    return low
+
+
+@triton.jit
+def _quantile(x, weights, most, low, high):
+    """Values about the largest t in [low, high] for which `weights` of x < t sum to at most `most`: below and above."""
+    for _ in range(4):
+        pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
+        below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
+        low, high = _narrowed(low, high, below <= most)
+    return low, high
+
+
+@triton.jit
+def _reached_by(tops, largest, least):
+    """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if so many do not exist.
+
+    Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
+    """
+    low, high = largest - REACH, largest
+    reached = tl.zeros([], tl.int32)
+    steps = tl.zeros([], tl.int32)
+    while ((reached < least) | (reached > least + least // 2 + 16)) & (steps < 10):
+        step = (high - low) / PIVOTS
+        pivots = low + tl.arange(0, PIVOTS) * step
+        counts = tl.sum((tops >= pivots[:, None]).to(tl.int32), axis=1)
+        enough = counts >= least
+        number = tl.sum(enough.to(tl.int32), axis=0)
+        if number > 0:
+            reached = tl.min(tl.where(enough, counts, 0x7FFFFFFF), axis=0)
+            last = low + (number - 1).to(tl.float32) * step
+            high = tl.minimum(low + number.to(tl.float32) * step, high)
+            low = last
+        else:
+            high = low
+            low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
+        steps += 1
+    return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
+
+
+@triton.jit
+def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
+    """The key of a value that is at most the k-th largest logit, by the groups' maxima [1, GROUPS]."""
+    if top_k * FEW <= GROUPS:
+        sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
+        key = _reached_by(sets[None, :], largest, top_k)
+    else:
+        key = _reached_by(tops, largest, top_k)
+    return key
+
+
+@triton.jit
+def _guessed(source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MOST, STOPS):
+    """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
+    group = tl.arange(0, GROUPS)[None, :]
+    x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
+    keys = key_of(x)
+    ones = (keys > KEY_LOWEST).to(tl.int32)
+    room = tl.maximum(tl.zeros([], tl.int32) + MOST * 4 // 5 // WIDTH, 1)  # samples of what can be held
+    low, high = lower, upper
+    if added((keys >= lower).to(tl.int32)) > room:
+        rank = top_k.to(tl.float32) / WIDTH
+        reach = DEVIATIONS * tl.sqrt(rank) + 2.0
+        below = tl.ceil(rank + reach).to(tl.int32)  # so many samples reach the lower bound
+        above = tl.floor(rank - reach).to(tl.int32)  # and so many the upper one; 0: none is known
+        if top_k == 0:
+            low, high = _sampled_edge(
+                x, largest, (1.0 - top_p) * normaliser, value_of(lower.to(tl.int32)), upper, WIDTH
+            )
+            # few ids may hold most of the mass: then the likeliest ones, as many as can be held
+            many = added(((keys >= low) & (keys < high)).to(tl.int32)) > room
+            below = tl.where(many, room, 0)
+            high = tl.where(many, upper, high)
+            above = 0
+        for side in range(2):
+            least = tl.where(side == 0, below, above)
+            if least > 0:
+                key = largest_with(keys, ones, least)
+                low = tl.where(side == 0, key, low)
+                high = tl.where(side == 0, high, key + 1)
+        low = tl.maximum(low, KEY_LOWEST + 1)
+    guessed = (low > lower) & (low < high)
+    return tl.where(guessed, low, lower), tl.where(guessed, high, upper), guessed.to(tl.int32)
+
+
+@triton.jit
+def _sampled_edge(x, largest, light, least, upper, WIDTH):
+    """Keys below and above the edge of top-p, by a sample of ids x [1, N] that stand for WIDTH each."""
+    weights = tl.exp(x - largest) * WIDTH
+    low, high = least, largest
+    error, under, wide = light * 0.0, least, light
+    # the edge itself; then below it, if the sample has too little there; then above it, if too much
+    for side in range(3):
+        edge, over = _quantile(x, weights, wide, low, high)
+        if side == 0:
+            below = tl.where(x < edge, weights, 0.0)
+            error = DEVIATIONS * tl.sqrt(added(below * below)) / tl.maximum(added(below), 1e-30)
+            high = edge
+            wide = light * (1.0 - error)
+        elif side == 1:
+            under = edge
+            low, high = high, largest
+            wide = light * (1.0 + error)
+        else:
+            high = over
+    key = tl.where(error > 0, key_of(high + 0.0).to(tl.int64) + 1, upper)
+    return key_of(under + 0.0).to(tl.int64), key
+
+
+@triton.jit
+def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
+    """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
+    limits_k = (top_k > 0) & (top_k < source[21])
+    limits_p = top_p < 1.0
+    floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
+    floor = tl.where((min_p > 0) & ((limits_k & limits_p) == 0), floor, KEY_LOWEST + 1)
+    lower = tl.maximum(lower, floor)
+    upper = tl.zeros([], tl.int64) + KEY_OPEN
+    guessed = tl.zeros([], tl.int32)
+    both = limits_k & limits_p
+    if (limits_k | limits_p) == 0:
+        upper = lower  # nothing to look for: all from here on are taken together
+    elif both:
+        pass
+    elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MOST:
+        asked = tl.where(limits_k, top_k, 0)
+        lower, upper, guessed = _guessed(
+            source, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MOST, STOPS
+        )
+    return lower, upper, guessed
+
+
+@triton.jit
+def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together.
+
+    Masses of a line that is greedy or has a top-k are anything.
+    """
+    group = tl.arange(0, GROUPS)[None, :] * EACH
+    tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+    masses = tl.load(masses_ptr + group, mask=group < groups, other=0.0)
+    for more in tl.static_range(1, EACH):
+        others = tl.load(tops_ptr + group + more, mask=group + more < groups, other=-float("inf"))
+        weights = tl.load(masses_ptr + group + more, mask=group + more < groups, other=0.0)
+        top = tl.maximum(tops, others)
+        level = tl.where(top > -float("inf"), top, 0.0)
+        masses = masses * tl.exp(tops - level) + weights * tl.exp(others - level)
+        tops = top
+    return tops, masses
+
+
+@triton.jit
+def described(
+    source,
+    tops,
+    masses,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    groups,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
+    vocab = source[21]
+    largest = tl.max(tl.max(tops, axis=1), axis=0)
+    lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
+    upper, guessed, best = lower, tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    kind = tl.zeros([], tl.int32) + KNOWN
+    normaliser = tl.zeros([], tl.float32) + 1.0
+    if (largest == float("inf")) | (largest == -float("inf")):
+        kind = tl.zeros([], tl.int32) + BROKEN
+    elif temperature <= 0:
+        kind = tl.zeros([], tl.int32) + GREEDY
+        group = tl.arange(0, GROUPS)[None, :]
+        holder = tl.min(tl.min(tl.where(tops == largest, group, GROUPS), axis=1), axis=0)
+        index = holder * WIDTH + tl.arange(0, WIDTH)
+        best = tl.min(tl.where(scaled(view_of(*source), index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
+    else:
+        if (top_k > 0) & (top_k < vocab):
+            # the normaliser is what is kept, whatever the others weigh
+            lower = tl.maximum(lower, _kth_at_least(tops, largest, top_k.to(tl.int32), GROUPS))
+        else:
+            relative = tl.exp(tops - largest)
+            masses = masses * relative
+            normaliser = added(masses)
+            if top_p < 1.0:
+                # a little less, for sums of groups are rounded
+                most = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
+                # a group's largest weighs exactly one of the group's mass
+                rest = tl.maximum(masses - relative, 0.0)
+                under = _largest_below(tops, masses, rest, groups, largest, most, WIDTH)
+                lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
+        if filtered(top_k, top_p, min_p, vocab):
+            kind = tl.zeros([], tl.int32) + SEARCHED
+            lower, upper, guessed = _bounded(
+                source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
+            )
+    return kind, largest, normaliser, best, lower, upper, guessed

@@ -1,0 +1,313 @@
+"""A step's bookkeeping in one launch, for steps that sample; greedy_commit.py ends greedy steps by the same code.
+
+The law is `fastspec.sampling.verify.commit`. A program commits one row; the last row to be committed publishes the
+step's entry (publish.py).
+
+| argument   | shape, dtype         | notes                                                                    |
+|------------|----------------------|--------------------------------------------------------------------------|
+| accepted   | [B] int64            |                                                                          |
+| block      | [B, k+1] int64       | rows may be views of a longer table                                      |
+| rows       | fields of B rows     | as `fastspec.state.DecodeState`; tables may be row slices of longer ones |
+| scratch    | scratch_of(...)      | zero between launches: the last program to use a counter clears it       |
+| publish_to | (entries, counter)   | as publish.py                                                            |
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check, check_room, check_table
+from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.sampling.logprobs import record_block
+from fastspec.kernels.sampling.publish import check_ring, store_details, store_entry, store_sequence
+from fastspec.sampling import verify
+from fastspec.sampling.verify import CommitRows
+
+RUNNING = tl.constexpr(verify.RUNNING)
+STOPPED = tl.constexpr(verify.STOPPED)
+AT_LIMIT = tl.constexpr(verify.AT_LIMIT)
+
+NUM_WARPS = 2
+STATE_INTS = ["batch", "num_drafts", "places", "slots", "entry_width", "block_stride", "stop_stride", "tokens_width"]
+COLUMNS = ("lengths", "limits", "draft_lengths", "finish", "draft_counts", "emitted", "accepted")
+DETAILS_BLOCK = tl.constexpr(512)  # words of log-probabilities at a time
+_MIN_PLACES = 32  # one compiled kernel for all usual k
+
+
+@triton.jit
+def commit_row(
+    row,
+    accepted,
+    block,  # int64 [PLACES], -1 from place num_drafts + 1 on
+    tokens_ptr,
+    lengths_ptr,
+    limits_ptr,
+    draft_lengths_ptr,
+    finish_ptr,
+    stop_ptr,
+    counts_ptr,
+    block_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    scratch_ptr,
+    entries_ptr,  # None: nothing is published
+    counter_ptr,
+    tokens_stride,
+    tokens_width,
+    stop_stride,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,  # K + 1
+    num_drafts,
+    record,  # None, or (logits, their stride, levels, logprobs, top_ids, top_logprobs), see logprobs.py
+    details_ptr,  # None: log-probabilities are not published
+    details_width,
+    TOP: tl.constexpr,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+):
+    """`verify.commit` of one row; the last row to come publishes the step's entry.
+
+    With a record, the log-probabilities of what is emitted are stored before.
+
+    Returns how many tokens were emitted.
+    """
+    place = tl.arange(0, PLACES)
+    stop = tl.arange(0, STOPS)
+    was = tl.load(finish_ptr + row)
+    running = was == RUNNING
+    length = tl.load(lengths_ptr + row)
+    room = tl.load(limits_ptr + row) - length
+    counts = tl.load(counts_ptr + row)
+    stop_ids = tl.load(stop_ptr + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
+    if entries_ptr is not None:
+        # nobody counts the step before every row has been committed
+        sequence = tl.load(counter_ptr) + 1
+        beyond = (place > num_drafts) & (place < places)
+        old_block = tl.load(block_ptr + row * block_stride + place, mask=beyond, other=0)
+
+    same = (block[:, None] == stop_ids[None, :]) & (stop < NUM_STOPS)[None, :]
+    is_stop = (tl.max(same.to(tl.int32), axis=1) > 0) & (place <= accepted)
+    upto_stop = tl.min(tl.where(is_stop, place + 1, num_drafts + 2), axis=0)
+    count = tl.where(running, tl.maximum(tl.minimum(tl.minimum(accepted + 1, upto_stop), room), 0), 0)
+    stopped = (upto_stop <= room) & (upto_stop <= num_drafts + 1)
+    finish = tl.where(stopped, STOPPED, tl.where(count == room, AT_LIMIT, RUNNING))
+    finish = tl.where(running, finish, was)
+    accepted = tl.where(running, accepted, -1)
+    fed = length - 1 + tl.minimum(counts, count)
+
+    # every warp has read the row before any of them writes to it
+    tl.debug_barrier()
+    # in range for every length there is; clamped all the same, for lengths are data
+    at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
+    tl.store(tokens_ptr + row * tokens_stride + at, block, mask=place < count)
+    tl.store(draft_lengths_ptr + row, fed, mask=running & (counts > 0) & (num_drafts > 0))
+    tl.store(lengths_ptr + row, length + count)
+    tl.store(finish_ptr + row, finish)
+    tl.store(block_ptr + row * block_stride + place, block, mask=place <= num_drafts)
+    tl.store(emitted_ptr + row, count)
+    tl.store(accepted_ptr + row, accepted)
+    if record is not None:
+        record_block(record[0], record[1], record[2], record[3], row, block, place, count, num_drafts, places)
+    if entries_ptr is not None:
+        before = (batch - 1).to(tl.int64)
+        if batch == 1:
+            entry_ptr = entries_ptr + sequence % slots * entry_width + 1
+            tl.store(entry_ptr, count)
+            tl.store(entry_ptr + 1, accepted)
+            tl.store(entry_ptr + 2, tl.where(num_drafts > 0, counts, 0))
+            tl.store(entry_ptr + 3, finish)
+            tl.store(entry_ptr + 4 + place, tl.where(place <= num_drafts, block, old_block), mask=place < places)
+        else:
+            # the counting thread's release covers its own stores; the barrier hands it those of the others
+            tl.debug_barrier()
+            before = tl.atomic_add(scratch_ptr, 1, sem="acq_rel")
+        if before == batch - 1:
+            tl.store(scratch_ptr, 0)
+            if batch > 1:  # by one program: a row's fence would wait until the host's memory has what it stored
+                tl.debug_barrier()
+                store_entry(
+                    entries_ptr,
+                    sequence,
+                    emitted_ptr,
+                    accepted_ptr,
+                    counts_ptr,
+                    finish_ptr,
+                    block_ptr,
+                    block_stride,
+                    slots,
+                    entry_width,
+                    batch,
+                    places,
+                    num_drafts > 0,
+                )
+            if details_ptr is not None:
+                tl.debug_barrier()  # a lone row's log-probabilities are there for all threads
+                slot_ptr = details_ptr + sequence % slots * details_width
+                total = batch * places * (1 + 2 * TOP)
+                store_details(slot_ptr, record[3], record[4], record[5], total, TOP, DETAILS_BLOCK)
+            store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
+    return count
+
+
+@triton.jit(do_not_specialize=STATE_INTS)
+def _commit_kernel(
+    given_accepted_ptr,
+    given_block_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    limits_ptr,
+    draft_lengths_ptr,
+    finish_ptr,
+    stop_ptr,
+    counts_ptr,
+    block_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    scratch_ptr,
+    entries_ptr,
+    counter_ptr,
+    given_stride,
+    tokens_stride,
+    tokens_width,
+    stop_stride,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,
+    num_drafts,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    block = tl.load(given_block_ptr + row * given_stride + place, mask=place <= num_drafts, other=-1)
+    commit_row(
+        row,
+        tl.load(given_accepted_ptr + row),
+        block,
+        tokens_ptr,
+        lengths_ptr,
+        limits_ptr,
+        draft_lengths_ptr,
+        finish_ptr,
+        stop_ptr,
+        counts_ptr,
+        block_ptr,
+        emitted_ptr,
+        accepted_ptr,
+        scratch_ptr,
+        entries_ptr,
+        counter_ptr,
+        tokens_stride,
+        tokens_width,
+        stop_stride,
+        block_stride,
+        slots,
+        entry_width,
+        batch,
+        places,
+        num_drafts,
+        None,
+        None,
+        0,
+        0,
+        PLACES,
+        STOPS,
+        NUM_STOPS,
+    )
+
+
+def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
+    """What the launches over up to `batch` rows count in: committed rows, arrivals of a row, best of a place."""
+    return torch.zeros(1 + batch * (max_drafts + 2), dtype=torch.int64, device=device)
+
+
+def commit(
+    accepted: Tensor,
+    block: Tensor,
+    rows: CommitRows,
+    scratch: Tensor,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """As `reference.commit`, which defines it; the junk column of `rows.tokens` is left alone.
+
+    Raises:
+        ValueError: a layout is not as above, or the scratch is too small.
+    """
+    batch, places = block.shape
+    check_rows(rows, batch, places - 1, scratch)
+    check("accepted", accepted, (batch,), torch.int64)
+    check_table("block", block, batch, places)
+    pdl = has_pdl(block.device)
+    launch(
+        _commit_kernel,
+        (batch,),
+        accepted,
+        block,
+        *state_of(rows),
+        scratch,
+        *(publish_to or (None, None)),
+        block.stride(0),
+        *sizes_of(rows, publish_to),
+        batch,
+        rows.block.shape[1],
+        places - 1,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        launch_pdl=pdl,
+        **constants_of(rows),
+    )
+
+
+def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -> None:
+    """Raises ValueError at what the kernels would misread or write beyond."""
+    for name in COLUMNS:
+        check(name, getattr(rows, name), (batch,), torch.int64)
+    for name, width in (("tokens", 1), ("stop_ids", 1), ("block", num_drafts + 1), ("draft_tokens", num_drafts)):
+        check_table(name, getattr(rows, name), batch, width)
+    check_room("scratch", scratch, 1 + batch * (num_drafts + 2), f"make it with scratch_of({batch}, {num_drafts}, ...)")
+
+
+def state_of(rows: CommitRows) -> tuple[Tensor, ...]:
+    """Pointers, in the kernels' order."""
+    return (
+        rows.tokens,
+        rows.lengths,
+        rows.limits,
+        rows.draft_lengths,
+        rows.finish,
+        rows.stop_ids,
+        rows.draft_counts,
+        rows.block,
+        rows.emitted,
+        rows.accepted,
+    )
+
+
+def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
+    """tokens_stride to entry_width, in the kernels' order."""
+    if publish_to is not None:
+        check_ring(publish_to[0], rows)
+    slots, width = (1, 1) if publish_to is None else publish_to[0].shape
+    return rows.tokens.stride(0), rows.tokens.shape[1], rows.stop_ids.stride(0), rows.block.stride(0), slots, width
+
+
+def constants_of(rows: CommitRows) -> dict[str, int]:
+    """Block shapes of a launch."""
+    stops = rows.stop_ids.shape[1]
+    places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
+    return {"PLACES": places, "STOPS": triton.next_power_of_2(stops), "NUM_STOPS": stops}

@@ -1,0 +1,402 @@
+"""The laws of a sampled step in short, by two launches and without a sort: processors, temperature, top-k, top-p,
+min-p.
+
+The law is `sampling.law` of `processors.process`. The first launch (groups.py) reads the logits once. In the
+second, a line's programs find between which logits its threshold lies (bounds.py). Where few groups of ids
+reach that far, as with laws of language models, one program looks through these groups alone, in the order of ids.
+Otherwise all of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note
+the candidates between them, and the last to arrive goes on. The threshold is then found among the candidates
+(threshold.py).
+
+What stands in the record of a line is its law: p(id) = exp(x - MAX) / NORMALISER where sampled_parts.kept, 0
+elsewhere; for a GREEDY line one on BEST; for a BROKEN line there is none. P_DRAFT and Q_DRAFT are the probabilities of
+the draft at this place under the target's and the draft's law. RACERS is how many ids `found` lists, among them all
+that the law keeps, in an order that depends on the line alone; -1 where it may list others, or not all.
+
+Differences to torch: sums are rounded otherwise, so where top-p falls within that rounding of an id's edge, one id
+more or less may be kept. Ids that tie at the edge of top-p are kept in the order of ids, as torch's stable sort does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling import bounds, logprobs
+from fastspec.kernels.sampling import groups as sampled_groups
+from fastspec.kernels.sampling import logits as sampled_parts
+from fastspec.kernels.sampling.bounds import described, filtered, merged
+from fastspec.kernels.sampling.candidates import gather, list_groups, noted, read_off
+from fastspec.kernels.sampling.groups import _groups_kernel
+from fastspec.kernels.sampling.logits import (
+    BEST,
+    COUNT_ABOVE,
+    COUNTERS,
+    CUT,
+    FOUND,
+    GREEDY,
+    GROUP,
+    GUESSED,
+    INTS,
+    KEPT_ABOVE,
+    KEY,
+    KEY_OPEN,
+    KIND,
+    KNOWN,
+    MASS_ABOVE,
+    MAX,
+    NORMALISER,
+    P_DRAFT,
+    Q_DRAFT,
+    RACERS,
+    RECORD,
+    RUNNING,
+    SEARCHED,
+    UPPER,
+    SampledWork,
+    kept,
+    key_of,
+    processed,
+    scaled,
+    view_of,
+)
+from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
+
+# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
+LAUNCH = {"num_warps": 16}
+CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
+PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
+_GROUP = tl.constexpr(GROUP)
+_RECORD = tl.constexpr(RECORD)
+_COUNTERS = tl.constexpr(COUNTERS)
+
+
+@triton.jit
+def law_of(record_ptr):
+    """(kind, largest, normaliser, key, cut, best) of a line."""
+    return (
+        tl.load(record_ptr + KIND),
+        tl.load(record_ptr + MAX).to(tl.float32, bitcast=True),
+        tl.load(record_ptr + NORMALISER).to(tl.float32, bitcast=True),
+        tl.load(record_ptr + KEY),
+        tl.load(record_ptr + CUT),
+        tl.load(record_ptr + BEST),
+    )
+
+
+@triton.jit
+def share(law, x, index, min_p):
+    """fp32 probabilities under a law that is neither broken nor greedy, of ids with scaled logits x."""
+    e = tl.exp(x - law[1])
+    p = tl.div_rn(e, law[2] + tl.zeros_like(e))
+    return tl.where(kept(key_of(x), index, e, law[3], law[4], min_p), p, 0.0)
+
+
+@triton.jit
+def probabilities(law, view, index, min_p, STOPS: tl.constexpr):
+    """fp32 probabilities under a law that is not broken, at index int32."""
+    p = (index == law[5]).to(tl.float32)
+    if law[0] != GREEDY:
+        p = share(law, scaled(view, index, STOPS), index, min_p)
+    return p
+
+
+@triton.jit
+def _settled(
+    source,
+    found_ptr,
+    largest,
+    normaliser,
+    count,  # candidates
+    count_above,
+    mass_above,
+    kept_above,
+    lower,
+    upper,
+    guessed,
+    top_k,
+    top_p,
+    min_p,
+    MOST: tl.constexpr,
+    RANKED: tl.constexpr,
+    PIECE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """(key, cut, fp32 normaliser) of a line whose candidates are all noted."""
+    vocab = source[21]
+    top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
+    lower, upper = lower.to(tl.int32), upper.to(tl.int32)
+    key, cut, mass, sound = lower, vocab, kept_above, tl.full([], 0, tl.int1)
+    if count <= RANKED:
+        key, cut, mass, sound = rank_candidates(
+            *(found_ptr, largest, fixed(normaliser), count, count_above, mass_above, kept_above, lower, upper),
+            *(guessed, top_k, top_p, min_p, vocab, MOST, RANKED),
+        )
+    if sound == 0:
+        # if candidates that have been ranked did not tell, nor would they now
+        key, cut, mass = search(
+            *(source, found_ptr, (count > MOST) | (count <= RANKED), largest, normaliser, count, count_above),
+            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MOST, PIECE, STOPS),
+        )
+    return key, cut, normaliser_of(mass)
+
+
+@triton.jit
+def _store_law(record_ptr, law, upper, guessed, racers):
+    tl.store(record_ptr + KIND, law[0])
+    tl.store(record_ptr + MAX, law[1].to(tl.int32, bitcast=True))
+    tl.store(record_ptr + NORMALISER, law[2].to(tl.int32, bitcast=True))
+    tl.store(record_ptr + KEY, law[3])
+    tl.store(record_ptr + CUT, law[4])
+    tl.store(record_ptr + BEST, law[5])
+    tl.store(record_ptr + UPPER, upper.to(tl.int32))
+    tl.store(record_ptr + GUESSED, guessed)
+    tl.store(record_ptr + RACERS, racers)
+
+
+@triton.jit
+def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
+    """(logit, bias, probability under the draft's law) fp32 [16] of a draft int32 [16], as they lie in memory."""
+    known = draft >= 0  # else it is no id
+    x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
+    bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
+    q = tl.full(draft.shape, 1.0, tl.float32)
+    if q_ptr is not None:
+        q = tl.load(q_ptr + draft, mask=known, other=0.0)
+    return x, bias, q
+
+
+@triton.jit
+def _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS: tl.constexpr):
+    """Stores what the target's and the draft's law make of the draft at this place, by what `_draft_at` read."""
+    x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
+    p = tl.max(share(law, x, draft, min_p), axis=0)
+    # nothing follows from a broken law, and no comparison with NaN holds
+    p = tl.where(law[0] > GREEDY, float("nan"), p)
+    tl.store(record_ptr + P_DRAFT, p.to(tl.int32, bitcast=True))
+    tl.store(record_ptr + Q_DRAFT, tl.max(read[2], axis=0).to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=[*INTS, "drafts"])
+def _laws_kernel(
+    logits_ptr,
+    bias_ptr,
+    prompt_ptr,
+    output_ptr,
+    drafts_ptr,
+    stop_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    min_lengths_ptr,
+    lengths_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    counts_ptr,
+    finish_ptr,
+    counters_ptr,
+    records_ptr,
+    groups_ptr,
+    found_ptr,
+    listed_ptr,
+    q_ptr,  # None: drafts were certain
+    vocab,
+    logits_stride,
+    bias_stride,
+    prompt_stride,
+    output_stride,
+    drafts_stride,
+    stop_stride,
+    places,
+    first,
+    groups,
+    drafts,  # places that a draft stands at; 0: none is weighed
+    q_row,
+    q_place,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,  # groups that are described as one
+    MOST: tl.constexpr,
+    LISTED: tl.constexpr,
+    RANKED: tl.constexpr,
+    PIECE: tl.constexpr,
+    STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    line = tl.program_id(1)
+    row, place = (line // places).to(tl.int64), first + line % places
+    # all at once, of lines that are not wanted too: none waits for another
+    wanted = tl.load(finish_ptr + row) == RUNNING
+    if counts_ptr is not None:
+        wanted = wanted & (place <= tl.load(counts_ptr + row))
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    drafted = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < drafts, other=-1)
+    tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
+    tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
+    # what may need more than one program is described by each for itself, all alike
+    shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
+    if wanted & (shared | (tl.program_id(0) == 0)):
+        # from it each makes a view for itself: kept in between, a view takes half the registers
+        source = (
+            logits_ptr,
+            bias_ptr,
+            prompt_ptr,
+            output_ptr,
+            drafts_ptr,
+            stop_ptr,
+            repetition_ptr,
+            presence_ptr,
+            frequency_ptr,
+            min_lengths_ptr,
+            lengths_ptr,
+            temperature_ptr,
+            logits_stride,
+            bias_stride,
+            prompt_stride,
+            output_stride,
+            drafts_stride,
+            stop_stride,
+            line,
+            row,
+            place,
+            vocab,
+        )
+        mine = tl.program_id(0) == 0
+        weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
+        # read now, used in the end: it waits for nothing that comes
+        drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
+        draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
+        line_ptr, row_bias = logits_ptr + line * tl.cast(logits_stride, tl.int64), bias_ptr + row * bias_stride
+        row_q = q_ptr
+        if q_ptr is not None:
+            row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
+        read = _draft_at(draft, line_ptr, row_bias, row_q)
+        kind, largest, normaliser, best, lower, upper, guessed = described(
+            *(source, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
+            *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
+        )
+        key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
+        if kind == SEARCHED:
+            line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
+            line_counters = counters_ptr + line * _COUNTERS
+            line_listed = listed_ptr + line.to(tl.int64) * LISTED
+            # without a bound above, or with nothing to look for
+            alone = (upper == KEY_OPEN) | (upper == lower)
+            lists = mine & alone
+            number = list_groups(tops_ptr, groups, lower, line_listed, lists, LISTED, GROUPS // EACH, EACH)
+            count, count_above = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+            mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+            if (number <= LISTED) & alone:
+                if mine:
+                    tl.debug_barrier()  # others read what is listed
+                    count = gather(source, line_listed, line_found, number, lower, MOST, STOPS)
+                    racers = tl.where(count <= MOST, count, -1)
+            else:
+                mine = noted(
+                    *(source, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
+                    *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
+                )
+                if mine:
+                    count = read_off(line_counters, FOUND).to(tl.int32)
+                    count_above = read_off(line_counters, COUNT_ABOVE).to(tl.int32)
+                    mass_above, kept_above = read_off(line_counters, MASS_ABOVE), read_off(line_counters, KEPT_ABOVE)
+            if mine:
+                tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
+                for word in tl.static_range(KEPT_ABOVE + 1):
+                    tl.store(line_counters + word, 0)
+                key, cut, normaliser = _settled(
+                    *(source, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
+                    *(lower, upper, guessed, top_k, top_p, min_p, MOST, RANKED, PIECE, STOPS),
+                )
+                kind = tl.zeros([], tl.int32) + KNOWN
+        if mine:
+            law = kind, largest, normaliser, key, cut, best
+            record_ptr = records_ptr + line * _RECORD
+            _store_law(record_ptr, law, upper, guessed, racers)
+            if weighs:
+                _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS)
+
+
+def launch_of(lines: int) -> dict[str, int]:
+    """Options of a launch, of which those that sums depend on are the same for all."""
+    return LAUNCH | (CROWDED if lines > PROGRAMS else {})
+
+
+def find_laws(
+    logits: Tensor,
+    rows: Any,
+    work: SampledWork,
+    *,
+    first: int = 0,
+    drafts: int = 0,
+    laws: Tensor | None = None,
+    ragged: bool = False,
+    record: Record | None = None,
+) -> None:
+    """Fills the records of `work` for logits [B, R, V] of places first.. of each row, in two launches.
+
+    Args:
+        logits: fp32, of the ids 0..V-1, of which there may be fewer than the state knows.
+        rows: the state of the rows.
+        work: as large as these lines need.
+        first: the first place; place j comes after the row's first j drafts.
+        drafts: places below this hold a draft, whose probabilities are recorded.
+        laws: [B, K, V] that drafts were drawn from; None: they were certain.
+        ragged: places beyond a row's draft_counts are left out.
+        record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
+    """
+    batch, places, vocab = logits.shape
+    source = list(sampled_parts.source_of(logits, rows))
+    if not ragged:
+        source[-2] = None
+    sizes = sampled_parts.sizes_of(logits, rows, first)
+    pdl = has_pdl(logits.device)
+    shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    chunk = sampled_groups.CHUNK
+    chunks = triton.cdiv(vocab, chunk)
+    parts = sampled_parts.parts_of(batch, places, chunks)
+    top, _ = logprobs.sizes_of(record)
+    launch(
+        _groups_kernel,
+        (chunks, batch * parts),
+        *(*source[:13], *source[15:], rows.unbiased, work.groups, *logprobs.of_lines(record, rows)),
+        *(*sizes, parts, top, rows.block.shape[1]),
+        CHUNK=chunk,
+        PIECE=sampled_groups.piece_of(chunk),
+        STAGES=sampled_groups.STAGES if parts < places else 1,
+        **(sampled_groups.LAUNCH if record is None else {}),
+        **(shared | logprobs.constants_of(record, rows, vocab)),
+    )
+    lines = batch * places
+    chunks = triton.cdiv(vocab, sampled_parts.CHUNK)
+    most = work.found.shape[2]
+    padded = max(16, triton.next_power_of_2(sizes[-1]))
+    launch(
+        _laws_kernel,
+        (max(1, min(chunks, PROGRAMS // lines)), lines),
+        *source,
+        *(work.counters, work.records, work.groups, work.found, work.listed, laws),
+        *sizes,
+        *(drafts, *((0, 0) if laws is None else laws.stride()[:2])),
+        GROUPS=padded,
+        EACH=triton.cdiv(padded, bounds.MOST_GROUPS),
+        MOST=most,
+        LISTED=work.listed.shape[1],
+        RANKED=min(RANKED, most),
+        PIECE=PIECE,
+        CHUNK=sampled_parts.CHUNK,
+        **launch_of(lines),
+        **shared,
+    )

@@ -1,0 +1,222 @@
+"""Greedy verification and the step's bookkeeping in one launch.
+
+The law is `fastspec.sampling.verify`: picks as `greedy`, marked as `fastspec.sampling.processors.marked`, then
+`commit`. A program
+takes CHUNK logits of one place. It finds their largest, the lowest id among equals, as one integer whose order is
+that of (logit, -id), and merges it into the place's integer by an atomic maximum: exact, so neither chunks nor
+arrival order can matter. The last program to arrive at a row of the batch commits that row (commit.py).
+
+| argument | shape, dtype     | notes                                                |
+|----------|------------------|------------------------------------------------------|
+| logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or places at one common stride |
+
+The other arguments are those of commit.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check_logits
+from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling import logprobs
+from fastspec.kernels.sampling.commit import STATE_INTS, check_rows, commit_row, constants_of, sizes_of, state_of
+from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line
+from fastspec.sampling.verify import CommitRows
+
+# (places of the whole batch from which it holds, logits per program, warps): exact arithmetic, so it may depend on them
+LAUNCH = ((48, 8192, 8), (0, 4096, 4))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _best_of(x, index):
+    """int64 > 0 of the largest x fp32 as torch.argmax sees it: NaN above all, the lowest index among equals.
+
+    Two such integers compare as (x, -index) do, with -0 equal to 0.
+    """
+    top = tl.reduce(x, 0, _larger)
+    if top == top:  # no NaN among them
+        first = tl.min(tl.where(x == top, index, 0x7FFFFFFF), axis=0)
+    else:
+        first = tl.min(tl.where(x != x, index, 0x7FFFFFFF), axis=0)
+    bits = top.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(bits < 0, -magnitude, magnitude)
+    key = tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, key)
+    return ((key.to(tl.int64) + 0x80000000) << 31) | (0x7FFFFFFF - first)
+
+
+@triton.jit(do_not_specialize=[*STATE_INTS, *RECORD_INTS])
+def _verify_kernel(
+    logits_ptr,
+    drafts_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    limits_ptr,
+    draft_lengths_ptr,
+    finish_ptr,
+    stop_ptr,
+    counts_ptr,
+    block_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    scratch_ptr,
+    entries_ptr,  # None: nothing is published
+    counter_ptr,
+    arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
+    groups_ptr,
+    levels_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    logprobs_ptr,
+    details_ptr,
+    vocab,
+    logits_stride,
+    drafts_stride,
+    tokens_stride,
+    tokens_width,
+    stop_stride,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,
+    num_drafts,
+    top,
+    details_width,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunk, line = tl.program_id(0), tl.program_id(1)
+    row = (line // (num_drafts + 1)).to(tl.int64)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    # what lies beyond the vocabulary comes last among equals, and is never the largest alone
+    x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
+    record = None
+    if levels_ptr is not None:
+        record = logits_ptr, logits_stride, levels_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr
+        line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
+        record_line(
+            *(x, (arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr), line_ptr, line),
+            *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+        )
+        tl.debug_barrier()  # what all threads stored is there before the row is told
+    best = _best_of(x, index)
+    row_arrivals_ptr = scratch_ptr + 1 + row
+    tl.atomic_max(scratch_ptr + 1 + batch + line, best, sem="relaxed")
+    arrived = tl.atomic_add(row_arrivals_ptr, 1, sem="acq_rel")
+    if arrived == (num_drafts + 1) * tl.num_programs(0) - 1:
+        place = tl.arange(0, PLACES)
+        in_block = place <= num_drafts
+        best_ptr = scratch_ptr + 1 + batch + row * (num_drafts + 1) + place
+        ranked = tl.load(best_ptr, mask=in_block, other=0, cache_modifier=".cg")
+        picks = tl.where(in_block, 0x7FFFFFFF - (ranked & 0x7FFFFFFF), -1)
+        drafts = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < num_drafts, other=-2)
+        counted = place < tl.load(counts_ptr + row)
+        accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
+        # the largest of all is NaN or infinite: nothing can be chosen there
+        level = (ranked >> 31) - 0x80000000
+        broken = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
+        first_broken = tl.min(tl.where(broken, place, PLACES), axis=0).to(tl.int64)
+        accepted = tl.where(first_broken <= accepted, -1 - first_broken, accepted)
+        commit_row(
+            row,
+            accepted,
+            picks,
+            tokens_ptr,
+            lengths_ptr,
+            limits_ptr,
+            draft_lengths_ptr,
+            finish_ptr,
+            stop_ptr,
+            counts_ptr,
+            block_ptr,
+            emitted_ptr,
+            accepted_ptr,
+            scratch_ptr,
+            entries_ptr,
+            counter_ptr,
+            tokens_stride,
+            tokens_width,
+            stop_stride,
+            block_stride,
+            slots,
+            entry_width,
+            batch,
+            places,
+            num_drafts,
+            record,
+            details_ptr,
+            details_width,
+            TOP,
+            PLACES,
+            STOPS,
+            NUM_STOPS,
+        )
+        tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # behind the barrier in commit_row
+        tl.store(row_arrivals_ptr, 0)
+
+
+def verify_commit(
+    logits: Tensor,
+    rows: CommitRows,
+    scratch: Tensor,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+    record: Record | None = None,
+) -> None:
+    """As `reference.verify_commit`, which defines it; the junk column of `rows.tokens` is left alone.
+
+    Raises:
+        ValueError: a layout is not as above, or the scratch is too small.
+    """
+    check_logits(logits)
+    batch, places, vocab = logits.shape
+    check_rows(rows, batch, places - 1, scratch)
+    if record is not None:
+        check_record(record, rows, vocab, places)
+    lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
+    # where log-probabilities are recorded, a program ranks one place at most: more of them wait for less
+    chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if record else batch * places))
+    grid = (triton.cdiv(vocab, chunk), batch * places)
+    pdl = has_pdl(logits.device)
+    launch(
+        _verify_kernel,
+        grid,
+        lines,
+        rows.draft_tokens,
+        *state_of(rows),
+        scratch,
+        *(publish_to or (None, None)),
+        *logprobs.of_lines(record, rows),
+        *logprobs.of_blocks(record, rows),
+        vocab,
+        lines.stride(0),
+        rows.draft_tokens.stride(0),
+        *sizes_of(rows, publish_to),
+        batch,
+        rows.block.shape[1],
+        places - 1,
+        *logprobs.sizes_of(record),
+        CHUNK=chunk,
+        PDL=pdl,
+        launch_pdl=pdl,
+        **constants_of(rows),
+        **({"num_warps": warps} | logprobs.constants_of(record, rows, vocab)),
+    )

@@ -1,0 +1,179 @@
+"""First launch of a sampled step: one read of the logits, every group's largest logit and mass.
+
+Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
+CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
+takes off memory is little work, so it is bound by how much is. The next launch (distribution.py) makes laws of what
+they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from the L2 cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.sampling.logits import GROUP, INTS, RUNNING, level_of, scaled, tempered, view_of
+from fastspec.kernels.sampling.logprobs import record_line
+
+CHUNK = 2048  # ids per program
+STAGES = 3  # places that are summed up or on their way, where a program has several
+LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs a multiprocessor: 96 KiB on their way
+_GROUP = tl.constexpr(GROUP)
+
+
+def piece_of(chunk: int) -> int:
+    """Ids that a penalised row's programs take at a time."""
+    return max(GROUP, chunk // 4)
+
+
+@triton.jit
+def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
+    """Stores the largest of every group of a chunk's scaled logits, and its mass if that is asked for."""
+    x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
+    tops = tl.max(x, axis=1)
+    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    tl.store(tops_ptr + group, tops, mask=group < groups)
+    if weighs:
+        # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line broken, whatever it weighs
+        masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
+        tl.store(tops_ptr + groups + group, masses, mask=group < groups)
+
+
+@triton.jit
+def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
+    """A chunk of a penalised row, for penalties take registers."""
+    for piece in range(0, CHUNK // PIECE):
+        which = tl.program_id(0) * (CHUNK // PIECE) + piece
+        x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
+        _sum_up(x, tops_ptr, which, groups, weighs, PIECE)
+
+
+@triton.jit
+def _at(view, offset, early, place):
+    """The view of another place of the same row, which is penalised."""
+    return (
+        view[0] + offset,
+        view[1],
+        view[2],
+        view[3],
+        view[4],
+        view[5],
+        view[6],
+        view[7],
+        view[8],
+        True,
+        early,
+        view[11],
+        place,
+        view[13],
+    )
+
+
+@triton.jit(do_not_specialize=[*INTS, "parts", "top", "state_places"])
+def _groups_kernel(
+    logits_ptr,
+    bias_ptr,
+    prompt_ptr,
+    output_ptr,
+    drafts_ptr,
+    stop_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    min_lengths_ptr,
+    lengths_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    counts_ptr,  # None: every place of a row is judged
+    finish_ptr,
+    unbiased_ptr,
+    groups_ptr,
+    record_arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
+    record_groups_ptr,
+    levels_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    vocab,
+    logits_stride,
+    bias_stride,
+    prompt_stride,
+    output_stride,
+    drafts_stride,
+    stop_stride,
+    places,
+    first,
+    groups,
+    parts,  # programs that share out the places of a chunk
+    top,
+    state_places,  # K + 1
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    # all at once, of rows that do not run too: none waits for another
+    running = tl.load(finish_ptr + row) == RUNNING
+    end = places
+    if counts_ptr is not None:
+        end = tl.minimum(places, tl.load(counts_ptr + row).to(tl.int32) + 1 - first)
+    # what top-k keeps is weighed by the next launch, whatever the others weigh
+    top_k = tl.load(top_k_ptr + row)
+    weighs = (tl.load(temperature_ptr + row) > 0) & ((top_k <= 0) | (top_k >= vocab))
+    biased = tl.load(unbiased_ptr + row) == 0
+    length, least = tl.load(lengths_ptr + row), tl.load(min_lengths_ptr + row)
+    view = view_of(
+        logits_ptr,
+        bias_ptr,
+        prompt_ptr,
+        output_ptr,
+        drafts_ptr,
+        stop_ptr,
+        repetition_ptr,
+        presence_ptr,
+        frequency_ptr,
+        min_lengths_ptr,
+        lengths_ptr,
+        temperature_ptr,
+        logits_stride,
+        bias_stride,
+        prompt_stride,
+        output_stride,
+        drafts_stride,
+        stop_stride,
+        row * places,
+        row,
+        first,
+        vocab,
+    )
+    stride, width = tl.cast(logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
+    row_ptr = groups_ptr + row * places * width
+    if running & view[9]:
+        for at in range(part, end, parts):
+            there = _at(view, at * stride, length + first + at < least, first + at)
+            _in_pieces(there, row_ptr + at * width, groups, weighs, CHUNK, PIECE, STOPS)
+    elif running:
+        index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        known = index < vocab
+        bias = tl.load(view[1] + index, mask=known & biased, other=0.0)
+        for at in tl.range(part, end, parts, num_stages=STAGES):
+            x = tl.load(view[0] + at * stride + index, mask=known, other=-float("inf")) + bias
+            x = tempered(view[5], length + first + at < least, view[11], x, index, known, STOPS)
+            _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
+    if levels_ptr is not None:
+        record = record_arrivals_ptr, record_groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr
+        if running:
+            index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+            for at in range(part, end, parts):
+                line_ptr = logits_ptr + (row * places + at) * stride
+                x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
+                record_line(
+                    *(x, record, line_ptr, row * places + at, row * state_places + at),
+                    *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+                )

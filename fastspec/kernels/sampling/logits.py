@@ -1,0 +1,342 @@
+"""What the kernels of a sampled step share: a place's scaled logits, their order as integers, and the random numbers.
+
+A *line* is one place of one row: line r of a launch belongs to row r // places, and its place is first + r % places.
+Everything that has to be the same wherever it is computed is computed by a function here, with roundings that are those
+of torch: no multiplication is fused with an addition (`OPTIONS`), and divisions are exact to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.common.checks import check_logits, told
+from fastspec.sampling import verify
+
+GROUP = 32  # neighbouring ids whose largest logit and mass are kept
+CHUNK = 4096  # ids per program
+PROGRAMS = 768  # of a launch: with as many, those of a row need not be spread any further
+MOST_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
+CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly
+LISTED = 1024  # groups with candidates that one program looks through alone
+OPTIONS = {"enable_fp_fusion": False}
+
+RUNNING = tl.constexpr(verify.RUNNING)
+# int32 keys that compare as the fp32 values do
+KEY_LOWEST = tl.constexpr(-2139095041)  # -inf
+KEY_OPEN = tl.constexpr(2139095041)  # above every value
+# fixed point: the mass of an id is at most one
+UNIT = tl.constexpr(2.0**44)
+NO_UNIT = tl.constexpr(2.0**-44)
+
+# a line's record: int32 words
+RECORD = 16
+MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, RACERS = map(tl.constexpr, range(11))
+SEARCHED, KNOWN, GREEDY, BROKEN = map(tl.constexpr, range(4))  # kinds of a line: how its law is found
+# a line's counters: int64 words, zero between launches
+COUNTERS = 8
+ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, RACE, RACE_BEYOND, BEYOND = map(tl.constexpr, range(8))
+
+INTS = ["places", "first"]  # not specialised on; the others are one model's, and tell how loads are aligned
+
+
+@dataclass(frozen=True, slots=True)
+class SampledWork:
+    """What the kernels of a sampled step work in.
+
+    Attributes:
+        counters: int64 [lines, COUNTERS] zeros; every step leaves them so.
+        arrivals: int64 [B] zeros, likewise.
+        records: int32 [lines, RECORD]: a line's law in short.
+        groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
+        found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
+        listed: int32 [lines, LISTED]: groups that hold such ids.
+    """
+
+    counters: Tensor
+    arrivals: Tensor
+    records: Tensor
+    groups: Tensor
+    found: Tensor
+    listed: Tensor
+
+
+def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> SampledWork:
+    """Allocates what steps of up to `batch` rows, `max_drafts` drafts and `vocab` ids work in."""
+    lines = batch * (max_drafts + 1)
+    return SampledWork(
+        torch.zeros(lines, COUNTERS, dtype=torch.int64, device=device),
+        torch.zeros(batch, dtype=torch.int64, device=device),
+        torch.zeros(lines, RECORD, dtype=torch.int32, device=device),
+        torch.zeros(lines, 2, triton.cdiv(vocab, GROUP), dtype=torch.float32, device=device),
+        torch.zeros(lines, 2, CANDIDATES, dtype=torch.int32, device=device),
+        torch.zeros(lines, LISTED, dtype=torch.int32, device=device),
+    )
+
+
+def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
+    """Bytes of `sampled_work`."""
+    line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES + 4 * LISTED
+    return int(batch * (max_drafts + 1) * line + 8 * batch)
+
+
+def parts_of(batch: int, places: int, programs: int) -> int:
+    """How many ways the places of a row are shared out, each part with `programs` programs of its own.
+
+    No more than fill the device: a program that goes through several places of a row finds what they share in L1.
+    """
+    return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
+
+
+# in the order of `source_of`, behind the logits
+SOURCE = (
+    *("bias", "in_prompt", "output_counts", "draft_tokens", "stop_ids"),
+    *("repetition", "presence", "frequency", "min_lengths", "lengths"),
+    *("temperature", "top_k", "top_p", "min_p", "draft_counts", "finish"),
+)
+
+
+def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
+    """The pointers of `view_of`, in the kernels' order, for logits [B, R, V]."""
+    does = rows.processors
+    return (
+        *(logits, does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids),
+        *(does.repetition, does.presence, does.frequency, does.min_lengths, rows.lengths),
+        *(rows.sampler.temperature, rows.sampler.top_k, rows.sampler.top_p, rows.sampler.min_p),
+        *(rows.draft_counts, rows.finish),
+    )
+
+
+def sizes_of(logits: Tensor, rows: Any, first: int) -> tuple[int, ...]:
+    """vocab to groups, in the kernels' order."""
+    does = rows.processors
+    tables = (does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids)
+    strides = (table.stride(0) for table in tables)
+    line_stride = logits.stride(0 if logits.shape[1] == 1 else 1)
+    return logits.shape[2], line_stride, *strides, logits.shape[1], first, triton.cdiv(logits.shape[2], GROUP)
+
+
+def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
+    """Raises ValueError at what the kernels would misread or write beyond."""
+    check_logits(logits)
+    batch, places, vocab = logits.shape
+    if min(batch, places) > 1 and logits.stride(0) != places * logits.stride(1):
+        raise ValueError(f"logits is {told(logits)}; wanted its places at one stride: pass logits.contiguous()")
+    if vocab > MOST_IDS:
+        raise ValueError(f"logits is {told(logits)}; wanted at most {MOST_IDS} ids: `reference` has this op for more")
+    room = len(work.arrivals), len(work.records), work.groups.shape[2] * GROUP
+    if room[0] < batch or room[1] < batch * places or room[2] < vocab:
+        raise ValueError(
+            f"the work area is too small: it has (rows, lines, ids) {room}; wanted {(batch, batch * places, vocab)} or "
+            f"more: make it with sampled_work({batch}, {places - 1}, {vocab}, ...)"
+        )
+    for name, field in zip(SOURCE, source_of(logits, rows)[1:], strict=True):
+        if field.numel() and (field.stride(-1) != 1 or len(field) != batch):
+            raise ValueError(
+                f"{name} is {told(field)}; wanted {batch} rows, contiguous over the last axis: pass a state's own"
+            )
+    if rows.processors.bias.shape[1] < vocab:
+        raise ValueError(
+            f"the state knows {rows.processors.bias.shape[1]} ids, the logits have {vocab}: allocate it for as many"
+        )
+
+
+def check_laws(laws: Tensor | None, vocab: int) -> None:
+    """Raises ValueError at laws of drafts, [B, K, V] or [B, V], that do not hold the ids of the logits."""
+    if laws is not None and (laws.stride(-1) != 1 or laws.shape[-1] < vocab):
+        raise ValueError(
+            f"draft_probs is {told(laws)}; wanted {vocab} ids or more, contiguous over them: allocate the state so"
+        )
+
+
+@triton.jit
+def key_of(x):
+    """int32 that compares as x does; x has no NaN and no -0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The inverse of key_of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def level_of(largest):
+    """What masses are relative to: nothing that is finite weighs more than one, and no NaN comes of an infinity."""
+    return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
+
+
+@triton.jit
+def view_of(
+    logits_ptr,
+    bias_ptr,
+    prompt_ptr,
+    output_ptr,
+    drafts_ptr,
+    stop_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    min_lengths_ptr,
+    lengths_ptr,
+    temperature_ptr,
+    logits_stride,
+    bias_stride,
+    prompt_stride,
+    output_stride,
+    drafts_stride,
+    stop_stride,
+    line,
+    row,
+    place,
+    vocab,
+):
+    """What `scaled` needs to know of a line."""
+    row = row.to(tl.int64)
+    repetition = tl.load(repetition_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
+    penalised = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+    early = tl.load(lengths_ptr + row) + place < tl.load(min_lengths_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    return (
+        logits_ptr + line.to(tl.int64) * logits_stride,
+        bias_ptr + row * bias_stride,
+        prompt_ptr + row * prompt_stride,
+        output_ptr + row * output_stride,
+        drafts_ptr + row * drafts_stride,
+        stop_ptr + row * stop_stride,
+        repetition,
+        presence,
+        frequency,
+        penalised,
+        early,
+        tl.where(temperature > 0, temperature, 1.0),
+        place,
+        vocab,
+    )
+
+
+@triton.jit
+def scaled(view, index, NUM_STOPS: tl.constexpr):
+    """fp32 logits at index int32: `processors.process`, over temperature; +inf for a NaN, -inf beyond V."""
+    known = (index >= 0) & (index < view[13])
+    x = tl.load(view[0] + index, mask=known, other=-float("inf"))
+    return processed(view, x + tl.load(view[1] + index, mask=known, other=0.0), index, known, NUM_STOPS)
+
+
+@triton.jit
+def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
+    """`scaled` of logits x with biases."""
+    prompt_ptr, output_ptr, drafts_ptr, place = view[2], view[3], view[4], view[12]
+    if view[9]:
+        repetition, presence, frequency = view[6], view[7], view[8]
+        count = tl.load(output_ptr + index, mask=known, other=0)
+        for j in range(0, place):
+            count += (index == tl.load(drafts_ptr + j).to(tl.int32)).to(tl.int32)
+        seen = (tl.load(prompt_ptr + index, mask=known, other=0) != 0) | (count > 0)
+        punished = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition + tl.zeros_like(x)))
+        x = tl.where(seen, punished, x)
+        x = x - frequency * count.to(tl.float32)
+        x = x - tl.where(count > 0, presence, 0.0)
+    return tempered(view[5], view[10], view[11], x, index, known, NUM_STOPS)
+
+
+@triton.jit
+def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
+    """The end of `scaled`, for logits x with biases and penalties."""
+    if early:
+        for stop in range(0, NUM_STOPS):
+            x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
+    if temperature != 1.0:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    # adding zero makes +0 of -0: equal values have equal keys
+    return tl.where(known, tl.where(x == x, x, float("inf")) + 0.0, -float("inf"))
+
+
+@triton.jit
+def _unit(high, low):
+    """`sampling._unit` of uint32 words."""
+    value = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
+    return tl.minimum(value, 0.999999940395355224609375)
+
+
+@triton.jit
+def _exponential(u):
+    """-log1p(-u) for u in (0, 1), good to a few ulp: the compiler's own fast logarithm is not, near one."""
+    rest = 1.0 - u
+    bits = rest.to(tl.int32, bitcast=True)
+    # rest = 2^power * fraction with fraction in [sqrt(1/2), sqrt(2))
+    power = (bits - 0x3F3504F3) >> 23
+    fraction = (bits - (power << 23)).to(tl.float32, bitcast=True)
+    over = tl.where(power == 0, -u, fraction - 1.0)  # 1 - u has lost bits of a small u; u has not
+    s = tl.div_rn(over, 2.0 + over)
+    z = s * s
+    series = 0.15384615384615385 * z + 0.18181818181818182
+    series = series * z + 0.2222222222222222
+    series = series * z + 0.2857142857142857
+    series = series * z + 0.4
+    series = series * z + 0.6666666666666666
+    series = series * z * s + 2.0 * s
+    return -(power.to(tl.float32) * 0.6931471805599453 + series)
+
+
+@triton.jit
+def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
+    """`sampling.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
+    pair = start // 2 + tl.arange(0, SIZE // 2)
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zeros = tl.zeros_like(pair).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, pair.to(tl.uint32), zeros + low, zeros + PURPOSE, zeros + high)
+    return tl.reshape(tl.join(_exponential(_unit(w0, w1)), _exponential(_unit(w2, w3))), [SIZE])
+
+
+@triton.jit
+def times_of(seed, position, PURPOSE: tl.constexpr, index):
+    """`times` of the ids at index int32."""
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zeros = tl.zeros_like(index).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, (index // 2).to(tl.uint32), zeros + low, zeros + PURPOSE, zeros + high)
+    odd = index % 2 == 1
+    return _exponential(_unit(tl.where(odd, w2, w0), tl.where(odd, w3, w1)))
+
+
+@triton.jit
+def coin(seed, position, PURPOSE: tl.constexpr):
+    """`sampling.uniforms` at position int64 [N]."""
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zeros = tl.zeros_like(low)
+    w0, w1, _w2, _w3 = tl.philox(seed, zeros, low, zeros + PURPOSE, high)
+    return _unit(w0, w1)
+
+
+@triton.jit
+def winner(weights, time, index):
+    """int64 that compares as (weight / time, -index) of the race's winner does; 0 where no weight is positive."""
+    speed = tl.where(weights > 0, weights / time, -1.0)
+    best = tl.max(speed, axis=0)
+    first = tl.min(tl.where(speed == best, index, 0x7FFFFFFF), axis=0)
+    bits = best.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(best >= 0, ((bits << 31) | (0x7FFFFFFF - first)) + 1, 0)
+
+
+@triton.jit
+def winning_id(packed):
+    """The id in what `winner` gave."""
+    return 0x7FFFFFFF - ((packed - 1) & 0x7FFFFFFF)
+
+
+@triton.jit
+def kept(key, index, e, threshold, cut, min_p):
+    """Which ids a law keeps: above its threshold, among equals up to id `cut`, and at least min_p of the largest."""
+    return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

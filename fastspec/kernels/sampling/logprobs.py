@@ -1,0 +1,233 @@
+"""Log-probabilities of what a step emits and of the likeliest ids, by the kernels that end it: no launch of their own.
+
+The law is `reference_step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
+groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to
+arrive at a line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest
+group and then the lowest id among equals. When a row's block is known, whoever commits it reads its tokens' logits.
+
+Sums are of fixed point, so neither chunks nor arrival order nor the way a compiler lays out a sum can matter: a line
+has the same bits in a greedy step and in one that samples.
+
+| argument | shape, dtype                | notes                                                                     |
+|----------|-----------------------------|---------------------------------------------------------------------------|
+| logits   | [B, k+1, V] fp32            | V < 2^19                                                                  |
+| arrivals | [lines] int64               | zero between launches: the last program to arrive clears it               |
+| groups   | [lines, 2, >= V / 64] fp32  | largest of a group, and the group's mass relative to that                 |
+| levels   | [lines, 2] fp32             | largest of a line, and the logarithm of the line's mass relative to that  |
+| the rest | as in publish.py            | logprobs are stored at places that are emitted                            |
+
+A line whose largest logit is NaN or infinite emits nothing, and what is recorded of it means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling.logits import MOST_IDS, OPTIONS, key_of, level_of, value_of
+from fastspec.kernels.sampling.publish import check_details, check_recorded
+from fastspec.sampling.verify import CommitRows
+
+GROUP = 64  # neighbouring ids whose largest and mass are kept
+PIECE = tl.constexpr(1024)  # groups that are weighed at a time
+MOST = 32  # of the likeliest ids, and so of groups that are looked through
+NUM_WARPS = 8  # of a launch that records: ranking takes registers
+RECORD_INTS = ["top", "details_width"]  # not specialised on: one kernel for whatever is asked for
+NONE = tl.constexpr(-2147483648)  # key of what is not there, or has been ranked already
+# fixed point, unsigned: 64 ids weigh at most 64 relative to their largest
+ID_UNIT = tl.constexpr(2.0**25)
+NO_ID_UNIT = tl.constexpr(2.0**-25)
+# 2^19 ids weigh at most 2^19
+GROUP_UNIT = tl.constexpr(2.0**40)
+NO_GROUP_UNIT = tl.constexpr(2.0**-40)
+_GROUP = tl.constexpr(GROUP)
+_MOST = tl.constexpr(MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordWork:
+    """What log-probabilities are recorded in; shapes as above."""
+
+    arrivals: Tensor
+    groups: Tensor
+    levels: Tensor
+
+
+def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> RecordWork:
+    """Allocates what steps of up to `batch` rows, `max_drafts` drafts and `vocab` ids are recorded in."""
+    lines = batch * (max_drafts + 1)
+    return RecordWork(
+        torch.zeros(lines, dtype=torch.int64, device=device),
+        torch.zeros(lines, 2, triton.cdiv(vocab, GROUP), dtype=torch.float32, device=device),
+        torch.zeros(lines, 2, dtype=torch.float32, device=device),
+    )
+
+
+def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
+    """Bytes of `record_work`."""
+    return int(batch * (max_drafts + 1) * (8 + 8 * triton.cdiv(vocab, GROUP) + 8))
+
+
+@triton.jit
+def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
+    """Stores the largest of every group of a chunk's logits x [CHUNK], and the group's mass."""
+    x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _GROUP, _GROUP])
+    largest = tl.max(x, axis=1)
+    weights = tl.exp(x - level_of(largest)[:, None])
+    mass = tl.sum((weights * ID_UNIT + 0.5).to(tl.uint32), axis=1).to(tl.float32) * NO_ID_UNIT
+    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    tl.store(groups_ptr + group, largest, mask=group < groups)
+    tl.store(groups_ptr + groups + group, mass, mask=group < groups)
+
+
+@triton.jit
+def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
+    """(level, logarithm of the mass relative to it) of a line, by SIZE groups at a time."""
+    largest = tl.full([SIZE], -float("inf"), tl.float32)
+    for first in tl.range(0, groups, SIZE):
+        group = first + tl.arange(0, SIZE)
+        x = tl.load(groups_ptr + group, mask=group < groups, other=-float("inf"), cache_modifier=".cg")
+        largest = tl.maximum(largest, x)
+    level = level_of(tl.max(largest, axis=0))
+    total = tl.zeros([SIZE], tl.int64)
+    for first in tl.range(0, groups, SIZE):
+        group = first + tl.arange(0, SIZE)
+        x = tl.load(groups_ptr + group, mask=group < groups, other=-float("inf"), cache_modifier=".cg")
+        mass = tl.load(groups_ptr + groups + group, mask=group < groups, other=0.0, cache_modifier=".cg")
+        total += (mass * tl.exp(x - level) * GROUP_UNIT + 0.5).to(tl.int64)
+    return level, tl.log(tl.sum(total, axis=0).to(tl.float32) * NO_GROUP_UNIT)
+
+
+@triton.jit
+def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
+    """int32 [MOST]: the `top` groups with the largest maxima, the lowest among equals; `groups` where there is none."""
+    group = tl.arange(0, GROUPS)
+    rank = tl.arange(0, _MOST)
+    largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
+    keys = tl.where(group < groups, key_of(largest + 0.0), NONE)
+    first = tl.zeros([_MOST], tl.int32) + groups
+    for i in range(0, top):
+        best = tl.max(keys, axis=0)
+        which = tl.min(tl.where((keys == best) & (keys != NONE), group, groups), axis=0)
+        keys = tl.where(group == which, NONE, keys)
+        first = tl.where(rank == i, which, first)
+    return first
+
+
+@triton.jit
+def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
+    """Stores the `top` largest of a line's logits, in order, as ids and log-probabilities."""
+    group = _first_groups(groups_ptr, groups, top, GROUPS)
+    index = tl.reshape(group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :], [_MOST * _GROUP])
+    x = tl.load(line_ptr + index, mask=index < vocab, other=0.0)
+    keys = tl.where(index < vocab, key_of(tl.where(x == x, x, float("inf")) + 0.0), NONE)
+    for i in range(0, top):
+        best = tl.max(keys, axis=0)
+        first = tl.min(tl.where(keys == best, index, 0x7FFFFFFF), axis=0)
+        keys = tl.where(index == first, NONE, keys)
+        tl.store(top_ids_ptr + i, first.to(tl.int64))
+        tl.store(top_logprobs_ptr + i, value_of(best) - level - log_mass)
+
+
+@triton.jit
+def record_line(
+    x,  # fp32 [CHUNK], -inf beyond V
+    record,  # what `of_lines` gives
+    line_ptr,
+    line,  # of the launch
+    place,  # that of the line among all of the state's
+    chunk,
+    chunks,
+    vocab,
+    top,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    """Records of a line what its chunk of logits x says, and, where all others have done so, what they say together."""
+    arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr = record
+    line, place = line.to(tl.int64), place.to(tl.int64) * TOP
+    groups = tl.cdiv(vocab, _GROUP)
+    arrivals_ptr, groups_ptr, levels_ptr = arrivals_ptr + line, groups_ptr + line * groups * 2, levels_ptr + line * 2
+    top_ids_ptr, top_logprobs_ptr = top_ids_ptr + place, top_logprobs_ptr + place
+    _sum_up(x, groups_ptr, chunk, groups, CHUNK)
+    # the counting thread's release covers its own stores; the barrier hands it those of the others
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == chunks - 1:
+        tl.store(arrivals_ptr, 0)
+        level, log_mass = _weigh(groups_ptr, groups, min(PIECE, GROUPS))
+        tl.store(levels_ptr, level)
+        tl.store(levels_ptr + 1, log_mass)
+        if top > 0:
+            _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS)
+
+
+@triton.jit
+def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block, place, emitted, num_drafts, places):
+    """Stores the log-probabilities of the first `emitted` tokens of a row's block [PLACES]."""
+    line = row * (num_drafts + 1) + place
+    known = place < emitted
+    x = tl.load(logits_ptr + line * logits_stride + block, mask=known, other=0.0)
+    level = tl.load(levels_ptr + line * 2, mask=known, other=0.0, cache_modifier=".cg")
+    log_mass = tl.load(levels_ptr + line * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+    tl.store(logprobs_ptr + row * places + place, x - level - log_mass, mask=known)
+
+
+def of_lines(record: Record | None, rows: CommitRows) -> tuple[Any, ...]:
+    """arrivals_ptr to top_logprobs_ptr, in the kernels' order; as many None where nothing is recorded."""
+    if record is None:
+        return (None,) * 5
+    work = record.work
+    return work.arrivals, work.groups, work.levels, rows.top_ids, rows.top_logprobs
+
+
+def of_blocks(record: Record | None, rows: CommitRows) -> tuple[Any, ...]:
+    """logprobs_ptr and details_ptr, in the kernels' order, likewise."""
+    return (None, None) if record is None else (rows.logprobs, record.details)
+
+
+def sizes_of(record: Record | None) -> tuple[int, int]:
+    """top and details_width, in the kernels' order."""
+    if record is None:
+        return 0, 0
+    return record.top, 0 if record.details is None else record.details.stride(0)
+
+
+def width_of(record: Record | None, rows: CommitRows) -> int:
+    """TOP: for how many of the likeliest ids the state has room; 0 where nothing is recorded."""
+    return 0 if record is None else rows.top_ids.shape[2]
+
+
+def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
+    """Block shapes and options of a launch: roundings are those of all launches that record."""
+    if record is None:
+        return {"GROUPS": 0, "TOP": width_of(record, rows)}
+    groups = max(16, triton.next_power_of_2(triton.cdiv(vocab, GROUP)))
+    return {"GROUPS": groups, "TOP": width_of(record, rows), "num_warps": NUM_WARPS, **OPTIONS}
+
+
+def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> None:
+    """Raises ValueError at what kernels that record would misread or write beyond."""
+    work, batch = record.work, rows.top_ids.shape[0]
+    if not isinstance(work, RecordWork):
+        raise ValueError(f"record.work is {work!r}; wanted one of record_work({batch}, {places - 1}, {vocab}, ...)")
+    if vocab > MOST_IDS:
+        raise ValueError(f"{vocab} ids are too many to record; wanted at most {MOST_IDS}: leave out log-probabilities")
+    room = len(work.arrivals), work.groups.shape[2] * GROUP
+    if room[0] < batch * places or room[1] < vocab:
+        raise ValueError(
+            f"record.work has room for (lines, ids) {room}; wanted {(batch * places, vocab)} or more: make it with "
+            f"record_work({batch}, {places - 1}, {vocab}, ...)"
+        )
+    most = min(MOST, rows.top_ids.shape[2], vocab)
+    if not 0 <= record.top <= most:
+        raise ValueError(f"record.top is {record.top}; wanted 0 to {most}, for which the state has room")
+    check_recorded(rows)
+    if record.details is not None:
+        check_details(record.details, rows)

@@ -1,0 +1,374 @@
+"""The end of a sampled step in three launches: laws, then acceptance, the last token and the step's bookkeeping.
+
+The law is `fastspec.sampling.verify`: `rejection`, `block` or `coupled` over `sampling.law` of `processors.process`,
+marked as
+`processors.marked`, then `commit` and `processors.count`. distribution.py finds every line's law in two launches. In
+the third, every program forms the row's carried ratios and its coins for itself, and so knows which places can still
+end the row: under rejection one; under block one if the last draft's coin falls, else all before it; under coupled
+all. At those a program takes some ids: their race under p and under max(c p - q, 0), and the sum of the latter.
+Winners are merged by an atomic maximum and sums in fixed point, so neither chunks nor arrival order can matter. The
+last program to arrive at a row accepts and commits it (commit.py); where the law of every such place has few ids, one
+program a place takes part, and where nothing is raced for, one. Random numbers are those of `sampling.PhiloxDraws`.
+
+A greedy row's law is one on its pick, so it is judged by match, whatever the rule.
+
+| argument    | shape, dtype     | notes                                                            |
+|-------------|------------------|------------------------------------------------------------------|
+| logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride             |
+| draft_probs | [B, K, V] fp32   | of the state; not read where drafts were certain                 |
+| scratch     | as commit.py     |                                                                  |
+| work        | sampled_work     | counters are zero between launches: the last to use them clears  |
+
+At V = 128256, B = 1, k = 7 an H200 takes 9 us where all rows are greedy, 15 to 25 without filters, 21 to 25 with top-k
+and top-p, and 63 to 66 of those for 32 rows, k = 5 (perf/results/tried.jsonl, of 74eab02).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling import commit as committing
+from fastspec.kernels.sampling import logits as sampled_parts
+from fastspec.kernels.sampling import logprobs
+from fastspec.kernels.sampling.accept import (
+    BY_COUPLING,
+    RULES,
+    judged,
+    listed_from,
+    race,
+    race_of_few,
+    raced_for,
+    reported,
+    span,
+    spread,
+)
+from fastspec.kernels.sampling.commit import STATE_INTS, commit_row
+from fastspec.kernels.sampling.distribution import find_laws
+from fastspec.kernels.sampling.logits import (
+    BEYOND,
+    COUNTERS,
+    GREEDY,
+    GROUP,
+    INTS,
+    RACE,
+    RACE_BEYOND,
+    RACERS,
+    RECORD,
+    RUNNING,
+    SampledWork,
+    check_laws,
+    check_source,
+    view_of,
+)
+from fastspec.kernels.sampling.logprobs import check_record
+from fastspec.sampling.rules import COUPLED, REJECTION
+
+LAUNCH = {"num_warps": 8, "maxnreg": 128}
+PROGRAMS = 264  # of a launch, about: two a multiprocessor
+RACED = 1024  # listed ids that one program lets race
+LISTED = 128  # of them at a time: mostly there are fewer, and what is less code runs sooner
+_GROUP = tl.constexpr(GROUP)
+_RECORD = tl.constexpr(RECORD)
+_COUNTERS = tl.constexpr(COUNTERS)
+
+
+def end_chunk() -> int:
+    """Ids per program of the last launch: fewer, for a race takes more registers than a law."""
+    return max(GROUP, sampled_parts.CHUNK // 4)
+
+
+@triton.jit(do_not_specialize=[*INTS, "num_places", "parts", "details_width", *STATE_INTS])
+def _end_kernel(
+    logits_ptr,
+    bias_ptr,
+    prompt_ptr,
+    output_ptr,
+    drafts_ptr,
+    stop_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    min_lengths_ptr,
+    lengths_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    counts_ptr,
+    finish_ptr,
+    seeds_ptr,
+    counters_ptr,
+    arrivals_ptr,
+    records_ptr,
+    groups_ptr,
+    found_ptr,
+    q_ptr,  # None: drafts were certain
+    tokens_ptr,
+    limits_ptr,
+    draft_lengths_ptr,
+    block_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    scratch_ptr,
+    entries_ptr,  # None: nothing is published
+    counter_ptr,
+    levels_ptr,  # None, with all that follow: no log-probabilities are recorded
+    top_ids_ptr,
+    top_logprobs_ptr,
+    logprobs_ptr,
+    details_ptr,
+    vocab,
+    logits_stride,
+    bias_stride,
+    prompt_stride,
+    output_stride,
+    drafts_stride,
+    stop_stride,
+    num_places,  # k + 1
+    first,
+    groups,
+    q_row,
+    q_place,
+    tokens_stride,
+    tokens_width,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,  # K + 1
+    parts,  # programs that share out the places of a row
+    details_width,
+    RULE: tl.constexpr,
+    TOP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    RACED: tl.constexpr,
+    LISTED: tl.constexpr,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
+    place = tl.arange(0, PLACES)
+    row_records = records_ptr + row * num_places * _RECORD
+    # all at once, whatever of it is wanted: none waits for another
+    running = tl.load(finish_ptr + row) == RUNNING
+    counts = tl.minimum(tl.load(counts_ptr + row).to(tl.int32), num_places - 1)
+    seed, length = tl.load(seeds_ptr + row), tl.load(lengths_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    p, q, racers, kinds = reported(row_records, place, num_places)
+    handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
+    workers = tl.full([], 1, tl.int32)  # a row without a race is judged by its first program alone
+    low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
+    if running & (temperature > 0):
+        low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
+        dense = spread(racers, kinds, place, low, high, RACED)
+        handled = dense.to(tl.int32)
+        chunks = tl.cdiv(vocab, CHUNK)
+        if dense:
+            for at in tl.range(low + part, high + 1, parts, disable_licm=True):
+                law, draft, c = raced_for(
+                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                )
+                if law[0] < GREEDY:
+                    # a place begins with the program after the last of the place before
+                    turn = ((at - low) // parts * chunks) % tl.num_programs(0)
+                    begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
+                    line, min_p = row * num_places + at, tl.load(min_p_ptr + row)
+                    line_q = q_ptr
+                    if q_ptr is not None:
+                        line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
+                    view = view_of(
+                        logits_ptr,
+                        bias_ptr,
+                        prompt_ptr,
+                        output_ptr,
+                        drafts_ptr,
+                        stop_ptr,
+                        repetition_ptr,
+                        presence_ptr,
+                        frequency_ptr,
+                        min_lengths_ptr,
+                        lengths_ptr,
+                        temperature_ptr,
+                        logits_stride,
+                        bias_stride,
+                        prompt_stride,
+                        output_stride,
+                        drafts_stride,
+                        stop_stride,
+                        line,
+                        row,
+                        at,
+                        vocab,
+                    )
+                    race(
+                        line_q,
+                        *(law, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
+                        *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
+                        *(RULE, CHUNK, NUM_STOPS),
+                    )
+            workers = parts * tl.num_programs(0)
+        else:
+            # few ids a place: one program each
+            mine = low + part * tl.num_programs(0) + tl.program_id(0)
+            for at in range(mine, high + 1, parts * tl.num_programs(0)):
+                handled += 1
+                line = row * num_places + at
+                line_found = found_ptr + line * (2 * MOST)
+                listed = listed_from(0, MOST, line_found, MOST, LISTED)
+                number, min_p = tl.load(row_records + at * _RECORD + RACERS), tl.load(min_p_ptr + row)
+                law, draft, c = raced_for(
+                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                )
+                if law[0] < GREEDY:
+                    line_q = q_ptr
+                    if q_ptr is not None:
+                        line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
+                    race_of_few(
+                        line_q,
+                        *(law, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
+                        *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MOST, LISTED),
+                    )
+            workers = high + 1 - low
+    last = handled == workers
+    if (handled > 0) & (last == 0):
+        last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
+    if last:
+        tl.debug_barrier()  # if it works alone, its own threads have raced
+        num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
+        row_drafts = drafts_ptr + row * drafts_stride
+        drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
+        accepted = tl.full([], -1, tl.int32)
+        block = tl.where(place <= num_drafts, tl.minimum(tl.maximum(drafts, 0), vocab - 1), -1)
+        if running:
+            accepted, block = judged(
+                *((low, high, carried), row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
+                *(seed, length, RULE, PLACES),
+            )
+        record = None
+        if levels_ptr is not None:
+            record = (
+                logits_ptr,
+                tl.cast(logits_stride, tl.int64),
+                levels_ptr,
+                logprobs_ptr,
+                top_ids_ptr,
+                top_logprobs_ptr,
+            )
+        emitted = commit_row(
+            row,
+            accepted.to(tl.int64),
+            block,
+            tokens_ptr,
+            lengths_ptr,
+            limits_ptr,
+            draft_lengths_ptr,
+            finish_ptr,
+            stop_ptr,
+            counts_ptr,
+            block_ptr,
+            emitted_ptr,
+            accepted_ptr,
+            scratch_ptr,
+            entries_ptr,
+            counter_ptr,
+            tokens_stride,
+            tokens_width,
+            stop_stride,
+            block_stride,
+            slots,
+            entry_width,
+            batch,
+            places,
+            num_drafts,
+            record,
+            details_ptr,
+            details_width,
+            TOP,
+            PLACES,
+            STOPS,
+            NUM_STOPS,
+        )
+        tl.atomic_add(output_ptr + row * output_stride + block, 1, mask=place < emitted, sem="relaxed")
+        # behind the barrier in commit_row: all have read
+        used = place <= num_drafts
+        zeros = tl.zeros([PLACES], tl.int64)
+        tl.store(row_counters + place * _COUNTERS + RACE, zeros, mask=used)
+        tl.store(row_counters + place * _COUNTERS + RACE_BEYOND, zeros, mask=used)
+        tl.store(row_counters + place * _COUNTERS + BEYOND, zeros, mask=used)
+        tl.store(arrivals_ptr + row, 0)
+
+
+def sampled_commit(
+    logits: Tensor,
+    rows: Any,
+    scratch: Tensor,
+    work: SampledWork,
+    publish_to: tuple[Tensor, Tensor] | None = None,
+    *,
+    rule: str,
+    certain: bool,
+    draws: object = None,
+    record: Record | None = None,
+) -> None:
+    """As `reference.sampled_commit`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
+
+    Raises:
+        ValueError: a layout is not as above, or a work area is too small.
+    """
+    batch, places, vocab = logits.shape
+    check_source(logits, rows, work)
+    committing.check_rows(rows, batch, places - 1, scratch)
+    laws = None if certain or rule == COUPLED or places == 1 else rows.draft_probs
+    check_laws(laws, vocab)
+    if record is not None:
+        check_record(record, rows, vocab, places)
+    drafts = 0 if rule == COUPLED else places - 1
+    find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True, record=record)
+    source = sampled_parts.source_of(logits, rows)
+    tokens_stride, tokens_width, _, *others = committing.sizes_of(rows, publish_to)
+    _, details_width = logprobs.sizes_of(record)
+    pdl = has_pdl(logits.device)
+    chunk = end_chunk()
+    chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
+    # under rejection one place of a row is raced for
+    parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
+    # all of a row's chunks at a place, unless there are rows enough to fill the device
+    programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
+    launch(
+        _end_kernel,
+        (programs, batch * parts),
+        *source[:12],
+        *source[14:],
+        rows.seeds,
+        *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
+        *(rows.tokens, rows.limits, rows.draft_lengths, rows.block, rows.emitted, rows.accepted, scratch),
+        *(publish_to or (None, None)),
+        *logprobs.of_lines(record, rows)[2:],
+        *logprobs.of_blocks(record, rows),
+        *sampled_parts.sizes_of(logits, rows, 0),
+        *((0, 0) if laws is None else laws.stride()[:2]),
+        *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
+        details_width,
+        RULE=RULES[rule],
+        TOP=logprobs.width_of(record, rows),
+        CHUNK=chunk,
+        MOST=most,
+        RACED=min(RACED, most),
+        LISTED=min(LISTED, most),
+        PDL=pdl,
+        **LAUNCH,
+        launch_pdl=pdl,
+        **sampled_parts.OPTIONS,
+        **committing.constants_of(rows),
+    )

@@ -1,0 +1,292 @@
+"""The threshold of a line's law: among the candidates near it, or by reading all of the line when they do not tell.
+
+Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
+one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
+faster than one that has every case written out.
+
+All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A law
+is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal it up to id
+`cut`, and of these what is at least min_p of the largest (`sampled_parts.kept`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastspec.kernels.sampling.logits import (
+    KEY_LOWEST,
+    KEY_OPEN,
+    NO_UNIT,
+    UNIT,
+    kept,
+    key_of,
+    scaled,
+    value_of,
+    view_of,
+)
+
+RANKED = 128  # candidates that are ranked
+PIECE = 1024  # ids that a search reads at a time
+OTHERS = tl.constexpr(32)  # candidates that all are compared with at a time
+COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2 to this
+PIVOTS = tl.constexpr(4)
+MOST_MASS = tl.constexpr(2**62)
+ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
+
+
+@triton.jit
+def fixed(mass):
+    """int64 fixed point of fp32."""
+    return (mass * UNIT).to(tl.int64)
+
+
+@triton.jit
+def mass_of(key, largest):
+    """int64 fixed-point mass of the id with a key."""
+    return fixed(tl.exp(value_of(key) - largest))
+
+
+@triton.jit
+def taken_of_equals(mass, above, budget):
+    """How many ids of one mass are kept, one after the other, while what is above them weighs less than the budget."""
+    each = tl.maximum(mass, 1)
+    return (budget - above + each - 1) // each
+
+
+@triton.jit
+def budget_of(total, top_p):
+    """Fixed-point mass that what is kept must reach: all but 1 - top_p, which is formed in fp32 as torch does."""
+    light = ((1.0 - top_p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(total - light, 1)
+
+
+@triton.jit
+def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
+    """(how many candidates are at least each of keys [SIZE], how many are above it, and their mass)."""
+    reach = tl.zeros([OTHERS, SIZE], tl.int32)
+    above = tl.zeros([OTHERS, SIZE], tl.int64)
+    column = tl.arange(0, OTHERS)
+    others = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
+    for start in range(0, count, OTHERS):
+        column = start + OTHERS + tl.arange(0, OTHERS)
+        # loaded one turn ahead
+        later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
+        # their number and their mass in one word: two sums for one
+        weights = mass_of(others, largest) + (tl.full([], 1, tl.int64) << COUNTED)
+        reach += (others[:, None] >= keys[None, :]).to(tl.int32)
+        above += tl.where(others[:, None] > keys[None, :], weights[:, None], 0)
+        others = later
+    both = tl.sum(above, axis=0)
+    number = both >> COUNTED
+    return tl.sum(reach, axis=0), number.to(tl.int32), both - (number << COUNTED)
+
+
+@triton.jit
+def _highest_and_least(key, mass, other_key, other_mass):
+    return tl.maximum(key, other_key), tl.minimum(mass, other_mass)
+
+
+@triton.jit
+def _lowest_and_most(key, mass, reach, over, other_key, other_mass, other_reach, other_over):
+    return (
+        tl.minimum(key, other_key),
+        tl.maximum(mass, other_mass),
+        tl.maximum(reach, other_reach),
+        tl.maximum(over, other_over),
+    )
+
+
+@triton.jit
+def rank_candidates(
+    found_ptr,
+    largest,
+    total,  # fixed-point mass of the whole line
+    count,  # candidates, up to SIZE
+    count_above,
+    mass_above,
+    kept_above,
+    lower,
+    upper,
+    guessed,
+    top_k,  # 0: none
+    top_p,
+    min_p,
+    vocab,
+    MOST: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """(key, cut, fixed-point normaliser, whether these hold) from few candidates."""
+    slot = tl.arange(0, SIZE)
+    there = slot < count
+    keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
+    index = tl.load(found_ptr + MOST + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
+    e = tl.exp(value_of(keys) - largest)
+    mass = fixed(e)
+    low, cut = lower, vocab
+    sound = tl.full([], 1, tl.int1)
+    if (top_k > 0) | (top_p < 1.0):
+        reach, over, above = _ranks(found_ptr, keys, largest, count, SIZE)
+        # where there are fewer than k, all of them
+        rank = tl.where(top_k > 0, tl.minimum(top_k - count_above, count), count)
+        enough = there & (reach >= rank)
+        # up to a larger key there is less: the k-th and what weighs as much as it or more, by one sum
+        upto = mass_above + above + (reach - over) * mass
+        kth, inside = tl.reduce(
+            (tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MOST_MASS)), 0, _highest_and_least
+        )
+        inside = tl.where(count > 0, inside, mass_above)
+        if top_k > 0:
+            sound = (upper == KEY_OPEN) | (count_above < top_k)
+            whole = count_above + count >= top_k
+            low = tl.where(whole, tl.maximum(low, kth), low)
+            sound = sound & (whole | (guessed == 0))
+        if top_p < 1.0:
+            budget = budget_of(tl.where(top_k > 0, inside, total), top_p)
+            reached = inside >= budget
+            sound = sound & ((upper == KEY_OPEN) | (mass_above < budget)) & (reached | (guessed == 0))
+            short = there & (keys >= low) & (mass_above + above < budget)
+            edge, over_it, upto_it, beyond_it = tl.reduce(
+                (
+                    tl.where(short, keys, 0x7FFFFFFF),
+                    tl.where(short, above, 0),
+                    tl.where(short, reach, 0),
+                    tl.where(short, over, 0),
+                ),
+                0,
+                _lowest_and_most,
+            )
+            low = tl.where(reached & (edge < 0x7FFFFFFF), edge, low)
+            equals = upto_it - beyond_it
+            if reached & (equals > 1):
+                taken = taken_of_equals(mass_of(low, largest), mass_above + over_it, budget)
+                if taken < equals:
+                    cut = _id_of_rank(index, there & (keys == low), taken, vocab)
+    keeps = kept(keys, index, e, low, cut, min_p)
+    return low, cut, kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0), sound
+
+
+@triton.jit
+def _id_of_rank(ids, equal, rank, vocab):
+    """The smallest id up to which there are at least `rank` of those that are equal."""
+    low, high = vocab * 0, vocab - 1
+    while low < high:
+        middle = (low + high) // 2
+        enough = tl.sum((equal & (ids <= middle)).to(tl.int32), axis=0) >= rank
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return low
+
+
+@triton.jit
+def _weigh(source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MOST, SIZE: tl.constexpr, STOPS):
+    """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
+    sums = tl.zeros([PIVOTS, SIZE], tl.int64)
+    for start in tl.range(0, count, SIZE, disable_licm=True):
+        index = start + tl.arange(0, SIZE)
+        noted = (index < count) & (whole == 0)
+        keys = tl.load(found_ptr + index, mask=noted, other=KEY_LOWEST, cache_modifier=".cg")
+        ids = tl.load(found_ptr + MOST + index, mask=noted, other=0, cache_modifier=".cg")
+        if whole:
+            keys, ids = key_of(scaled(view_of(*source), index, STOPS)), index
+        e = tl.exp(value_of(keys) - largest)
+        weights = tl.where(by_mass, fixed(e), 1)
+        keeps = kept(keys[None, :], ids[None, :], e[None, :], pivots[:, None], cuts[:, None], least)
+        sums += tl.where(keeps, weights[None, :], 0)
+    return tl.sum(sums, axis=1)
+
+
+@triton.jit
+def search(
+    source,
+    found_ptr,
+    whole,  # reads the line instead of candidates
+    largest,
+    normaliser,
+    count,
+    count_above,
+    mass_above,
+    kept_above,
+    lower,
+    upper,
+    guessed,
+    top_k,
+    top_p,
+    min_p,
+    MOST: tl.constexpr,
+    SIZE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """(key, cut, fixed-point normaliser), always right: where candidates do not tell, the line is read.
+
+    What is asked for in turn: how many there are; the k-th; what weighs as much as it or more; the threshold of top-p;
+    what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key
+    that enough are at least as large as, be it by their number or their mass.
+    """
+    vocab = source[21]
+    turn = tl.arange(0, PIVOTS)
+    top = key_of(largest)  # no threshold lies above the largest
+    edge = tl.where(top_p < 1.0, ASK_TOTAL, SUM_UP)
+    asked = tl.where(top_k > 0, ASK_COUNT, edge)
+    low, high = lower, lower
+    first, last, cut = vocab * 0, vocab - 1, vocab
+    # what is to be reached: the k-th's rank, a mass, a rank among equals; in the end the normaliser
+    goal = tl.zeros([], tl.int64) + top_k - count_above
+    fails = whole
+    while asked <= SUM_UP:
+        if fails:
+            # once more, by the line
+            whole, asked = tl.full([], 1, tl.int1), tl.where(top_k > 0, ASK_COUNT, edge)
+            low, upper, guessed = low * 0 + (KEY_LOWEST + 1), upper * 0 + KEY_OPEN, guessed * 0
+            count, count_above, mass_above, kept_above = vocab, count_above * 0, mass_above * 0, kept_above * 0
+            goal = tl.zeros([], tl.int64) + top_k
+        finds = (asked == FIND_KTH) | (asked == FIND_EDGE)
+        by_mass = (asked == ASK_TOTAL) | (asked == FIND_EDGE) | (asked == ASK_ABOVE) | (asked == SUM_UP)
+        apart = (high.to(tl.int64) - low) // (PIVOTS + 1) + 1  # below 2^30
+        step = tl.where(finds, apart.to(tl.int32), (asked == ASK_EQUALS).to(tl.int32))
+        pivots = low.to(tl.int64) + tl.where(finds, step, (asked == ASK_ABOVE).to(tl.int32)) + turn.to(tl.int64) * step
+        pivots = tl.minimum(pivots, KEY_OPEN).to(tl.int32)
+        stride = (last - first) // (PIVOTS + 1) + 1
+        cuts = tl.where(asked == FIND_CUT, first - 1 + (turn + 1) * stride, tl.where(asked == SUM_UP, cut, vocab))
+        sums = _weigh(
+            *(source, found_ptr, whole, count, pivots, cuts, largest, tl.where(asked == SUM_UP, min_p, 0.0), by_mass),
+            *(MOST, SIZE, STOPS),
+        )
+        one = tl.sum(tl.where(turn == 0, sums, 0), axis=0)
+        fails = tl.full([], 0, tl.int1)
+        if asked == ASK_COUNT:
+            fails = ((upper < KEY_OPEN) & (goal <= 0)) | ((one < goal) & (guessed != 0))
+            asked = tl.where(one >= goal, FIND_KTH, edge)
+            high = tl.maximum(tl.minimum(upper - 1, top), low)
+        elif asked == ASK_TOTAL:
+            total = tl.where(top_k > 0, mass_above + one, fixed(normaliser))
+            goal = budget_of(total, top_p) - mass_above
+            fails = ((upper < KEY_OPEN) & (goal <= 0)) | ((one < goal) & (guessed != 0))
+            asked = tl.where(one < goal, SUM_UP, FIND_EDGE)
+            high = tl.maximum(tl.minimum(upper - 1, top), low)
+        elif finds:
+            low += tl.sum(((sums >= goal) & (pivots <= high)).to(tl.int32), axis=0) * step
+            high = tl.minimum(high.to(tl.int64), low.to(tl.int64) + step - 1).to(tl.int32)
+            asked = tl.where(low < high, asked, tl.where(asked == FIND_KTH, edge, ASK_ABOVE))
+        elif asked == ASK_ABOVE:
+            goal = taken_of_equals(mass_of(low, largest), one, goal)
+            asked += 1
+        elif asked == ASK_EQUALS:
+            beyond = tl.sum(tl.where(turn == 1, sums, 0), axis=0)
+            asked = tl.where(goal < one - beyond, FIND_CUT, SUM_UP)
+            goal += beyond
+        elif asked == FIND_CUT:
+            first += tl.sum((sums < goal).to(tl.int32), axis=0) * stride
+            last = tl.minimum(last, first + stride - 1)
+            cut = first
+            asked = tl.where(first < last, FIND_CUT, SUM_UP)
+        else:
+            goal = kept_above + one
+            asked += 1
+    return low, cut, goal
+
+
+@triton.jit
+def normaliser_of(mass):
+    """fp32 of a fixed-point mass."""
+    return mass.to(tl.float32) * NO_UNIT

@@ -1,0 +1,1 @@
+"""Weights: where they come from, how they are read, and the form the kernels want."""

@@ -1,0 +1,311 @@
+"""Checkpoint tensors to the decoder's fused tensors, checked by name, shape and dtype before anything is
+allocated.
+
+Every linear is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and
+up; the fused matrix is allocated on the device first, and each part is copied from the file (or the live
+module) into its rows, so that the device never holds a matrix twice. A live module is only read: nothing is
+shared with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+
+import torch
+from tqdm import tqdm
+
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.config import DTYPES
+from fastspec.models.weights.live import ModuleTensors
+from fastspec.models.weights.shards import ShardTensors, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastspec.models.config import ModelSpec
+    from fastspec.models.weights.sources import Checkpoint
+
+    Store = Callable[[Tensor, bool], Tensor]
+
+EMBED: Final = "model.embed_tokens.weight"
+NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+# Old checkpoints store this buffer; it is derived from the config, and transformers ignores it too.
+HARMLESS: Final = "model.layers.*.self_attn.rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer. H query heads, Hkv key heads, D head_dim; a bias or norm is None where the spec has
+    none.
+
+    Attributes:
+        input_norm, post_norm: [hidden] RMSNorm weights before attention and before the MLP.
+        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value. qkv_bias: its bias.
+        q_norm, k_norm: [D].
+        o: [hidden, H * D]. o_bias: [hidden].
+        gate_up: [2 * intermediate, hidden], gate rows first. gate_up_bias: its bias.
+        down: [hidden, intermediate]. down_bias: [hidden].
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """All weights of one decoder, of one dtype on one device.
+
+    Attributes:
+        embed: [V, hidden]. norm: [hidden], the final RMSNorm. head: [V, hidden]; `head is embed` when tied.
+    """
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the weights take; a tied head is counted once."""
+        held: list[Tensor | None] = [self.embed, self.norm, self.head]
+        for layer in self.layers:
+            held += [getattr(layer, field.name) for field in fields(layer)]
+        return sum({t.data_ptr(): t.nbytes for t in held if t is not None}.values())
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, described before they are read."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape, stored dtype and place of every tensor, without reading any."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Holds files open while tensors are read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies: a view of the mapped file, or the module's own parameter."""
+
+    def release(self, names: list[str]) -> None:
+        """Lets go of the source's memory for tensors that have been copied."""
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this spec must hold, head included unless tied."""
+    hidden, inter, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    linears = {
+        "self_attn.q_proj": (q_rows, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv_rows, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv_rows, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q_rows, spec.o_bias),
+        "mlp.gate_proj": (inter, hidden, spec.mlp_bias),
+        "mlp.up_proj": (inter, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, inter, spec.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (spec.vocab_size, hidden), NORM: (hidden,)}
+    if not spec.tied:
+        shapes[HEAD] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (dim,)
+    return shapes
+
+
+def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
+    """Compares what a checkpoint holds with what its config promises, before anything is allocated.
+
+    Args:
+        infos: the stored tensors. spec: of the same checkpoint. name: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: names are missing or unexpected, or a shape is not the config's.
+        UnsupportedModel: a tensor is stored in a dtype other than bfloat16, float16 or float32.
+    """
+    wanted = tensor_shapes(spec)
+    missing = [tensor for tensor in wanted if tensor not in infos]
+    if missing:
+        raise CheckpointError(f"{name}: {_some(missing)} missing; the config of this {spec.family} model needs them")
+    if spec.tied and HEAD in infos:
+        wanted[HEAD] = wanted[EMBED]
+    extra = [tensor for tensor in infos if tensor not in wanted and not fnmatchcase(tensor, HARMLESS)]
+    if extra:
+        raise CheckpointError(
+            f"{name}: {_some(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
+            "layers has no place for them"
+        )
+    for tensor, shape in wanted.items():
+        info = infos[tensor]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{name}: {tensor} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from the "
+                f"config (vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size}, "
+                f"intermediate_size={spec.intermediate_size}, num_attention_heads={spec.num_heads}, "
+                f"num_key_value_heads={spec.num_kv_heads}, head_dim={spec.head_dim})"
+            )
+        if isinstance(info.dtype, str):
+            raise UnsupportedModel(
+                f"{name}: {tensor} in {info.where} is stored as {info.dtype}, wanted BF16, F16 or F32: load an "
+                "unquantised checkpoint"
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor(s) ({shown}{more})"
+
+
+class _Loader:
+    """Copies named tensors of one source into new tensors of one dtype on one device."""
+
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, bar: tqdm[NoReturn], release: bool
+    ) -> None:
+        self._source, self._dtype, self._device, self._bar = source, dtype, device, bar
+        self._release = release
+        self._infos = source.infos()
+
+    def rows(self, *names: str) -> Tensor:
+        """The named tensors under each other: [sum of their rows, ...], each copied straight to its place."""
+        parts = [self._infos[name] for name in names]
+        total = sum(part.shape[0] for part in parts)
+        fused = torch.empty((total, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, part in zip(names, parts, strict=True):
+            place = fused[start : start + part.shape[0]]
+            place.copy_(self._source.read(name))
+            self._check_range(name, part, place)
+            start += part.shape[0]
+            self._bar.update(place.nbytes)
+        if self._release:
+            self._source.release(list(names))
+        return fused
+
+    def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
+        if self._dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
+            raise CheckpointError(
+                f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
+                "float32"
+            )
+
+    def tied_head(self) -> None:
+        """Checks a head that is stored beside the embedding it should equal, and lets go of it."""
+        if HEAD not in self._infos:
+            return
+        head, embed = self._source.read(HEAD), self._source.read(EMBED)
+        if head.dtype != embed.dtype or not torch.equal(head, embed):
+            raise CheckpointError(
+                f"{HEAD} in {self._infos[HEAD].where} differs from {EMBED}, but the config ties them; set "
+                "tie_word_embeddings to false in the config"
+            )
+        if self._release:
+            self._source.release([HEAD])
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    release_source: bool = False,
+    store: Store = lambda weight, gated: weight,
+) -> DecoderWeights:
+    """Loads all weights of a checkpoint, fused, in `dtype` on `device`.
+
+    Args:
+        checkpoint: from `sources.resolve`.
+        dtype: torch.bfloat16, torch.float16 or torch.float32; stored values are rounded to it.
+        device: where the fused tensors are allocated.
+        progress: shows a progress bar in bytes on standard error.
+        release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
+            once its copy is made, and the module cannot be used again, also if loading fails half way.
+            Without it the module is left as it was. Means nothing for a directory.
+        store: puts a matrix into the form in which it is used; gated tells gate over up from any other.
+
+    Returns:
+        Contiguous tensors that share no memory with the source.
+
+    Raises:
+        CheckpointError: the stored tensors are not what the config says, or a value does not fit in float16.
+        UnsupportedModel: a stored dtype, or the live module, is not supported.
+        UnsupportedOption: `dtype` is none of the three.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
+    source = _source_of(checkpoint)
+    spec = checkpoint.spec
+    check_tensors(source.infos(), spec, checkpoint.name)
+    total = dtype.itemsize * sum(math.prod(shape) for shape in tensor_shapes(spec).values())
+    with (
+        torch.no_grad(),
+        source.open(),
+        tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress) as bar,
+    ):
+        return _assemble(_Loader(source, dtype, device, bar, release_source), spec, store)
+
+
+def _source_of(checkpoint: Checkpoint) -> TensorSource:
+    if checkpoint.module is not None:
+        return ModuleTensors(checkpoint.module)
+    if checkpoint.directory is None:
+        raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
+    return ShardTensors(checkpoint.directory)
+
+
+def _assemble(loader: _Loader, spec: ModelSpec, store: Store) -> DecoderWeights:
+    if spec.tied:
+        loader.tied_head()
+    embed = store(loader.rows(EMBED), False)
+    layers = tuple(_layer(loader, spec, f"model.layers.{index}.", store) for index in range(spec.num_layers))
+    norm = loader.rows(NORM)
+    head = embed if spec.tied else store(loader.rows(HEAD), False)
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head)
+
+
+def _layer(loader: _Loader, spec: ModelSpec, prefix: str, store: Store) -> LayerWeights:
+    def rows(kind: str, *names: str, when: bool) -> Tensor | None:
+        return loader.rows(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
+
+    def weight(*names: str) -> Tensor:
+        return loader.rows(*(f"{prefix}{name}.weight" for name in names))
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return LayerWeights(
+        input_norm=weight("input_layernorm"),
+        post_norm=weight("post_attention_layernorm"),
+        qkv=store(weight(*qkv), False),
+        qkv_bias=rows("bias", *qkv, when=spec.qkv_bias),
+        q_norm=rows("weight", "self_attn.q_norm", when=spec.qk_norm),
+        k_norm=rows("weight", "self_attn.k_norm", when=spec.qk_norm),
+        o=store(weight("self_attn.o_proj"), False),
+        o_bias=rows("bias", "self_attn.o_proj", when=spec.o_bias),
+        gate_up=store(weight(*gate_up), True),
+        gate_up_bias=rows("bias", *gate_up, when=spec.mlp_bias),
+        down=store(weight("mlp.down_proj"), False),
+        down_bias=rows("bias", "mlp.down_proj", when=spec.mlp_bias),
+    )

@@ -1,0 +1,320 @@
+"""Where a checkpoint comes from: a local directory, a Hub id, or a live transformers model.
+
+`resolve` checks everything that can be checked without reading a weight: the raw JSON first, then the config
+object that transformers makes of it, then the names, shapes and dtypes in the safetensors headers. No code of
+a checkpoint ever runs, and no pickle is ever opened.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from torch import nn
+
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.config import (
+    ARCHITECTURES,
+    SIZE_LIMITS,
+    ModelSpec,
+    refuse_other_architectures,
+    spec_from_config,
+    supported_models,
+)
+from fastspec.models.weights.live import ModuleTensors
+from fastspec.models.weights.load import EMBED, check_tensors
+from fastspec.models.weights.shards import ShardTensors, find_shards, read_json
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from fastspec.models.weights.shards import TensorInfo
+
+CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+CONFIG_FILES: Final = ("*.json",)
+WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Copies of the same weights in other formats: subfolders, and Mistral's own single file.
+IGNORED_FILES: Final = ("*/*", "consolidated*")
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
+OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
+# Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
+UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """One resolved source of a model: what it is, and where its weights lie.
+
+    Attributes:
+        name: path, Hub id or class name, for messages.
+        role: "target" or "draft".
+        spec: the checked config.
+        directory: local files, or None for a live module.
+        module: the caller's live transformers model, or None.
+        generation_config: a private copy of the checkpoint's generation settings.
+    """
+
+    name: str
+    role: str
+    spec: ModelSpec
+    directory: Path | None
+    module: nn.Module | None
+    generation_config: GenerationConfig | None
+
+
+def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
+    """Finds a checkpoint and checks all of it but the weights' values.
+
+    Args:
+        source: a local directory, a Hub id ("owner/name"; files missing from the cache are downloaded), or a
+            loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
+        role: "target" or "draft", for messages.
+        revision: branch, tag or commit of a Hub id; only for a Hub id.
+
+    Returns:
+        The checkpoint, with nothing allocated.
+
+    Raises:
+        CheckpointError: not found, not reachable offline, or damaged; the message names the file and the
+            field.
+        UnsupportedModel: a model that the decoder does not implement.
+        UnsupportedOption: a revision of something that is no Hub id.
+        TypeError: source is none of the three.
+    """
+    if not isinstance(source, str | os.PathLike | nn.Module):
+        raise TypeError(
+            f"{role}: got {type(source).__name__}, wanted a directory, a Hub id or a loaded transformers model"
+        )
+    with _naming(role):
+        if isinstance(source, nn.Module):
+            _refuse_revision(revision, "a loaded model")
+            return _from_module(source, role)
+        # os.path, not Path: it answers False to a name that no file system takes.
+        directory = Path(os.path.abspath(os.path.expanduser(source)))
+        if os.path.isdir(directory):
+            _refuse_revision(revision, f"the directory {directory}")
+            return _from_directory(directory, str(source), role)
+        return _from_directory(_download(source, revision), str(source), role)
+
+
+@contextmanager
+def _naming(what: object) -> Iterator[None]:
+    """Puts what is refused, a role or a file, in front of the reason."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModel) as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer that lies beside a checkpoint's weights.
+
+    Returns:
+        The tokenizer, or None for a live module and for a directory without tokenizer files.
+
+    Raises:
+        CheckpointError: tokenizer files are there but cannot be read.
+        UnsupportedModel: the tokenizer needs code from the checkpoint.
+    """
+    directory = checkpoint.directory
+    if directory is None or not _has_tokenizer(directory):
+        return None
+    for file in (TOKENIZER_CONFIG, "tokenizer.json"):
+        if (directory / file).is_file():
+            _refuse_remote_code(directory / file, read_json(directory / file))
+    from transformers import AutoTokenizer
+
+    # Given, or transformers would read the file again, without our checks.
+    config = _build_config(directory, check_config_file(directory))
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(directory), config=config, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
+        raise CheckpointError(
+            f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
+        ) from error
+    return tokenizer
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    alone = ("tokenizer.json", "tokenizer.model")
+    pair = ("vocab.json", "merges.txt")
+    there = {file for file in (*alone, *pair) if (directory / file).is_file()}
+    return bool(there.intersection(alone)) or there.issuperset(pair)
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise UnsupportedOption(f"revision={revision!r} was given with {what}; it goes with a Hub id only")
+
+
+def _from_module(module: nn.Module, role: str) -> Checkpoint:
+    tensors = ModuleTensors(module)
+    name = type(module).__name__
+    config: Any = copy.deepcopy(module.config)
+    spec = _with_stored_dtype(spec_from_config(config), tensors.infos())
+    check_tensors(tensors.infos(), spec, name)
+    generation: Any = copy.deepcopy(getattr(module, "generation_config", None))
+    return Checkpoint(name, role, spec, None, module, generation)
+
+
+def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
+    raw = check_config_file(directory)
+    config = _build_config(directory, raw)
+    with _naming(directory / CONFIG):
+        spec = spec_from_config(config)
+    tensors = ShardTensors(directory)
+    if raw.get("dtype", raw.get("torch_dtype")) is None:
+        spec = _with_stored_dtype(spec, tensors.infos())
+    check_tensors(tensors.infos(), spec, name)
+    return Checkpoint(name, role, spec, directory, None, _generation_config(directory, config))
+
+
+def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
+    stored = infos[EMBED].dtype if EMBED in infos else spec.dtype
+    return spec if isinstance(stored, str) else replace(spec, dtype=stored)
+
+
+def check_config_file(directory: Path) -> dict[str, Any]:
+    """Reads `config.json` and refuses, on the raw JSON, what transformers should not even see.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        CheckpointError: unreadable, or a size is not a whole number in its limits; names the file and the
+            field.
+        UnsupportedModel: remote code, a quantised checkpoint, or a family or architecture that is not supported.
+    """
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: has no {CONFIG}; wanted a checkpoint directory as save_pretrained writes it"
+        )
+    raw = read_json(path)
+    _refuse_remote_code(path, raw)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
+    with _naming(path):
+        refuse_other_architectures(family, raw.get("architectures"))
+    for field in ("quantization_config", "compression_config"):
+        if raw.get(field) is not None:
+            method = raw[field].get("quant_method") if isinstance(raw[field], dict) else raw[field]
+            raise UnsupportedModel(
+                f"{path}: {field} says {method!r}: quantised checkpoints are not supported; load the original weights"
+            )
+    if raw.get("per_layer_config"):
+        raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
+    for field, limit in SIZE_LIMITS.items():
+        value = raw.get(field, 1)
+        if value is None and field in OPTIONAL_SIZES:
+            continue
+        if type(value) is not int or not 1 <= value <= limit:
+            raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
+    return raw
+
+
+def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
+    if raw.get("auto_map"):
+        raise UnsupportedModel(
+            f"{path}: auto_map asks for code from the checkpoint, which is never run; {supported_models()}"
+        )
+
+
+def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
+    kind = CONFIG_MAPPING[raw["model_type"]]
+    read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in UNREAD_FIELDS}
+    try:
+        config: PretrainedConfig = kind.from_dict(read)
+    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
+    return config
+
+
+def _generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    path = directory / GENERATION
+    if not path.is_file():
+        made: GenerationConfig = GenerationConfig.from_model_config(config)
+        return made
+    raw = read_json(path)
+    try:
+        read: GenerationConfig = GenerationConfig.from_dict(raw)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a valid generation config: {error}") from error
+    return read
+
+
+def _download(source: str | os.PathLike[str], revision: str | None) -> Path:
+    """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights."""
+    if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
+        raise CheckpointError(
+            f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
+            "save_pretrained writes it, or a Hub id like owner/name"
+        )
+    directory = _snapshot(source, revision, CONFIG_FILES, check_config_file)
+    # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
+    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
+
+
+def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
+    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The HTTP library's own base error, whichever library this version of the Hub client is built on.
+    http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        repo,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED_FILES),
+    )
+    try:
+        found = Path(fetch())
+    except (OSError, ValueError, http_error) as error:
+        commit = revision is not None and COMMIT.fullmatch(revision) is not None
+        cached = _cached(fetch, check) if commit else None
+        if cached is not None:
+            return cached
+        wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
+        raise CheckpointError(
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
+            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
+        ) from error
+    check(found)
+    return found
+
+
+def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
+    """A commit's files in the cache, or None where they are not all there.
+
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
+    answers. A commit never changes, so what is there is what was asked for.
+    """
+    try:
+        found = Path(fetch(local_files_only=True))
+        check(found)
+    except UnsupportedModel:
+        raise
+    except (OSError, ValueError):
+        return None
+    return found

@@ -1,0 +1,1 @@
+"""What runs around a step: building, memory, admission, scheduling, prefill, warm-up, calibration."""

@@ -1,0 +1,88 @@
+"""Fills a row of the state with a request, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastspec.inputs.row_options import RowOptions
+from fastspec.shapes import FULL
+from fastspec.state import MAX_STOP_IDS, RUNNING, DecodeState
+
+
+def fill(
+    state: DecodeState,
+    row: int,
+    prompt: list[int],
+    limit: int,
+    pages: tuple[int, ...],
+    stop_ids: tuple[int, ...],
+    options: RowOptions,
+    sampler: str,
+) -> None:
+    """Everything that `DecodeState` says admission writes.
+
+    Args:
+        state, row: where.
+        prompt: token ids.
+        limit: largest length.
+        pages: of the K/V cache.
+        stop_ids: end the row.
+        options: of the row.
+        sampler: of the steps to come; only the full one reads biases and counts, so only for it they are filled.
+    """
+    padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
+    sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
+    ids = sent[MAX_STOP_IDS + len(pages) :]
+    state.stop_ids[row] = sent[:MAX_STOP_IDS]
+    state.block_table[row].zero_()
+    state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
+    state.tokens[row, : len(prompt)] = ids
+    most = state.draft_tokens.shape[1]
+    numbers = {
+        "lengths": len(prompt),
+        "limits": limit,
+        "draft_lengths": 0,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seeds": options.seed,
+        "repetition": options.repetition_penalty,
+        "presence": options.presence_penalty,
+        "frequency": options.frequency_penalty,
+        "min_lengths": len(prompt) + options.min_new_tokens,
+        "draft_limits": draft_limit(options, most),
+        "finish": RUNNING,
+    }
+    for name, value in numbers.items():
+        getattr(state, name)[row].fill_(value)  # assigning to the element would wait
+    if sampler == FULL:
+        _fill_tables(state, row, ids, options)
+
+
+def draft_limit(options: RowOptions, most: int) -> int:
+    """Drafts of a row that may count in a step of at most `most`."""
+    return most if options.draft_limit is None else min(options.draft_limit, most)
+
+
+def _fill_tables(state: DecodeState, row: int, prompt: Tensor, options: RowOptions) -> None:
+    """Biases, and counts of a row that has emitted nothing."""
+    state.output_counts[row].zero_()
+    state.in_prompt[row].zero_().index_fill_(0, prompt, True)
+    state.unbiased[row].fill_(options.allowed is None and not options.bias)
+    bias = state.bias[row].fill_(0.0 if options.allowed is None else -math.inf)
+    if options.allowed is not None:
+        bias.index_fill_(0, _send(options.allowed, torch.int64, bias.device), 0.0)
+    if options.bias:
+        ids, values = zip(*options.bias, strict=True)
+        # added, so that a bias does not bring back what is not allowed
+        bias.index_add_(0, _send(ids, torch.int64, bias.device), _send(values, torch.float32, bias.device))
+
+
+def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
+    here = torch.tensor(values, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -1,0 +1,122 @@
+"""Builds an engine: loads weights and allocates every buffer, on the stream that will use them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from fastspec.graphs.results import ResultRing
+from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.kernels.compiled_ops import compiled
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.pages import PageTable
+from fastspec.models.decoder import CompiledDecoder, Decoder
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.proposers.choose import choose
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.interface import Proposer
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.settings import Settings
+from fastspec.state import DecodeState
+from fastspec.step import Parts
+
+
+def build(
+    settings: Settings,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    *,
+    proposer: Proposer | None,
+    shared_vocab: int,
+    release_source: bool,
+    nvtx: bool,
+    progress: bool,
+) -> Engine:
+    """Everything a loop runs on.
+
+    Args:
+        settings: checked arguments of the generator.
+        target, draft: where the weights come from.
+        proposer: the caller's own, or a lookup before the draft.
+        shared_vocab: ids below this mean the same to draft and target.
+        release_source, progress: as in `load_weights`.
+        nvtx: name steps and their phases to a profiler.
+
+    Raises:
+        CheckpointError, UnsupportedModel: from loading; nothing is kept.
+    """
+    layout, device, length = settings.layout, settings.device, settings.max_length
+    ops = layout.ops
+    runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
+    mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
+
+    inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
+
+    def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+        spec = checkpoint.spec
+        weights = load_weights(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            release_source=release_source,
+            store=inside.store,
+        )
+        cache = PagedKVCache.allocate(
+            spec.num_layers,
+            layout.num_pages(length),
+            layout.page_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        return kind(
+            spec,
+            weights,
+            cache,
+            inside,
+            max_positions=layout.pages_per_row(length) * layout.page_size,
+            batch=layout.batch,
+            max_queries=max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+        )
+
+    with runner.on():
+        model = None
+        work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
+        scoring = decoder(target, layout.target_dtype)
+        if draft:
+            drafting = decoder(draft, layout.draft_dtype)
+            model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
+        state = DecodeState.allocate(
+            batch=layout.batch,
+            max_drafts=layout.max_drafts,
+            max_length=length,
+            pages_per_row=layout.pages_per_row(length),
+            vocab_size=layout.target.vocab_size,
+            device=device,
+            keeps_laws=layout.keeps_laws,
+        )
+        ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
+    return Engine(
+        parts=Parts(
+            scoring,
+            choose(proposer, model, scoring.vocab_size),
+            ops,
+            ring.outbox,
+            ops.commit_scratch(layout.batch, layout.max_drafts, device),
+            mark,
+            work,
+            ops.record_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device),
+        ),
+        state=state,
+        pages=PageTable(layout.num_pages(length), layout.page_size),
+        max_drafts=layout.max_drafts,
+        decode_tiling=settings.decode_tiling,
+        chunks=layout.chunks_for(length),
+        runner=runner,
+        ring=ring,
+        verification=settings.verification,
+    )

@@ -1,0 +1,139 @@
+"""How many drafts the steps of a call make: a fixed number, or what a controller chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
+from fastspec.inputs.options import Options
+from fastspec.sampling.rules import Verification, needs_law
+from fastspec.shapes import FULL, GREEDY
+
+_HELD = (
+    "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
+    "verification='coupled' lets k adapt"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Drafts of one call.
+
+    Attributes:
+        k: of every step, or of a step at most.
+        ks: of the steps that may come, 0 among them where a row has opted out.
+        sampler: kind of the steps.
+        top_logprobs: as in StepShape.
+        controller: chooses among `ks`; None: every step has k.
+        note: what to tell about "auto"; None where it was not asked for.
+    """
+
+    k: int
+    ks: tuple[int, ...]
+    sampler: str
+    top_logprobs: int | None
+    controller: Controller | None = None
+    note: str | None = None
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What a generator was made for, and the controllers of its calls.
+
+    Attributes:
+        auto: num_speculative_tokens="auto" for calls that say nothing.
+        most: drafts per step that there is room for.
+        verification: how drafts are judged.
+        controllers: by sampler kind and recorded log-probabilities: their steps differ in time and acceptance.
+    """
+
+    auto: bool
+    most: int
+    verification: Verification
+    controllers: dict[tuple[str, int | None], Controller] = field(default_factory=dict)
+
+    @property
+    def default(self) -> int | str:
+        """num_speculative_tokens of calls that say nothing."""
+        return AUTO if self.auto else self.most
+
+    def check(self, asked: int | None) -> int:
+        """Drafts per step of a call that asks for so many; None asks for all there is room for.
+
+        Raises:
+            ValueError: more than the generator was made for.
+        """
+        if asked is None:
+            return self.most
+        if asked > self.most:
+            made = f"for at most {self.most}" if self.most else "without drafts"
+            raise ValueError(
+                f"num_speculative_tokens={asked}, but the generator was made {made}; "
+                "make it with a draft and a larger num_speculative_tokens"
+            )
+        return asked
+
+    def of(self, chosen: Options) -> Choice:
+        """The drafts of a call.
+
+        Raises:
+            ValueError: it asks for more than the generator was made for.
+        """
+        sampler = GREEDY if chosen.plain else FULL
+        k = self.check(chosen.num_speculative_tokens)
+        for row in chosen.rows:
+            self.check(row.draft_limit)
+        opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
+        if not self.most or not (chosen.auto or (self.auto and chosen.num_speculative_tokens is None)):
+            return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
+        if chosen.seeded and needs_law(self.verification) and any(row.temperature for row in chosen.rows):
+            k = max(one for one in self.ks if one <= REPEATABLE)
+            note = _HELD.format(k=k, rule=self.verification)
+            return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
+        controller = self.controller(sampler, chosen.top_logprobs)
+        return Choice(self.most, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """What "auto" chooses from."""
+        return ladder(self.most)
+
+    def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
+        """The one of such calls; lives as long as the generator."""
+        key = (sampler, top_logprobs)
+        if key not in self.controllers:
+            self.controllers[key] = Controller(self.ks)
+        return self.controllers[key]
+
+    def ahead(self, asked: int | None, sampler: str) -> Choice:
+        """What a call without further options may come to, and plain decoding: for `warmup`."""
+        if self.auto and asked is None and self.most:
+            return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+        k = self.check(asked)
+        return Choice(k, tuple(sorted({0, k})), sampler, None)
+
+    def every(self, chosen: Options) -> Choice:
+        """All ks there are, for a trial of each; the controller of such calls may learn from it.
+
+        Raises:
+            ValueError: there is nothing that drafts, or the call chooses drafts itself.
+        """
+        if not self.most:
+            raise ValueError("there is nothing to calibrate: the generator was made without anything that drafts")
+        if chosen.auto or any(row.draft_limit is not None for row in chosen.rows):
+            raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
+        if chosen.top_logprobs is not None:
+            raise ValueError("calibrate records no log-probabilities; leave out logprobs")
+        sampler = GREEDY if chosen.plain else FULL
+        return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+
+    def describe(self) -> list[str]:
+        """A line for every kind of call that "auto" has chosen k for."""
+        lines = []
+        for (sampler, recorded), controller in self.controllers.items():
+            if not controller.made and not self.auto:
+                continue  # it only learned from a trial
+            made = ", ".join(f"{count} with {k}" for k, count in sorted(controller.made.items())) or "none"
+            kind = f"{sampler} sampler" + ("" if recorded is None else ", log-probabilities recorded")
+            lines.append(f"{kind}: {controller.why()}; steps: {made}")
+        return lines

@@ -1,0 +1,287 @@
+"""The engine: everything a decoding loop runs on, and how one step of it is launched or captured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fastspec.graphs.results import ResultRing
+from fastspec.graphs.runner import Runner
+from fastspec.kv_cache.pages import PageTable
+from fastspec.runtime.prefill_slot import Lane
+from fastspec.sampling.distribution import PhiloxDraws
+from fastspec.sampling.rules import REJECTION, Verification
+from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
+from fastspec.state import DecodeState
+from fastspec.step import Parts, prefill, score, step
+
+_MEANS = 3  # of each time
+_PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
+_CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
+_ROOM = 1024  # positions that the shortest rows' captured steps have room for
+_MORE = 4  # times as many has each further kind of them
+_USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything a loop runs on; lives as long as the generator.
+
+    Attributes:
+        parts: models and proposer.
+        state: the device buffers.
+        pages: the host's page table over both caches.
+        max_drafts: k at most.
+        decode_tiling: shapes of a step's matrix products.
+        chunks: how many prompt tokens one pass may feed, ascending.
+        runner: launches steps, or replays what it captured.
+        ring: where steps leave their results.
+        verification: how drafts are judged.
+        lane: where prompts pass through.
+    """
+
+    parts: Parts
+    state: DecodeState
+    pages: PageTable
+    max_drafts: int
+    decode_tiling: Tiling
+    chunks: tuple[int, ...]
+    runner: Runner
+    ring: ResultRing
+    verification: Verification = REJECTION
+    lane: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self.on_device():
+            object.__setattr__(self, "lane", Lane.beside(self.state))
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """No gradients; the device and the stream of all work of this engine are the current ones."""
+        with torch.inference_mode(), self.runner.on():
+            yield
+
+    def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
+        """The shape of a step over rows of at most `longest` tokens and at least `shortest`."""
+        positions = longest + k
+        if self.runner.static:
+            positions = self.room(positions)  # so that few kinds of launches serve all lengths
+        fed = shortest - 2  # the first position: a draft model is fed a row's last two tokens
+        first = EARLY_BLOCKS if fed >= EARLY_BLOCKS * KEY_BLOCK else 0
+        return StepShape(k, sampler, blocks(positions), self.decode_tiling, top_logprobs, self.verification, first)
+
+    def room(self, positions: int) -> int:
+        """Positions a row that a captured step has room for where it needs `positions`.
+
+        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle,
+        and for positions behind EARLY_BLOCKS attention of a layer takes launches more.
+        """
+        room = _ROOM
+        while room < positions:
+            room *= _MORE
+        return room if room + room // 8 < self._most_positions else self._most_positions  # not for a few less
+
+    @property
+    def _most_positions(self) -> int:
+        """Positions that a step over the longest rows has."""
+        return self.state.tokens.shape[1] + self.max_drafts
+
+    def chunk_shape(self, upto: int, chunk: int, sampler: str) -> StepShape:
+        """The shape of a pass over one chunk of one row that ends before position `upto`."""
+        if self.runner.static:
+            upto = self.state.tokens.shape[1]
+        return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
+
+    def bucket(self, rows: int) -> int:
+        """Rows that a step runs over so as to reach the first `rows`: a power of two, or all there are."""
+        return min(1 << (rows - 1).bit_length(), self.state.batch)
+
+    def buckets(self, max_rows: int) -> list[int]:
+        """Those that steps of up to `max_rows` rows come to, ascending."""
+        return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
+
+    def typical_shape(
+        self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0
+    ) -> StepShape:
+        """A step of a call whose rows have `shortest` tokens and may get `longest`: captured as such.
+
+        Where steps are not captured, it is over rows of a usual length.
+        """
+        if not self.runner.static:
+            longest, shortest = min(_USUAL_LENGTH, self.state.tokens.shape[1]), 0
+        return self.shape(k, sampler, top_logprobs, longest, shortest)
+
+    def launch(self, rows: int, shape: StepShape) -> int:
+        """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
+        return self.ring.count(lambda: self.runner.run(self.key_of(rows, shape), self._body(rows, shape)))
+
+    def capture(self, rows: int, shape: StepShape) -> None:
+        """Makes the runner ready for such a step."""
+        self.runner.capture(self.key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
+
+    def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
+        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
+        with self.parts.ops.compiling(), self._idle(self.state.batch):
+            for rows, shape in steps:
+                self._body(rows, shape)()
+            for chunk in self.chunks if prompts else ():
+                for draft in self._fed:
+                    self._pass(chunk, chunk, draft)()
+
+    def capture_prompts(self) -> None:
+        """Makes the passes over prompts ready that are replayed."""
+        for chunk in reversed(self.chunks):
+            for draft in self._fed if chunk <= _CAPTURED else ():
+                self.runner.capture(_prompt_key(chunk, draft), self._pass(chunk, chunk, draft), self.lane.row.all_idle)
+
+    def take_in(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
+        """Queues passes over a row's tokens from position `start` on: of the target, or of what drafts.
+
+        A pass is launched by the host the first time that one of its size comes, and replayed from then on.
+        """
+        self.lane.enter(self.state, row, start)
+        for chunk in chunks:
+            start += chunk
+            key, body = _prompt_key(chunk, draft), self._pass(start, chunk, draft)
+            if self.runner.static and chunk > _CAPTURED:
+                body()
+            elif self.runner.ready(key):
+                self.runner.run(key, body)
+            else:
+                body()
+                self.runner.capture(key, body, self.lane.row.all_idle, warm=True)
+        self.lane.leave(self.state, row)
+
+    @property
+    def _fed(self) -> tuple[bool, ...]:
+        """Whose passes over prompts there are: the target's, and the draft's."""
+        return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
+
+    def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
+        """A pass over the lane's next `chunk` tokens, which end before position `upto`."""
+        shape, lane, proposer = self.chunk_shape(upto, chunk, GREEDY), self.lane, self.parts.proposer
+
+        def feed() -> None:
+            prefill(self.parts, lane.row, shape, lane.start, chunk)
+            lane.start.add_(chunk)
+
+        if not draft:
+            return feed
+        assert proposer is not None, "there is something to feed"
+        return lambda: proposer.catch_up(lane.row, shape, chunk)
+
+    def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
+        """What such a step takes at least, when none of its rows runs; waits for the device."""
+        with self._idle(rows):
+            return min(self._timed(self.key_of(rows, shape), self._body(rows, shape), repeats))
+
+    def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
+        """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
+
+        With graphs each part is captured as one.
+        """
+        view, proposer = self.state.rows(0, rows), self.parts.proposer
+        parts: dict[str, Callable[[], object]] = {"score": lambda: score(self.parts, view, shape)}
+        if proposer is not None and shape.num_drafts:
+            parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
+        taken = {}
+        for name, part in parts.items():
+            key, body = f"{name}: {self.key_of(rows, shape)}", partial(_forget, part)
+            self.runner.capture(key, body, lambda: self._idle(rows))
+            taken[name] = statistics.median(self._timed(key, body, repeats))
+        return taken.get("draft", 0.0), taken["score"]
+
+    def _timed(self, key: str, body: Callable[[], None], repeats: int) -> list[float]:
+        """Seconds of one run: a few means over runs in a row, after one that does not count."""
+        self.runner.run(key, body)
+        self.ring.resync()
+        means = []
+        for _ in range(_MEANS):
+            start = time.perf_counter()
+            for _ in range(repeats // _MEANS):
+                self.runner.run(key, body)
+            self.ring.resync()
+            means.append((time.perf_counter() - start) * _MEANS / repeats)
+        return means
+
+    def finish(self) -> None:
+        """Waits for everything that is queued: buffers may go afterwards."""
+        with self.on_device():
+            self.ring.resync()
+
+    def missing(
+        self,
+        max_rows: int,
+        ks: Iterable[int],
+        sampler: str,
+        top_logprobs: int | None,
+        longest: int = 0,
+        shortest: int = 0,
+    ) -> list[tuple[int, StepShape]]:
+        """The steps that up to `max_rows` rows of such lengths may come to and that are still to be captured.
+
+        Largest first: their graphs share one pool.
+        """
+        sizes = reversed(self.buckets(max_rows))
+        shapes = [self.shape(k, sampler, top_logprobs, longest, shortest) for k in sorted(set(ks), reverse=True)]
+        steps = [(rows, shape) for rows in sizes for shape in shapes]
+        return [(rows, shape) for rows, shape in steps if not self.runner.ready(self.key_of(rows, shape))]
+
+    def key_of(self, rows: int, shape: StepShape) -> str:
+        """All that differs between captured steps of this engine."""
+        recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
+        several = self.room(0) < self._most_positions
+        room = f", {shape.num_blocks * KEY_BLOCK} positions" if several else ""
+        begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
+        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}{begin}"
+
+    def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
+        view = self.state.rows(0, rows)
+        return lambda: step(self.parts, view, shape, PhiloxDraws(view.seeds))
+
+    @contextmanager
+    def _idle(self, rows: int) -> Iterator[None]:
+        """A context in which steps change nothing but the ring, whose count is taken over afterwards."""
+        try:
+            with self.state.rows(0, rows).all_idle():
+                yield
+        finally:
+            self.ring.resync()
+
+
+def _forget(part: Callable[[], object]) -> None:
+    """Runs a part whose result nobody needs."""
+    part()
+
+
+def _prompt_key(chunk: int, draft: bool) -> str:
+    return f"prompt, {chunk} tokens" + (", of the draft" if draft else "")
+
+
+def chunks_of(sizes: tuple[int, ...], tokens: int) -> list[int]:
+    """Sizes of the passes over so many prompt tokens: a function of nothing else.
+
+    One pass with room for them all, or the largest that they fill and then those over the rest: what costs less.
+    """
+    if tokens <= 0:
+        return []
+    ways = [[size] for size in sizes if size >= tokens][:1]
+    if filled := [size for size in sizes if size < tokens]:
+        ways.append([filled[-1], *chunks_of(sizes, tokens - filled[-1])])
+    return min(ways, key=_cost)  # of equals the first, which is one pass
+
+
+def _cost(chunks: list[int]) -> int:
+    """What passes cost, in tokens of a prompt."""
+    return sum(chunks) + _PASS * len(chunks)
+
+
+def blocks(positions: int) -> int:
+    """Blocks of keys that hold so many positions."""
+    return -(-positions // KEY_BLOCK)

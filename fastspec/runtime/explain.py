@@ -1,0 +1,129 @@
+"""What a generator runs, and how, in words."""
+
+from __future__ import annotations
+
+from fastspec.adaptive.controller import AUTO
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.output import Stats
+from fastspec.runtime.draft_plan import Drafting
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.memory import Layout, weight_bytes
+from fastspec.runtime.settings import Settings
+from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
+
+_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
+
+
+def explain(
+    settings: Settings,
+    engine: Engine,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    shared_vocab: int,
+    drafting: Drafting,
+) -> str:
+    """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
+    layout = settings.layout
+    lines = [
+        f"device     {settings.device}",
+        f"target     {_model(target, str(layout.target_dtype))}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
+        f"drafts     {_drafts(drafting)}",
+        f"verifying  {_verifying(settings)}",
+        f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
+        f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
+        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
+        f"attention  {_attention(engine)}",
+        f"products   {_products(settings)}",
+        f"graphs     {engine.runner.describe()}",
+        f"memory     {settings.memory}",
+    ]
+    return "\n".join(lines)
+
+
+def break_even_advice(stats: Stats, layout: Layout) -> str | None:
+    """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
+    judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
+    if layout.draft is None or not judged or stats.auto == AUTO:  # which has seen to it
+        return None
+    draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
+    needed = 1 + stats.drafted / stats.steps * draft_pass
+    gained = stats.emitted / stats.steps
+    if gained >= needed:
+        return None
+    return (
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, "
+        f"but the {stats.k} draft passes of a step alone cost as much as {needed - 1:.2f} tokens of plain decoding; "
+        "use a smaller or better draft, or fewer num_speculative_tokens (0 decodes plainly)"
+    )
+
+
+def _chunks(engine: Engine) -> str:
+    sizes = engine.chunks
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
+
+
+def _model(checkpoint: Checkpoint, dtype: str) -> str:
+    spec = checkpoint.spec
+    millions = weight_bytes(spec, spec.dtype) / spec.dtype.itemsize / 1e6
+    windows = sum(window is not None for window in spec.windows)
+    sliding = f", {windows} of them with a sliding window" if windows else ""
+    return (
+        f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
+        f"{dtype.removeprefix('torch.')}, context {spec.max_length}"
+    )
+
+
+def _drafting(
+    settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int
+) -> str:
+    if not settings.layout.max_drafts:
+        return "off"
+    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.parts.proposer}"
+    if draft is None:
+        return text
+    if shared_vocab < target.spec.vocab_size:
+        text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
+    if draft.spec.max_length < settings.max_length:
+        text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
+    return text
+
+
+def _drafts(drafting: Drafting) -> str:
+    """k, and what "auto" made of it."""
+    lines = drafting.describe()
+    if not drafting.auto and not lines:
+        return f"k = {drafting.most}, unless a call says otherwise"
+    named = ", ".join(map(str, drafting.ks))
+    head = f"k = {drafting.default}; auto chooses among {named} by measured tokens per second"
+    return "\n           ".join([head, *lines])
+
+
+def _verifying(settings: Settings) -> str:
+    rule = settings.verification
+    if isinstance(rule, SyntheticAcceptance):
+        return f"{rule}: for benchmarks, THE TEXT IS NOT THE MODEL'S"
+    sampled = {
+        COUPLED: "the target's own pick with the draft's numbers: one seed, one text, whatever is drafted",
+        BLOCK: "all drafts of a step together (block verification)",
+    }.get(str(rule), "one draft after the other (rejection sampling)")
+    return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
+
+
+def _attention(engine: Engine) -> str:
+    return {"triton": "Triton kernel over pages", "torch": "torch, over gathered pages"}[engine.parts.ops.name]
+
+
+def _products(settings: Settings) -> str:
+    if settings.compiled:
+        return (
+            "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
+            "depend on k and on its neighbours"
+        )
+    if not settings.exact:
+        return (
+            "exact=False: the library's in any shape, so a row's bits may depend on k and on its neighbours; packed "
+            "weights have one way only, as with exact=True"
+        )
+    return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"

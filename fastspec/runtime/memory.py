@@ -1,0 +1,191 @@
+"""How many bytes a generator needs, before any of them is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import psutil
+import torch
+
+from fastspec.kernels.ops import Ops
+from fastspec.models.config import ModelSpec
+from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+
+_GIB = 2**30
+_LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
+FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by use. Weights count as loaded (fused copies), tied embeddings once.
+
+    Attributes:
+        target_weights, draft_weights: weights.
+        target_cache, draft_cache: K/V pages.
+        buffers: the decode state and the rotary tables.
+        workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
+        graphs: captured graphs themselves; the tensors inside them count as workspace.
+        free: free on the device when the plan was made.
+    """
+
+    target_weights: int
+    draft_weights: int
+    target_cache: int
+    draft_cache: int
+    buffers: int
+    workspace: int
+    graphs: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """All uses together."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "free")
+
+    @property
+    def headroom(self) -> int:
+        """What stays free."""
+        return self.free - self.total
+
+    def __str__(self) -> str:
+        """One line, in GiB."""
+        uses = [field.name for field in fields(self) if field.name != "free"]
+        parts = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) / _GIB:.3f}" for name in uses)
+        return f"{self.total / _GIB:.3f} GiB ({parts}), headroom {self.headroom / _GIB:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes that the caller chose.
+
+    Attributes:
+        batch: rows that decode at once.
+        max_drafts: k at most.
+        page_size: positions per page.
+        target, draft: specs; draft is None for plain decoding.
+        target_dtype, draft_dtype: of weights and caches.
+        chunks: prompt tokens that one pass may feed, ascending.
+        ops: whose kernels run.
+        keeps_laws: the law of every draft is kept until it is verified.
+    """
+
+    batch: int
+    max_drafts: int
+    page_size: int
+    target: ModelSpec
+    target_dtype: torch.dtype
+    draft: ModelSpec | None
+    draft_dtype: torch.dtype
+    chunks: tuple[int, ...]
+    ops: Ops
+    keeps_laws: bool = True
+
+    def with_batch(self, batch: int) -> Layout:
+        """The same with another number of rows."""
+        return replace(self, batch=batch)
+
+    def pages_per_row(self, max_length: int) -> int:
+        """Pages of a row of `max_length` tokens and the k+1 positions that a last step may touch beyond."""
+        return -(-(max_length + self.max_drafts + 1) // self.page_size)
+
+    def num_pages(self, max_length: int) -> int:
+        """Pages of the whole cache, the trash page included."""
+        return 1 + self.batch * self.pages_per_row(max_length)
+
+    def chunks_for(self, max_length: int) -> tuple[int, ...]:
+        """The chunk sizes that prompts of rows of `max_length` tokens come to."""
+        smaller = [size for size in self.chunks if size < max_length]
+        return self.chunks[: len(smaller) + 1]
+
+    def plan(self, max_length: int, free: int) -> MemoryPlan:
+        """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
+        positions = self.num_pages(max_length) * self.page_size
+        return MemoryPlan(
+            target_weights=weight_bytes(self.target, self.target_dtype),
+            draft_weights=weight_bytes(self.draft, self.draft_dtype) if self.draft else 0,
+            target_cache=positions * position_bytes(self.target, self.target_dtype),
+            draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
+            buffers=(self.batch + 1) * self._state_bytes(max_length) + self._rotary_bytes(max_length),
+            workspace=self._workspace_bytes(max_length),
+            graphs=0,
+            free=free,
+        )
+
+    def _state_bytes(self, max_length: int) -> int:
+        """Bytes of DecodeState per row."""
+        k, top = self.max_drafts, min(MAX_TOP_LOGPROBS, self.target.vocab_size)
+        # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, min_lengths, draft_limits, draft_counts,
+        # emitted, accepted; temperature, top_p, min_p, repetition, presence, frequency
+        ints = 11 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
+        floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keeps_laws
+        # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law; unbiased
+        return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size + 1
+
+    def _rotary_bytes(self, max_length: int) -> int:
+        positions = self.pages_per_row(max_length) * self.page_size
+        return sum(positions * spec.head_dim * 4 for spec in (self.target, self.draft) if spec)
+
+    def _workspace_bytes(self, max_length: int) -> int:
+        """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""
+        spec, size = self.target, self.target_dtype.itemsize
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+        rows = self.batch * (self.max_drafts + 1)
+        # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words
+        step = rows * (wide * size + 15 * 4 * spec.vocab_size)
+        # a chunk attends to everything so far, in fp32 partial sums of every head
+        chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
+
+    def _kernels_bytes(self, max_length: int) -> int:
+        """What the kernels of both models work in."""
+        positions = self.pages_per_row(max_length) * self.page_size
+        specs = [spec for spec in (self.target, self.draft) if spec]
+        heads = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        queries = max(2, self.max_drafts + 1)
+        lines = self.batch, self.max_drafts, self.target.vocab_size
+        ends = self.ops.sampled_work_bytes(*lines) + self.ops.record_work_bytes(*lines)
+        return ends + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
+
+    def largest_length(self, upper: int, free: int) -> int:
+        """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""
+        return _largest(upper, lambda length: self.plan(length, free).total <= free)
+
+    def largest_batch(self, max_length: int, free: int) -> int:
+        """The largest number of rows up to this one whose plan fits in `free` bytes; 0 when not even one does."""
+        return _largest(self.batch, lambda rows: self.with_batch(rows).plan(max_length, free).total <= free)
+
+
+def _largest(upper: int, fits: Callable[[int], bool]) -> int:
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of a model's fused weights."""
+    heads = spec.num_heads * spec.head_dim
+    kv_heads = spec.num_kv_heads * spec.head_dim
+    qkv = (heads + 2 * kv_heads) * (spec.hidden_size + spec.qkv_bias)
+    out = spec.hidden_size * (heads + spec.o_bias)
+    mlp = 2 * spec.intermediate_size * (spec.hidden_size + spec.mlp_bias)
+    mlp += spec.hidden_size * (spec.intermediate_size + spec.mlp_bias)
+    norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+    return (spec.num_layers * (qkv + out + mlp + norms) + embeddings + spec.hidden_size) * dtype.itemsize
+
+
+def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of K and V per cached position."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

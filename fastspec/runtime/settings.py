@@ -1,0 +1,227 @@
+"""The constructor's arguments, checked and completed: device, dtypes, sizes, and what they need in memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from tqdm import tqdm
+
+from fastspec.adaptive.controller import AUTO, MOST
+from fastspec.kernels.select import ops_for
+from fastspec.models.config import ModelSpec
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
+from fastspec.sampling.rules import Verification, checked, needs_law
+from fastspec.shapes import UNTILED, Tiling
+
+MAX_DRAFTS = 16
+# Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
+# a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
+_DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
+# Prompt tokens per prefill pass. A GPU is busy with some hundred; a CPU with fewer, and padding costs it more.
+_CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a generator is made of, before anything is loaded or allocated.
+
+    Attributes:
+        device: where everything lies.
+        layout: sizes and dtypes.
+        max_length: tokens per row.
+        length_reason: why max_length is what it is, for people.
+        decode_tiling: shapes of a step's matrix products.
+        graphs: capture steps as CUDA graphs.
+        compiled: run the models' passes through torch.compile.
+        memory: the plan.
+        verification: how drafts are judged.
+        auto: calls that say nothing choose k while they decode.
+    """
+
+    device: torch.device
+    layout: Layout
+    max_length: int
+    length_reason: str
+    decode_tiling: Tiling
+    graphs: bool
+    compiled: bool
+    memory: MemoryPlan
+    verification: Verification
+    auto: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits are promised to depend on that row alone."""
+        return self.decode_tiling.rows is not None
+
+
+class Drafts(Protocol):
+    """What a proposer must tell."""
+
+    @property
+    def certain(self) -> bool:
+        """As in `fastspec.proposers.interface.Proposer`."""
+
+
+def settings_of(
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    *,
+    num_speculative_tokens: int | str,
+    max_batch_size: int,
+    max_length: int | None,
+    page_size: int,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    exact: bool,
+    graphs: bool | None,
+    compile: bool,
+    verification: object,
+    proposer: Drafts | None,
+) -> Settings:
+    """Checks the arguments and completes them with their defaults; allocates nothing.
+
+    Args:
+        target, draft: what they are is read here, not their weights.
+        num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
+            proposer: the generator's arguments.
+
+    Raises:
+        ValueError: a value out of range.
+        MemoryError: the plan does not fit; the message names the largest length that does.
+    """
+    drafts = _drafts(num_speculative_tokens)
+    check_range("max_batch_size", max_batch_size, 1, 1024)
+    check_range("page_size", page_size, 1, 4096)
+    on, rule = _device(device, target), checked(verification)
+    layout = Layout(
+        batch=max_batch_size,
+        max_drafts=drafts if draft or proposer else 0,
+        page_size=page_size,
+        target=target.spec,
+        target_dtype=_dtype(dtype, target.spec, on),
+        draft=draft.spec if draft else None,
+        draft_dtype=_dtype(dtype, (draft or target).spec, on),
+        chunks=_CHUNKS[on.type],
+        ops=ops_for(on),
+        keeps_laws=needs_law(rule) and not (proposer and proposer.certain and not draft),
+    )
+    length, reason = _max_length(max_length, layout, on)
+    tiling = _DECODE_TILING[on.type] if exact else UNTILED
+    memory = layout.plan(length, free_bytes(on))
+    _check_compile(compile, exact, on)
+    auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+
+
+def announce(settings: Settings) -> None:
+    """Prints the chosen length and the plan on stderr."""
+    line = f"fastspec: max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"
+    tqdm.write(line, file=sys.stderr)
+
+
+def check_range(name: str, value: Any, low: int, high: int) -> None:
+    """Raises ValueError unless value is a whole number from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+
+
+def _drafts(asked: int | str) -> int:
+    """Drafts per step that there must be room for."""
+    if isinstance(asked, str):
+        if asked != AUTO:
+            raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
+        return MOST
+    check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    return asked
+
+
+def _device(device: torch.device | str | None, target: Checkpoint) -> torch.device:
+    if device is None and target.module is not None:
+        chosen = next(target.module.parameters()).device
+    else:
+        try:
+            chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is not one torch knows; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if chosen.type not in _DECODE_TILING:
+        raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = chosen.index if chosen.index is not None else torch.cuda.current_device() if count else 0
+        if index >= count:
+            raise ValueError(f"device {chosen} is not there: torch sees {count} CUDA devices; use another, or 'cpu'")
+        chosen = torch.device("cuda", index)
+    return chosen
+
+
+def _graphs(asked: bool | None, device: torch.device) -> bool:
+    if asked and device.type != "cuda":
+        raise ValueError(f"graphs=True needs a CUDA device, got {device}; leave graphs unset, or pass device='cuda'")
+    # without Triton attention gathers pages, as many as the rows are long: nothing to record once for all lengths
+    possible = device.type == "cuda" and ops_for(device).name == "triton"
+    if asked and not possible:
+        raise ValueError("graphs=True needs Triton; install it (pip install triton), or leave graphs unset")
+    return possible if asked is None else asked
+
+
+def _check_compile(compile: bool, exact: bool, device: torch.device) -> None:
+    if compile and exact:
+        raise ValueError(
+            "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "
+            "it"
+        )
+    if compile and device.type == "cuda" and ops_for(device).name != "triton":
+        raise ValueError("compile=True on CUDA needs Triton; install it (pip install triton), or leave compile unset")
+
+
+def _dtype(dtype: torch.dtype | str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return spec.dtype if device.type == "cuda" else torch.float32
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if named not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    return cast("torch.dtype", named)
+
+
+def _max_length(asked: int | None, layout: Layout, device: torch.device) -> tuple[int, str]:
+    """The length of rows, and the reason for it."""
+    # by default both models can take in a whole row; when asked for more, rows go on without drafts
+    context = layout.target.max_length
+    preferred = min(context, layout.draft.max_length) if layout.draft else context
+    free = free_bytes(device)
+    allowed = int(free * FREE_SHARE)
+    if asked is not None:
+        check_range("max_length", asked, 2, context)
+        if layout.plan(asked, free).total > allowed:
+            raise MemoryError(
+                f"max_length={asked} with max_batch_size={layout.batch} needs {layout.plan(asked, free)}; "
+                f"{allowed / 2**30:.3f} GiB may be taken on {device}. {_what_fits(layout, asked, context, allowed)}"
+            )
+        return asked, "as asked"
+    fits = layout.largest_length(preferred, allowed)
+    if fits < 2:
+        raise MemoryError(
+            f"the models need {layout.plan(2, free)}; {allowed / 2**30:.3f} GiB may be taken on {device}. "
+            f"{_what_fits(layout, 2, context, allowed)}"
+        )
+    return fits, "the models' context" if fits == preferred else "what fits in 90% of the free memory"
+
+
+def _what_fits(layout: Layout, length: int, context: int, allowed: int) -> str:
+    """The largest length at this batch size, and the largest batch at this length."""
+    longest = layout.largest_length(context, allowed)
+    if longest >= 2:
+        text = f"With max_batch_size={layout.batch} the largest max_length that fits is {longest}"
+    else:
+        text = f"With max_batch_size={layout.batch} no max_length fits"
+    rows = layout.largest_batch(length, allowed)
+    if rows:
+        return f"{text}; with max_length={length} the largest max_batch_size is {rows}"
+    return (
+        f"{text}; with max_length={length} not even one row fits: use smaller models or a smaller dtype, or free memory"
+    )

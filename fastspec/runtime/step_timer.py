@@ -1,0 +1,71 @@
+"""How long steps take, by the host's clock alone: results arrive in order, so the time between two is a step's.
+
+Nothing here asks the device anything. Who wants to know implements `Pacer`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from fastspec.adaptive.controller import Observation, Outlook
+
+_NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made it long
+
+
+class Pacer(Protocol):
+    """Chooses k for a loop, and is told what every step did.
+
+    Attributes:
+        few: how many rows the next step drafts in, when it drafts: those that take the least to catch up. None: all.
+    """
+
+    @property
+    def few(self) -> int | None:
+        """As above."""
+
+    def choose(self, outlook: Outlook) -> int:
+        """Drafts for the next step; may be asked again before it is launched."""
+
+    def observe(self, step: Observation) -> None:
+        """Takes in what a step did, in the order of the steps."""
+
+
+class StepClock:
+    """Intervals between results.
+
+    Args:
+        ahead: steps are launched ahead, so that the device works while the reader of the results does something else.
+        clock: seconds.
+    """
+
+    def __init__(self, ahead: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._ahead = ahead
+        self._clock = clock
+        self._last: float | None = None
+        self._left = 0.0
+        self._away = 0.0
+
+    def leave(self) -> None:
+        """The reader of the results takes over."""
+        self._left = self._clock()
+
+    def back(self) -> None:
+        """The loop has control again."""
+        self._away += self._clock() - self._left
+
+    def arrived(self, waited: bool) -> float | None:
+        """A result was read: seconds since the one before it, the reader's own time left out.
+
+        None where there is none before it, or where the reader was away so long that nobody knows when it came.
+
+        Args:
+            waited: it was not there yet when the loop came for it.
+        """
+        now = self._clock()
+        interval = None if self._last is None else now - self._last
+        away, self._last, self._away = self._away, now, 0.0
+        if interval is None or not self._ahead:
+            return None if interval is None else interval - away  # without steps ahead the device rested meanwhile
+        return interval if waited or away < _NOTICED * interval else None

@@ -1,0 +1,69 @@
+"""Readies an engine for a call, and runs it: captures its steps, times them where k is to be chosen, decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from fastspec.runtime.draft_plan import Choice
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+
+
+def make_ready(
+    engine: Engine, rows: int, choice: Choice, longest: int, shortest: int, *, progress: bool, prompts: bool = False
+) -> None:
+    """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
+
+    Args:
+        engine: of the generator.
+        rows: at once.
+        choice: drafts of the call.
+        longest: tokens that its rows may get. shortest: that they all have.
+        progress: show the bars.
+        prompts: compile and capture the passes over prompts, too.
+
+    Raises:
+        RuntimeError: a step could not be captured; the message says which.
+    """
+    lengths = longest, shortest
+    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths)
+    if engine.runner.static and missing:
+        with engine.on_device():
+            engine.compile(missing, prompts=prompts)
+    bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
+    with engine.on_device():
+        for size, shape in bar:
+            engine.capture(size, shape)
+        if prompts:
+            engine.capture_prompts()
+    if choice.controller is not None:
+        _time(engine, rows, choice, lengths, progress)
+
+
+def decode(
+    engine: Engine, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
+) -> Iterator[dict[int, list[int]]]:
+    """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
+    if choice.controller is not None:
+        choice.controller.begin()
+    yield from DecodeLoop(
+        engine, requests, stop_ids, choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller
+    )
+
+
+def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
+    """Lets the controller know what steps take, as far as it does not."""
+    controller = choice.controller
+    assert controller is not None, "the caller saw to it"
+    # without graphs steps are slow enough, on a CPU at least, that one bucket must do for all
+    static = engine.runner.static
+    buckets, repeats = (engine.buckets(rows), 9) if static else ([engine.bucket(rows)], 3)
+    known = controller.times.measured
+    missing = [(size, k) for size in buckets for k in choice.ks if (size, k) not in known]
+    bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
+    with engine.on_device():
+        for size, k in bar:
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
+            controller.know({(size, k): engine.seconds(size, shape, repeats)})

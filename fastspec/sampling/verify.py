@@ -1,0 +1,324 @@
+"""Acceptance of drafted tokens: the definition of correct, and the op the step runs where no kernel does.
+
+p is the target's law, q the draft's; drafts x_1..x_k were drawn from q. Three rules, after each of which the emitted
+tokens follow p exactly:
+
+- `rejection`: draft j is accepted with probability min(1, p(x)/q(x)); the first rejected place is filled from the
+  residual norm(max(p - q, 0)); after k acceptances one more token comes from p (Leviathan et al., arXiv 2211.17192,
+  theorem 3.5; Chen et al., arXiv 2302.01318).
+- `block`: the drafts are judged together, which accepts at least as many on average as any rule that keeps the law
+  (Sun et al., arXiv 2403.10444, algorithm 2).
+- `coupled`: the target picks with the numbers that the draft picked with, and its pick is what is emitted; a draft is
+  accepted where the two agree (Daliri, Musco and Suresh, arXiv 2408.07978).
+
+Every function but `commit` is pure; coins and draws are arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.sampling.rules import SyntheticAcceptance
+
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state adds one for idle rows
+
+
+class Draws(Protocol):
+    """Where randomness enters. `fastspec.sampling.distribution.PhiloxDraws` in use, an enumerator of all outcomes in
+    tests.
+    """
+
+    def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
+        """Coins: bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the randomness."""
+
+    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+        """Ids int64 [B] drawn from probs [B, V] (rows need not sum to one); positions int64 [B].
+
+        With probs [B, R, V] and positions [B, R], ids [B, R].
+        """
+
+
+def accept_probability(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p/q) elementwise; 0 where p is 0, 1 where only q is 0 (such a token cannot have been drawn)."""
+    ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
+    return torch.where(p > 0, ratio.clamp(max=1.0), 0.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0) over the last axis, unnormalised; p itself where that vanishes (p = q up to rounding)."""
+    excess = (p - q).clamp_min(0.0)
+    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
+
+
+def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepts drafts that equal the target's pick, the lowest id among equals.
+
+    Args:
+        logits: [B, k+1, V] of the target at the drafted places and after them.
+        drafts: int64 [B, k].
+        counts: int64 [B], how many of a row's drafts count; the others are never accepted.
+
+    Returns:
+        (accepted int64 [B], block int64 [B, k+1]): block[:, :accepted+1] are the tokens to emit.
+    """
+    picks = logits.argmax(dim=-1)
+    return _leading(picks[:, :-1] == drafts, counts), picks
+
+
+def rejection(
+    p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
+) -> tuple[Tensor, Tensor]:
+    """Lossless rejection sampling of k drafts a row.
+
+    Args:
+        p: [B, k+1, V], the target's law at each place.
+        q: [B, k, V], the law each draft was drawn from; None: drafts were certain.
+        drafts: int64 [B, k].
+        counts: int64 [B], how many of a row's drafts count; after them the target's law decides.
+        positions: int64 [B, k+1], absolute positions of the places.
+        draws: coins and draws.
+        purpose: keys the draw of the last token apart from the draft's own draws.
+
+    Returns:
+        (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
+    """
+    k = drafts.shape[1]
+    q = _certain(drafts, p) if q is None else q
+    at = drafts[:, :, None]
+    chance = accept_probability(p[:, :k].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0])
+    accepted = _leading(draws.accept(chance, positions[:, :k]), counts)
+    return accepted, _ended(p, p, q, drafts, counts, accepted, positions, draws, purpose)
+
+
+def block(
+    p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
+) -> tuple[Tensor, Tensor]:
+    """Lossless verification of k drafts a row as one block; arguments and results as `rejection`.
+
+    Sun et al., arXiv 2403.10444, algorithm 2. With c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1), the first i drafts
+    are accepted, for the largest i whose coin falls; a coin falls with probability s_i / (s_i + 1 - c_i), where s_i is
+    the sum of max(c_i p - q, 0) at the place after draft i, and with c_k at the last one. What follows comes from
+    norm(max(c_i p - q, 0)), or from p after all drafts.
+    """
+    k = drafts.shape[1]
+    q = _certain(drafts, p) if q is None else q
+    carried = _carried(p, q, drafts)
+    scaled = carried[:, :, None] * p
+    places = torch.arange(1, k + 1, device=p.device)
+    # the excess after draft i is that of place i, which the last draft's place lacks
+    excess = (scaled[:, 1:k] - q[:, 1:]).clamp_min(0.0).sum(-1)
+    excess = torch.cat((excess, excess.new_zeros(len(p), min(k, 1))), dim=1)
+    chance = block_probability(excess, carried[:, 1:], places == counts[:, None])
+    fallen = draws.accept(chance, positions[:, :k]) & (places <= counts[:, None])
+    accepted = (places * fallen).amax(dim=1) if k else counts.clamp(max=0)
+    return accepted, _ended(p, scaled, q, drafts, counts, accepted, positions, draws, purpose)
+
+
+def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
+    """Chance that a row's coin at a draft falls, from s_i, c_i and whether it is the last draft that counts: [B, k]."""
+    missing = 1.0 - carried
+    inner = excess / (excess + missing).clamp_min(torch.finfo(excess.dtype).tiny)
+    return torch.where(last, carried, inner)
+
+
+def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
+    """c_0 .. c_k of `block`: [B, k+1]."""
+    at = drafts[:, :, None]
+    over, under = p[:, : drafts.shape[1]].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0]
+    # where q is 0 the token cannot have been drawn
+    ratio = torch.where(under > 0, over / under.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
+    carried = [torch.ones_like(p[:, 0, 0])]
+    for j in range(drafts.shape[1]):
+        carried.append((carried[-1] * ratio[:, j]).clamp(max=1.0))
+    return torch.stack(carried, dim=1)
+
+
+def _certain(drafts: Tensor, p: Tensor) -> Tensor:
+    """The law [B, k, V] of drafts that nothing else could have been."""
+    return torch.zeros_like(p[:, : drafts.shape[1]]).scatter_(2, drafts[:, :, None], 1.0)
+
+
+def _ended(
+    p: Tensor,
+    scaled: Tensor,
+    q: Tensor,
+    drafts: Tensor,
+    counts: Tensor,
+    accepted: Tensor,
+    positions: Tensor,
+    draws: Draws,
+    purpose: int,
+) -> Tensor:
+    """Blocks [B, k+1] of the accepted drafts and a last token: of `scaled` beyond q, of p where no draft was left."""
+    k = drafts.shape[1]
+    row = torch.arange(len(p), device=p.device)
+    law = p[row, accepted]
+    if k:
+        beyond = residual(scaled[row, accepted], q[row, accepted.clamp(max=k - 1)])
+        law = torch.where((accepted < counts)[:, None], beyond, law)
+    return closed(drafts, accepted, draws.pick(law, positions[row, accepted], purpose))
+
+
+def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
+    """int64 [B, k+1]: drafts [B, k], but `last` [B] at place `accepted` [B]."""
+    places = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    padded = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), dim=1)
+    return torch.where(places == accepted[:, None], last[:, None], padded)
+
+
+def coupled(
+    p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
+) -> tuple[Tensor, Tensor]:
+    """Accepts drafts that equal the target's own pick; what is emitted is always that pick.
+
+    Draft j must have been picked with the numbers of positions[:, j] and of `purpose`. The emitted token at a position
+    is a function of the text before it and of these numbers, so it does not depend on drafts at all. arXiv 2408.07978.
+
+    Args:
+        p: [B, k+1, V], the target's law at each place; the rows need not sum to one.
+        drafts: int64 [B, k].
+        counts: int64 [B], how many of a row's drafts count.
+        positions: int64 [B, k+1], absolute positions of the places.
+        draws: draws that are a function of position, purpose and token.
+        purpose: the one that the drafts were drawn with.
+
+    Returns:
+        (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
+    """
+    picks = draws.pick(p, positions, purpose)
+    return _leading(picks[:, :-1] == drafts, counts), picks
+
+
+def synthetic(
+    rule: SyntheticAcceptance,
+    picks: Tensor,
+    drafts: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    draws: Draws,
+    number: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accepts as many of `counts` [B] drafts [B, k] as the rule says, and then picks [B, k+1] of the target.
+
+    Args:
+        rule: a rate or a pattern.
+        picks: int64 [B, k+1], what the target picks at each place.
+        drafts, counts, positions, draws: as in `rejection`.
+        number: int64 [1], of this step.
+
+    Returns:
+        (accepted, block) as `greedy`.
+    """
+    if rule.pattern is None:
+        rate = torch.full(drafts.shape, rule.rate or 0.0, dtype=torch.float32, device=drafts.device)
+        accepted = _leading(draws.accept(rate, positions[:, :-1]), counts)
+    else:
+        turn = number % len(rule.pattern)
+        asked = torch.zeros_like(counts)
+        for index, count in enumerate(rule.pattern):  # no table: a captured step may not copy one to the device
+            asked = torch.where(turn == index, count, asked)
+        accepted = torch.minimum(asked, counts.clamp(max=drafts.shape[1]))
+    return accepted, closed(drafts, accepted, picks.gather(1, accepted[:, None])[:, 0])
+
+
+def _leading(flags: Tensor, counts: Tensor) -> Tensor:
+    """Number of leading True among the first `counts` [B] of each row of bool [B, k]: int64 [B]."""
+    counted = torch.arange(flags.shape[1], device=flags.device) < counts[:, None]
+    return (flags & counted).long().cumprod(dim=1).sum(dim=1)
+
+
+class CommitRows(Protocol):
+    """The tensors of B rows that a commit reads and writes; `fastspec.state.DecodeState` has and explains them."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, T]."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def limits(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def draft_lengths(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def finish(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def stop_ids(self) -> Tensor:
+        """int64 [B, S], padded with -1."""
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        """int64 [B, K]."""
+
+    @property
+    def draft_counts(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def block(self) -> Tensor:
+        """int64 [B, K+1]."""
+
+    @property
+    def emitted(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def accepted(self) -> Tensor:
+        """int64 [B]."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """fp32 [B, K+1]."""
+
+    @property
+    def top_ids(self) -> Tensor:
+        """int64 [B, K+1, N]."""
+
+    @property
+    def top_logprobs(self) -> Tensor:
+        """fp32 [B, K+1, N]."""
+
+
+def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
+    """Appends block[:, :accepted+1], cut at the first stop id or at the row's limit, whichever is first.
+
+    Args:
+        rows: changed in place; rows that are not running keep what counts.
+        accepted: int64 [B], drafts accepted; -1 or less: nothing is emitted, and the row stays as it is.
+        block: int64 [B, k+1], the accepted drafts and one more token.
+    """
+    k = block.shape[1] - 1
+    running = rows.finish == RUNNING
+    places = torch.arange(k + 1, device=block.device)
+    is_stop = (block[:, :, None] == rows.stop_ids[:, None, :]).any(-1) & (places <= accepted[:, None])
+    # one more than the place of the first stop id; k + 2 where there is none
+    upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
+    room = rows.limits - rows.lengths
+    count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room).clamp_min(0)
+    count = torch.where(running, count, 0)
+    finish = torch.where(upto_stop <= room, torch.where(upto_stop <= k + 1, STOPPED, RUNNING), RUNNING)
+    finish = torch.where((finish == RUNNING) & (count == room), AT_LIMIT, finish)
+
+    junk = rows.tokens.shape[1] - 1
+    at = (rows.lengths[:, None] + places).clamp(max=junk)
+    rows.tokens.scatter_(1, torch.where(places < count[:, None], at, junk), block)
+    if k:
+        # the draft fed positions up to lengths + drafts - 2; its next pass starts two before the new length
+        fed = torch.minimum(rows.lengths + rows.draft_counts - 1, rows.lengths + count - 1)
+        rows.draft_lengths.copy_(torch.where(running & (rows.draft_counts > 0), fed, rows.draft_lengths))
+    rows.lengths.add_(count)
+    rows.finish.copy_(torch.where(running, finish, rows.finish))
+    rows.block[:, : k + 1].copy_(block)
+    rows.emitted.copy_(count)
+    rows.accepted.copy_(torch.where(running, accepted, -1))

@@ -1,0 +1,88 @@
+"""What is fixed on the host before a step or a pass is launched: sizes, sampler kind, shapes of matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastspec.sampling.distribution import DRAFT, TARGET
+from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_law
+
+KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
+# blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
+EARLY_BLOCKS = 17
+SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Shapes that matrix products are cut into.
+
+    Attributes:
+        rows: rows of every product with weights; None takes all rows at once.
+        queries: query tokens of every product with keys; None takes all at once.
+    """
+
+    rows: int | None
+    queries: int | None
+
+
+UNTILED = Tiling(rows=None, queries=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is fixed on the host before a step is launched; one captured graph per value later.
+
+    Attributes:
+        num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
+        sampler: GREEDY (every row picks the largest logit, as it is), FULL (everything the options can ask for).
+        num_blocks: bound on attended positions in blocks of KEY_BLOCK.
+        tiling: shapes of the matrix products of the target and of the draft.
+        top_logprobs: how many of the most probable ids are recorded at each place beside the emitted token's
+            log-probability; None records nothing.
+        verification: how drafts are judged where a row samples.
+        first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
+    """
+
+    num_drafts: int
+    sampler: str
+    num_blocks: int
+    tiling: Tiling
+    top_logprobs: int | None = None
+    verification: Verification = REJECTION
+    first_block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """What one forward pass feeds. B rows of Q consecutive tokens each.
+
+    Attributes:
+        ids: int64 [B, Q], tokens within the model's vocabulary.
+        positions: int64 [B, Q], absolute positions, >= 0 also for rows that do not count.
+        writes: bool [B, Q], whose K/V is kept: not that of padding, of finished rows, of what stands before a prompt.
+        block_table: int64 [B, P], pages of each row.
+        num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
+        tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
+        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    writes: Tensor
+    block_table: Tensor
+    num_blocks: int
+    tiling: Tiling
+    first_block: int = 0
+
+
+def keeps_law(shape: StepShape) -> bool:
+    """Whether a proposer that draws must leave the laws it drew from in draft_probs."""
+    return shape.sampler != GREEDY and needs_law(shape.verification)
+
+
+def purpose_of(shape: StepShape) -> int:
+    """Which numbers a draft is drawn with: numbers of its own, or the ones that the target will pick with."""
+    return TARGET if shape.verification == COUPLED else DRAFT

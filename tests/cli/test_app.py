@@ -1,0 +1,253 @@
+"""The command line over a stub generator: what it asks for, what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastspec
+from fastspec.cli.app import app
+from fastspec.demo import demo_pair
+from fastspec.errors import CheckpointError, OutOfPages
+from fastspec.output import GenerateOutput, RowStats, Stats
+from tests.helpers.tokenizers import byte_tokenizer
+
+PAIR = [str(path) for path in demo_pair()]
+
+
+class Stub:
+    """Stands for FastSpecGenerator: answers every prompt with `reply`, two tokens at a time."""
+
+    def __init__(self, reply: str = "the 👩 end", tokenizer: Any = None) -> None:
+        self.device = torch.device("cpu")
+        self.tokenizer = tokenizer or byte_tokenizer()
+        self.reply = reply
+        self.opened: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.closed = 0
+
+    def open(self, *sources: Any, **options: Any) -> Stub:
+        self.opened.append((sources, options))
+        return self
+
+    def __enter__(self) -> Stub:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.closed += 1
+
+    def generate(self, input_ids: list[list[int]], streamer: Any, **options: Any) -> GenerateOutput:
+        self.calls.append({"input_ids": input_ids, **options})
+        ids = self.tokenizer(self.reply_to(options))["input_ids"][: options["max_new_tokens"]]
+        streamer.put(torch.tensor(input_ids))
+        for at in range(0, len(ids), 2):
+            streamer.put(torch.tensor(ids[at : at + 2]))
+        streamer.end()
+        k = options.get("num_speculative_tokens", 4)
+        row = RowStats(
+            steps=len(ids),
+            plain_steps=0 if k else len(ids),
+            drafted=k * len(ids),
+            accepted=len(ids) if k else 0,
+            emitted=len(ids),
+            dropped=0,
+            histogram=(0, len(ids)) if k else (len(ids),),
+        )
+        stats = Stats.of((row,), k, seconds=0.25 if k else 0.5)
+        return GenerateOutput(torch.tensor([input_ids[0] + ids]), [ids], ["length"], stats)
+
+    def reply_to(self, options: dict[str, Any]) -> str:
+        return self.reply
+
+
+def invoke(stub: Stub | Callable[..., Any], *arguments: str) -> Any:
+    opener = stub.open if isinstance(stub, Stub) else stub
+    return CliRunner().invoke(app, arguments, obj=opener)
+
+
+def test_a_number_of_drafts_or_auto() -> None:
+    stub = Stub()
+    for given, asked in (("auto", "auto"), ("0", 0), ("7", 7)):
+        assert invoke(stub, "generate", "--prompt", "hello", "--num-speculative-tokens", given).exit_code == 0
+        assert stub.opened[-1][1]["num_speculative_tokens"] == asked
+    refused = invoke(stub, "generate", "--prompt", "hello", "--num-speculative-tokens", "fast")
+    assert refused.exit_code == 2
+    assert "neither a whole number nor 'auto'" in refused.stderr
+
+
+def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
+    stub = Stub()
+    result = invoke(stub, "generate", "--prompt", "hello")
+    assert (result.exit_code, result.stdout) == (0, "the 👩 end\n")
+    (line,) = result.stderr.splitlines()
+    for part in ("tokens in 0.25 s", "tok/s", "tokens per step", "acceptance 25.0%", "length", "cpu"):
+        assert part in line
+    assert stub.opened == [
+        (
+            tuple(PAIR),
+            {"num_speculative_tokens": 4, "max_batch_size": 1, "dtype": None, "device": None, "max_length": None},
+        )
+    ]
+    assert stub.calls == [
+        {
+            "input_ids": [stub.tokenizer("hello")["input_ids"]],
+            "max_new_tokens": 128,
+            "do_sample": False,
+            "return_dict_in_generate": True,
+        }
+    ]
+    assert stub.closed == 1
+
+
+def test_generate_passes_every_option_on() -> None:
+    stub = Stub()
+    options = "--target t --draft d --max-new-tokens 5 --num-speculative-tokens 2 --temperature 0.5 --seed 7"
+    more = "--dtype bfloat16 --device cuda --max-length 99 --no-stream"
+    result = invoke(stub, "generate", "--prompt", "x", *options.split(), *more.split())
+    assert (result.exit_code, result.stdout) == (0, "the \ufffd\n")  # cut inside a character
+    sources, opened = stub.opened[0]
+    assert sources == ("t", "d")
+    assert opened == {
+        "num_speculative_tokens": 2,
+        "max_batch_size": 1,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "max_length": 99,
+    }
+    call = stub.calls[0]
+    assert (call["do_sample"], call["temperature"], call["seed"], call["max_new_tokens"]) == (True, 0.5, 7, 5)
+
+
+def test_a_target_without_a_draft_decodes_plainly() -> None:
+    stub = Stub()
+    assert invoke(stub, "generate", "--target", "t", "--prompt", "x").exit_code == 0
+    assert stub.opened[0][0] == ("t", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--prompt", "x", "--draft", "d"], "give --target too"),
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens"),
+        (["demo", "--repeats", "0"], "--repeats"),
+        (["generate", "--prompt", "x", "--unknown"], "--unknown"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_loaded(arguments: list[str], message: str) -> None:
+    stub = Stub()
+    result = invoke(stub, *arguments)
+    assert result.exit_code == 2
+    assert message in click.unstyle(result.stderr)
+    assert stub.opened == []
+
+
+@pytest.mark.parametrize("error", [ValueError, CheckpointError, OutOfPages, MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["demo"]])
+def test_our_errors_end_in_one_line(error: type[Exception], command: list[str]) -> None:
+    def fails(*sources: object, **options: object) -> None:
+        raise error("got this,\n   wanted that")
+
+    result = invoke(fails, *command)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "fastspec: got this, wanted that\n")
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    def fails(*sources: object, **options: object) -> None:
+        raise KeyError("a bug of ours")
+
+    assert isinstance(invoke(fails, "generate", "--prompt", "x").exception, KeyError)
+
+
+def test_a_target_without_a_tokenizer() -> None:
+    stub = Stub()
+    stub.tokenizer = None  # type: ignore[assignment]
+    result = invoke(stub, "generate", "--prompt", "x")
+    assert result.exit_code == 2
+    assert "brings no tokenizer" in result.stderr
+
+
+def test_demo_compares_plain_and_speculative() -> None:
+    stub = Stub()
+    result = invoke(stub, "demo", "--prompt", "see: ", "--repeats", "2")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("see: the 👩 end\n")
+    lines = dict(line.split("  ", maxsplit=1) for line in result.stdout.splitlines()[3:])
+    assert "tokens in 0.50 s" in lines["plain"]
+    assert "k = 0" in lines["plain"]
+    assert "k = 0" in lines["plain, exact=False"]
+    assert "tokens in 0.25 s" in lines["speculative"]
+    assert lines["speed-up"].strip() == "2.00x over the faster plain way"
+    assert lines["texts equal"].strip() == "yes, token by token (plain and speculative)"
+    asked = [(call["num_speculative_tokens"], call["max_new_tokens"]) for call in stub.calls]
+    assert asked == [(0, 8), (0, 8), (4, 8), *[(0, 128), (0, 128), (4, 128)] * 2]
+    assert [options.get("exact", True) for _, options in stub.opened] == [True, False]
+    assert stub.closed == 2
+
+
+def test_demo_judges_by_the_faster_plain_way() -> None:
+    class FasterLoose(Stub):
+        def generate(self, input_ids: list[list[int]], streamer: Any, **options: Any) -> GenerateOutput:
+            output = super().generate(input_ids, streamer, **options)
+            loose = len(self.calls) % 3 == 2  # plain, plain with exact=False, speculative
+            return replace(output, stats=replace(output.stats, seconds=0.3)) if loose else output
+
+    result = invoke(FasterLoose(), "demo")
+    assert "1.20x over the faster plain way" in result.stdout
+
+
+def test_demo_says_when_texts_differ() -> None:
+    class Differs(Stub):
+        def reply_to(self, options: dict[str, Any]) -> str:
+            return "he" if options["num_speculative_tokens"] else "the"
+
+    result = invoke(Differs(), "demo")
+    assert result.exit_code == 1
+    assert "texts equal         NO" in result.stdout
+
+
+def test_demo_says_when_it_is_not_faster() -> None:
+    result = invoke(Stub(), "demo", "--num-speculative-tokens", "0")
+    assert "1.00x over the faster plain way: speculative decoding is not faster here" in result.stdout
+
+
+def test_version() -> None:
+    result = invoke(Stub(), "--version")
+    assert (result.exit_code, result.stdout) == (0, f"fastspec {fastspec.__version__}\n")
+
+
+@pytest.mark.parametrize(("charset", "shown"), [("utf-8", "\x1b[31m👩\n\n"), ("ascii", "\x1b[31m\\U0001f469\n\n")])
+def test_pipes_get_the_text_as_it_is_where_they_can_hold_it(charset: str, shown: str) -> None:
+    result = CliRunner(charset=charset).invoke(app, ["generate", "--prompt", "x"], obj=Stub("\x1b[31m👩\n").open)
+    assert result.stdout == shown
+
+
+SCRIPT = """
+from fastspec.cli.app import app
+from tests.cli.test_app import Stub
+app(["generate", "--prompt", "x"], obj=Stub("\\x1b[31m👩\\n").open)
+"""
+
+
+def test_terminals_get_control_characters_escaped() -> None:
+    pty = pytest.importorskip("pty", reason="needs a Unix terminal")
+    root = Path(__file__).parents[2]
+    ours, theirs = pty.openpty()
+    try:
+        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONIOENCODING": "utf-8"}
+        subprocess.run([sys.executable, "-c", SCRIPT], stdout=theirs, env=environment, cwd=root, check=True)
+        shown = os.read(ours, 4096).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert shown == "\\x1b[31m👩\r\n\r\n"

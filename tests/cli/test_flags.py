@@ -1,0 +1,218 @@
+"""The flags that shape the text: what they ask of a generator, what is refused, and how several texts are printed."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import click
+import pytest
+from typer.testing import CliRunner
+
+from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec.cli import app as cli
+from fastspec.cli.app import app
+from fastspec.cli.flags import UpTo
+from fastspec.errors import InvalidLogits
+from fastspec.inputs import options
+from tests.cli.test_app import Stub, invoke
+
+# the same by another name, or not a matter of one text's shape
+OTHERWISE = {
+    "max_length": "a flag of this name makes room for prompt and text",
+    "min_length": "--min-new-tokens",
+    "do_sample": "--temperature",
+    "sequence_bias": "--logit-bias",
+    "bad_words_ids": "--suppress-tokens",
+    "eos_token_id": "the checkpoint's",
+    "pad_token_id": "nothing is padded",
+    "return_dict_in_generate": "text is printed",
+    "logprobs": "text is printed",
+}
+
+SHAPING = (
+    "--temperature 0.8 --top-k 20 --top-p 0.9 --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 "
+    "--frequency-penalty -0.25 --logit-bias 5=2.5 --logit-bias 7=-inf --allowed-token-ids 5,6,7 --suppress-tokens 6 "
+    "--min-new-tokens 3 --stop-string end --stop-string def --seed 7"
+)
+
+
+def test_every_option_has_a_flag() -> None:
+    flags = set(inspect.signature(cli.generate).parameters)
+    assert {*options.SUPPORTED, *options.OWN} - flags == {*OTHERWISE} - {"max_length"}
+    assert {"verification", "proposer"} <= flags
+    shown = click.unstyle(CliRunner().invoke(app, ["generate", "--help"]).stdout)
+    assert all(flag in shown for flag in SHAPING.split() if flag.startswith("--"))
+
+
+def test_flags_reach_generate_under_its_own_names() -> None:
+    stub = Stub()
+    result = invoke(stub, "generate", "--prompt", "x", *SHAPING.split())
+    assert result.exit_code == 0, result.output
+    (call,) = stub.calls
+    del call["input_ids"], call["max_new_tokens"], call["return_dict_in_generate"]
+    assert call == {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "logit_bias": {5: 2.5, 7: float("-inf")},
+        "allowed_token_ids": [5, 6, 7],
+        "suppress_tokens": [6],
+        "min_new_tokens": 3,
+        "stop_strings": ["end", "def"],
+        "seed": 7,
+    }
+
+
+def test_zeros_are_passed_on() -> None:
+    """A 0 that a user gave is not the checkpoint's default."""
+    stub = Stub()
+    zeros = "--temperature 1 --top-k 0 --top-p 0 --min-p 0 --presence-penalty 0 --min-new-tokens 0 --seed 0"
+    assert invoke(stub, "generate", "--prompt", "x", *zeros.split()).exit_code == 0
+    names = ("top_k", "top_p", "min_p", "presence_penalty", "min_new_tokens", "seed")
+    assert [stub.calls[0][name] for name in names] == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--top-k 5 --min-p 0.1", "--top-k, --min-p: has no effect at temperature 0; give --temperature too"),
+        ("--logit-bias 5", "--logit-bias: got '5', wanted ID=BIAS"),
+        ("--logit-bias a=1", "--logit-bias: got 'a=1', wanted ID=BIAS"),
+        ("--allowed-token-ids 1;2", "--allowed-token-ids: got '1;2', wanted token ids with commas"),
+        ("--suppress-tokens x", "--suppress-tokens: got 'x'"),
+        ("--proposer eagle", "--proposer: got 'eagle', wanted ngram or ngram:MIN:MAX"),
+        ("--proposer ngram:3:2", "--proposer: NGram needs whole numbers 1 <= min_n <= max_n <= 32, got min_n=3"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_loaded(arguments: str, message: str) -> None:
+    stub = Stub()
+    result = invoke(stub, "generate", "--prompt", "x", *arguments.split())
+    assert result.exit_code == 2
+    assert message in " ".join(click.unstyle(result.stderr).split())
+    assert stub.opened == []
+
+
+def test_what_the_generator_refuses_is_one_line() -> None:
+    for arguments, message in (
+        ("--verification typical", "verification must be one of 'rejection', 'coupled', 'block'"),
+        ("--num-return-sequences 2", "num_return_sequences=2 greedy rows would all be the same"),
+        ("--logit-bias 99999999=1", "logit_bias must be a whole number between 0"),
+    ):
+        result = CliRunner().invoke(app, ["generate", "--prompt", "x", "--device", "cpu", *arguments.split()])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr.splitlines()[-1]
+
+
+def test_broken_logits_are_one_line() -> None:
+    class Broken(Stub):
+        def generate(self, *given: Any, **asked: Any) -> Any:
+            raise InvalidLogits("no token could be chosen")
+
+    result = invoke(Broken(), "generate", "--prompt", "x")
+    assert (result.exit_code, result.stderr) == (2, "fastspec: no token could be chosen\n")
+
+
+def test_the_rule_and_the_proposer_reach_the_constructor() -> None:
+    stub = Stub()
+    invoke(stub, "generate", "--prompt", "x", "--verification", "coupled", "--proposer", "ngram:2:5")
+    invoke(stub, "generate", "--prompt", "x", "--target", "t", "--proposer", "ngram")
+    (pair, first), (alone, second) = stub.opened
+    assert (len([one for one in pair if one]), first["verification"]) == (2, "coupled")
+    assert (first["proposer"].min_n, first["proposer"].max_n) == (2, 5)
+    assert alone == ("t", None)
+    assert isinstance(second["proposer"], NGram)
+    assert "verification" not in second
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    with FastSpecGenerator(*demo_pair(), device="cpu", max_length=256, max_batch_size=3, progress=False) as made:
+        yield made
+
+
+class Opened:
+    """Opens the same generator again and again."""
+
+    def __init__(self, generator: FastSpecGenerator) -> None:
+        self._generator = generator
+
+    def __call__(self, *sources: Any, **options: Any) -> Opened:
+        return self
+
+    def __enter__(self) -> FastSpecGenerator:
+        return self._generator
+
+    def __exit__(self, *details: object) -> None:
+        return None
+
+
+PROMPT = "class Stack:\n    def push("
+
+
+def printed(demo: FastSpecGenerator, *arguments: str) -> str:
+    result = CliRunner().invoke(
+        app, ["generate", "--prompt", PROMPT, "--max-new-tokens", "40", *arguments], obj=Opened(demo)
+    )
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def test_text_ends_with_the_stop_string(demo: FastSpecGenerator) -> None:
+    """Streamed or not, as the output's own `texts`: without what its last token holds beyond."""
+    assert demo.tokenizer is not None
+    ids = [demo.tokenizer(PROMPT)["input_ids"]]
+    whole, cut = printed(demo), 0
+    rng = random.Random(0)
+    for _ in range(12):
+        at = rng.randrange(len(whole) - 3)
+        stop = whole[at : at + rng.randint(1, 3)]
+        out: Any = demo.generate(ids, max_new_tokens=40, stop_strings=[stop], return_dict_in_generate=True)
+        for mode in ("--stream", "--no-stream"):
+            assert printed(demo, mode, "--stop-string", stop) == f"{out.texts[0]}\n"
+        cut += demo.tokenizer.decode(out.new_tokens[0]) != out.texts[0]
+    assert cut > 0, "no token held more than its stop string: the cut was not tested"
+
+
+def test_pieces_are_cut_wherever_they_fall() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice("ab ") for _ in range(20))
+        stops = ["".join(rng.choice("ab ") for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
+        before = "".join(rng.choice("ab") for _ in range(3))
+        seen: list[str] = []
+        write, at = UpTo(seen.append, before, stops), 0
+        while at < len(text):
+            size = rng.randint(1, 6)
+            write(text[at : at + size])
+            at += size
+        ends = [
+            end
+            for end in range(1, len(text) + 1)
+            if any((before + text)[: len(before) + end].endswith(stop) for stop in stops)
+        ]
+        assert "".join(seen) == text[: min(ends, default=len(text))]
+
+
+def test_several_texts_are_printed_apart(demo: FastSpecGenerator) -> None:
+    drawn = ("--temperature", "1", "--seed", "3", "--num-return-sequences", "3")
+    found = printed(demo, *drawn).split("--- ")
+    assert found[0] == ""
+    assert [one.split("\n", 1)[0] for one in found[1:]] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert demo.tokenizer is not None
+    ids = [demo.tokenizer(PROMPT)["input_ids"]]
+    out: Any = demo.generate(
+        ids, max_new_tokens=40, do_sample=True, seed=3, num_return_sequences=3, return_dict_in_generate=True
+    )
+    prompt = demo.tokenizer.decode(ids[0])
+    for text, tokens in zip(found[1:], out.new_tokens, strict=True):
+        assert prompt + text.split("\n", 1)[1][:-1] == demo.tokenizer.decode(
+            ids[0] + tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    assert len(set(found)) == 4

@@ -1,0 +1,200 @@
+"""House rules that no linter knows: file length, banned calls, twins of kernels, light imports, the wheel."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fastspec.kernels import reference
+from fastspec.kernels.ops import Ops
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fastspec"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+# an op's wrapper has the name of its torch definition; each folder of kernels has its twin in tests
+KERNELS = PACKAGE / "kernels"
+MAX_LINES = 400
+
+BANNED_NAMES = {"eval", "exec"}
+BANNED_ATTRIBUTES = {("torch", "load"), ("os", "environ"), ("os", "getenv"), ("os", "system")}
+BANNED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+BANNED_TRUE = {"trust_remote_code", "shell"}
+
+
+def offences(source: str) -> list[str]:
+    """What `source` does that this package may not: one line each."""
+    return [offence for node in ast.walk(ast.parse(source)) for offence in _offences_of(node)]
+
+
+def _offences_of(node: ast.AST) -> list[str]:
+    found: list[str] = []
+    if isinstance(node, ast.Global):
+        found = [f"global {name}" for name in node.names]
+    elif isinstance(node, ast.Import):
+        found = [f"import {alias.name}" for alias in node.names if alias.name.split(".")[0] in BANNED_MODULES]
+    elif isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        whole = module.split(".")[0] in BANNED_MODULES
+        found = [
+            f"from {module} import {alias.name}"
+            for alias in node.names
+            if whole or (module, alias.name) in BANNED_ATTRIBUTES
+        ]
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        found = [f"{node.value.id}.{node.attr}"] if (node.value.id, node.attr) in BANNED_ATTRIBUTES else []
+    elif isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in BANNED_NAMES:
+            found = [f"{node.func.id}()"]
+        for keyword in node.keywords:
+            off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
+            if keyword.arg in BANNED_TRUE and not off:
+                found.append(f"{keyword.arg}=...")
+    return [f"line {getattr(node, 'lineno', 0)}: {what}" for what in found]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_source_keeps_the_rules(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= MAX_LINES
+    assert offences(source) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "def f():\n    global state",
+        "import torch\nweights = torch.load('x')",
+        "from torch import load",
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "model = AutoModel.from_pretrained('x', trust_remote_code=True)",
+        "flag = True\nAutoConfig.from_pretrained('x', trust_remote_code=flag)",
+        "subprocess.run('ls', shell=True)",
+        "import os\ndebug = os.environ['DEBUG']",
+    ],
+)
+def test_a_planted_offence_is_found(planted: str) -> None:
+    assert len(offences(planted)) == 1
+
+
+@pytest.mark.parametrize(
+    "fine", ["'torch.load, pickle and eval'", "model.eval()", "from_pretrained('x', trust_remote_code=False)"]
+)
+def test_what_only_looks_like_one_is_not(fine: str) -> None:
+    assert offences(fine) == []
+
+
+def wrappers() -> set[str]:
+    """Functions of the kernels' modules that launch something and are named like a torch definition."""
+    names = {
+        name for path in KERNELS.rglob("*.py") for name in re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
+    }
+    return names & set(reference.__all__)
+
+
+def test_every_op_has_a_definition_and_every_folder_its_tests() -> None:
+    ops = {field.name for field in fields(Ops)}
+    defined = {name for name in ops if callable(getattr(reference, name, None))}
+    assert len(defined) >= 11
+    assert defined <= wrappers()
+    folders = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if list(path.glob("*.py"))} - {
+        Path("demo"),
+        Path(),
+    }
+    missing = {str(folder) for folder in folders if not any((ROOT / "tests" / folder).rglob("test_*.py"))}
+    assert missing == {"kernels/reference", "models/weights"}  # tested with the kernels, and with the models
+
+
+def test_the_page_table_needs_only_the_standard_library() -> None:
+    tree = ast.parse((PACKAGE / "kv_cache" / "pages.py").read_text(encoding="utf-8"))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    foreign = {name for name in modules if name.split(".")[0] not in sys.stdlib_module_names}
+    assert foreign <= {"fastspec.errors"}
+
+
+BLOCK_TRITON = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_python(code: str) -> str:
+    """Runs `code` in a fresh interpreter that sees no GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": "", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_light() -> None:
+    heavy = "('triton', 'torch', 'transformers')"
+    assert run_python(f"import sys, fastspec; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def importing_triton() -> set[str]:
+    """Modules of the kernels that import Triton when they are imported, themselves or by way of each other."""
+    texts = {module_of(path): path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")}
+    found = {name for name, text in texts.items() if re.search(r"^(import|from) triton", text, re.M)}
+    while True:
+        more = {name for name, text in texts.items() if any(_imports(text, other) for other in found)}
+        if more <= found:
+            return found
+        found |= more
+
+
+def _imports(text: str, module: str) -> bool:
+    package, _, stem = module.rpartition(".")
+    whole = rf"^from {re.escape(module)} import"
+    part = rf"^from {re.escape(package)} import (\([^)]*|[^(\n]*)\b{stem}\b"
+    return bool(re.search(whole, text, re.M) or re.search(part, text, re.M))
+
+
+def test_every_module_imports_without_triton_and_cuda() -> None:
+    names = [module_of(path) for path in SOURCES]
+    needs_triton = importing_triton() | {"fastspec.cli.__main__"}  # the latter runs the command line
+    imports = "\n".join(f"import {name}" for name in names if name not in needs_triton)
+    public = "import fastspec\nfor name in fastspec.__all__: getattr(fastspec, name)"
+    assert run_python(f"{BLOCK_TRITON}\n{imports}\n{public}\nprint(fastspec.demo_pair())").count("demo") == 2
+
+
+def test_the_wheel_holds_the_package_and_the_pair_and_nothing_else(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed")
+    (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    names = set(zipfile.ZipFile(built).namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fastspec"}
+    shipped = {relative(path) for path in SOURCES}
+    shipped |= {relative(path) for path in (PACKAGE / "demo").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert shipped | {"fastspec/py.typed"} <= names
+    for model in ("target", "draft"):
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            assert f"fastspec/demo/{model}/{file}" in names

@@ -1,0 +1,201 @@
+"""Attention over long caches: splits that grow with their position, added up by a second launch; the ring of keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import gluon_simulator, tiny
+from tests.helpers.attention import case, copied, rows_of
+from tests.helpers.devices import devices
+from tests.helpers.tiny import tiny_spec
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels import triton_ops
+from fastspec.kernels.attention import combine, plan_long, plan_short
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.shapes import KEY_BLOCK
+from tests.kernels.attention.test_dispatch import (
+    assert_same,
+    attend,
+    check,
+    choose,
+    dtype_for,
+    fed,
+    simulate_ring,
+    work_for,
+)
+from tests.runtime.test_scheduler import run as decode
+from tests.runtime.test_scheduler import texts
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_copies_of_the_ring_may_land_early_or_late(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins fetch as much as they may before anything is stored, or nothing."""
+    choose("ring", monkeypatch)
+    simulate_ring(monkeypatch)
+    given = case("cpu", lengths=[700, 131, 64], queries=11, heads=14, kv_heads=2, dim=128, dtype=torch.bfloat16)
+    found = []
+    for late in (True, False):
+        monkeypatch.setattr(gluon_simulator.MACHINE, "late", late)
+        found.append(fed(given, 11, window=window))
+    assert_same(*found)
+    check(given, 128, window)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_bits_over_a_ladder(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the pass and the room: rows that end in each rung, the longest at both edges of a split."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    given = case(device, lengths=[1155, 518, 259], queries=3, heads=1, kv_heads=1, dim=64, dtype=dtype)
+    whole = fed(given, 3)
+    check(given, 128, None)
+    assert_same(fed(given, 1), whole)
+    assert_same(fed({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
+    alone = [attend({**rows_of(copied(given), [row]), "num_blocks": room}) for row, room in enumerate((5, 3, 2))]
+    assert torch.equal(torch.cat(alone), whole[0])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 1600])
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_more_splits_than_are_added_up_at_once(
+    device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """39 splits of a row, and 34; with the window those from number 25, or for one of its queries 26, and 20 on."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    monkeypatch.setattr(plan_long, "LADDER", ((0, 128),))
+    assert combine.GATHER_WARPS.value * combine.EACH.value == 32
+    given = case(device, lengths=[4928, 4250], queries=2, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    check(given, 128, window)
+    whole = fed(given, 2, window=window)
+    assert_same(fed(given, 1, window=window), whole)
+    for row in range(2):
+        assert torch.equal(fed(rows_of(given, [row]), 2, window=window)[0], whole[0][[row]])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_splits_of_the_ladder_that_a_window_reaches(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own ladder, where its rungs meet: only the splits of the two sides leave sums."""
+    ladder = plan_long.LADDER
+    choose(long, monkeypatch)
+    monkeypatch.setattr(plan_long, "LADDER", ladder)
+    edges = [position for position, _keys in ladder[1:]]
+    dtype = dtype_for(device, long)
+    given = case(device, lengths=[edge + 1 for edge in edges], queries=2, heads=1, kv_heads=1, dim=64, dtype=dtype)
+    check(given, 128, 70)
+    work = work_for(given)
+    alone = fed(rows_of(given, [-1]), 1, window=70)[0]
+    assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
+    splits = plan_long.splits_for(given["num_blocks"] * KEY_BLOCK)
+    weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
+    numbers = {position: number for position, _keys, number in plan_long.rungs()}
+    for row, edge in enumerate(edges):
+        left = (~weights[row].isnan().all(dim=1)).nonzero().flatten().tolist()
+        assert left == [numbers[edge] - 1, numbers[edge]]
+
+
+FROM = 640  # for the library's 4352: within a split of the ladder of tests, as that one is of its own
+PAIRS = [("fragments", "stream"), ("batch", "stream"), ("fragments", "ring"), ("batch", "ring")]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 70, 300])
+@pytest.mark.parametrize(("short", "long"), PAIRS)
+def test_rows_of_either_kind_beside_each_other(
+    short: str, long: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose queries are early, late, or some of either: each as alone, where there is room for it and no more."""
+    if device == "cpu" and long == "ring":
+        pytest.skip("what interprets the short kernels has none of the products of 16-bit values that the ring takes")
+    choose(long, monkeypatch)
+    dtype = dtype_for(device, choose(short, monkeypatch))
+    monkeypatch.setattr(plan_long, "FROM", FROM)
+    monkeypatch.setattr(plan_long, "rings", lambda device, page_size: long == "ring")
+    lengths = [FROM + 2, 900, 300, 1155, FROM + 1, FROM]  # the first and the fifth have queries on both sides
+    given = case(device, lengths=lengths, queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype, norm=True)
+    check(given, 128, window)
+    whole = fed(given, 3, window=window)
+    assert_same(fed(given, 1, window=window), whole)
+    for row, length in enumerate(lengths):
+        room = -(-length // KEY_BLOCK)
+        alone = fed({**rows_of(given, [row]), "num_blocks": room}, 3, window=window)
+        assert torch.equal(alone[0], whole[0][[row]]), length
+    late = [row for row, length in enumerate(lengths) if length > FROM + 3]  # no row is the short kernels'
+    assert torch.equal(fed(rows_of(given, late), 3, window=window)[0], whole[0][late])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_early_rows_are_left_alone(device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ones are as where all rows are; with the window a single split is the output at once."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    expected = attend(copied(given), window=window)
+    monkeypatch.setattr(plan_long, "FROM", FROM)
+    monkeypatch.setattr(plan_short, "short", lambda tensors, out, *rest: out.fill_(7))
+    found, early = attend(copied(given), window=window), given["positions"] < FROM
+    assert torch.equal(found[~early], expected[~early])
+    assert (found[early] == 7).all()
+    assert early.sum(dim=1).tolist() == [1, 3, 0, 0]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("long", ["stream", "ring"])
+def test_passes_whose_rows_are_all_late(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is for early rows is launched where there may be some; the others are the same without it."""
+    dtype = dtype_for(device, choose(long, monkeypatch))
+    monkeypatch.setattr(plan_long, "FROM", FROM)
+    given = case(device, lengths=[900, 1155], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
+    short, launched = plan_short.short, []
+
+    def counted(*arguments: Any) -> None:
+        launched.append(arguments)
+        if device != "cpu":  # what interprets the short kernels takes other types than the ring does
+            short(*arguments)
+
+    monkeypatch.setattr(plan_short, "short", counted)
+    first = -(-FROM // KEY_BLOCK)
+    late = attend({**copied(given), "first_block": first})
+    assert not launched
+    assert torch.equal(attend({**copied(given), "first_block": first - 1}), late)
+    assert torch.equal(attend(copied(given)), late)
+    assert len(launched) == 2
+
+
+def test_splits_of_the_ladder_are_counted() -> None:
+    """Splits tile the positions: a room of one position more has a split more just where one begins."""
+    starts, position = [], 0
+    for (_edge, keys), (stop, _keys) in pairwise((*plan_long.LADDER, (131072, 0))):
+        while position < stop:
+            starts.append(position)
+            position += keys
+        assert position == stop
+        assert keys % 128 == 0
+    for number, start in enumerate(starts):
+        assert plan_long.splits_for(start + 1) == number + 1
+        assert start == 0 or plan_long.splits_for(start) == number
+    assert plan_long.splits_for(131072) == len(starts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in fp32, which no kernel of 16-bit words takes there")
+def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop with these kernels, work of the size that it gives them, and a row in its second split."""
+    choose("stream", monkeypatch)
+    mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
+    monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
+    found = []
+    for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):
+        monkeypatch.setattr(tiny, "ops_for", lambda device, ops=ops: ops)  # type: ignore[misc]
+        engine = tiny.tiny_engine(k=2, batch=1, max_length=17_000, page_size=64)
+        found.append(texts(decode(engine, [[place % 101 for place in range(190)]], 6, k=k)))
+    assert found[1] == found[0]
+    assert found[2] == found[1]

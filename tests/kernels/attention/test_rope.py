@@ -1,0 +1,77 @@
+"""Rotation and K/V append of a prompt chunk: on a GPU for real, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from tests.helpers.attention import MISREAD, TENSORS, case, copied, stored, twin
+from tests.helpers.layouts import spread
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels.attention.rope import rope
+
+
+def rotated(given: dict[str, Any]) -> Tensor:
+    options = {name: given[name] for name in ("num_heads", "q_norm", "k_norm", "eps")}
+    return rope(*(given[name] for name in TENSORS), **options)
+
+
+def expected(given: dict[str, Any]) -> Tensor:
+    query = given["qkv"].unflatten(-1, (-1, given["keys"].shape[3]))[:, :, : given["num_heads"]]
+    if given["q_norm"] is not None:
+        query = reference.rms_norm(query, given["q_norm"], given["eps"])
+    at = given["positions"].clamp(max=given["cos"].shape[0] - 1)
+    return reference.rope(query, given["cos"][at][:, :, None], given["sin"][at][:, :, None])
+
+
+# the interpreter cuts fp32 off to bf16 where a GPU and torch round
+PLACES = [
+    *(("cpu", dtype) for dtype in (torch.float32, torch.float16)),
+    *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES, ids=str)
+@pytest.mark.parametrize("dim", [16, 40, 64])
+def test_bits_are_the_twins(dim: int, dtype: torch.dtype, device: str) -> None:
+    """Without norms: the same fp32 operations in the same order, rounded once. In every dtype, queries and cache."""
+    given = case(device, lengths=[45, 37], queries=37, dim=dim, dtype=dtype, page_size=7)
+    given["writes"][0, 5:9] = False
+    given["positions"][1, 30:] = 10**6  # beyond every table; such rows do not write
+    given["writes"][1, 30:] = False
+    same = copied(given)
+    assert torch.equal(rotated(given), expected(same))
+    twin(same)
+    for ours, theirs in zip(stored(given), stored(same), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES, ids=str)
+def test_norms(device: str, dtype: torch.dtype) -> None:
+    given = case(device, lengths=[40], queries=40, dim=48, dtype=dtype, norm=True)
+    same = copied(given)
+    # torch sums the squares in another order: a last bit of the factor may differ, and with it one rounding each of
+    # the normed value, of its product with the weight, and of what is rotated
+    bound = 3 * torch.finfo(dtype).eps
+    torch.testing.assert_close(rotated(given), expected(same), rtol=bound, atol=bound)
+    twin(same)
+    for ours, theirs in zip(stored(given), stored(same), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+LAYOUT = [(name, spread, f"{name} is .*strides") for name in ("positions", "writes")]
+
+
+@pytest.mark.parametrize(("name", "change", "match"), [*MISREAD, *LAYOUT])
+def test_what_would_be_misread_is_refused(name: str, change: Callable[[Any], Any], match: str) -> None:
+    given = case("cpu", lengths=[9, 7], queries=3, norm=True)
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=match):
+        rotated(given)

@@ -1,0 +1,148 @@
+"""What lies between two attentions, as one chain of packed products against the same products one by one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.kernels.common import packing
+from tests.helpers.products import product_case
+from tests.kernels.linear.test_dispatch import modules
+
+
+def a_layer(
+    hidden: int, inner: int, heads: int, qkv: int, device: str, seed: int, dtype: torch.dtype, biases: bool
+) -> SimpleNamespace:
+    """A layer's norms and packed weights: `heads` columns come out of attention, `qkv` go in."""
+
+    def product(n: int, k: int, place: int, epilogue: str = "bias") -> tuple[Tensor, Tensor | None]:
+        _, weight, given = product_case(1, n, k, dtype, device, epilogue, seed=10 * seed + place)
+        return packing.pack(weight, "gated" in epilogue), given["bias"] if biases else None
+
+    generator = torch.Generator().manual_seed(seed)
+    norms = [(torch.rand(hidden, generator=generator) + 0.5).to(device, dtype) for _ in range(2)]
+    o, gate_up = product(hidden, heads, 0), product(2 * inner, hidden, 1, "gated+bias")
+    down, fed = product(hidden, inner, 2), product(qkv, hidden, 3)
+    names = [
+        "input_norm",
+        "post_norm",
+        "o",
+        "o_bias",
+        "gate_up",
+        "gate_up_bias",
+        "down",
+        "down_bias",
+        "qkv",
+        "qkv_bias",
+    ]
+    return SimpleNamespace(**dict(zip(names, [*norms, *o, *gate_up, *down, *fed], strict=True)))
+
+
+def inputs(layer: SimpleNamespace, rows: int) -> tuple[Tensor, Tensor]:
+    """What attention left, and the residual stream, [1, rows, ...]."""
+    hidden, heads = packing.unpack(layer.o).shape
+    like = layer.input_norm
+    widths = (heads, hidden)
+    attended, x = (product_case(rows, 16, width, like.dtype, str(like.device), seed=width)[0][None] for width in widths)
+    return attended, x
+
+
+def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor, pdl: bool) -> list[Any]:
+    """(x, qkv) of the chain and of products one by one, for layers one and two of which the second may be missing."""
+    rows = x.shape[1]
+    following = layers[1] if len(layers) > 1 else None
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
+        found: Tensor = packed.linear.packed_linear(x, weight, bias, pdl=pdl, **options)
+        return found
+
+    weights = [layers[0].o, layers[0].gate_up, layers[0].down, layers[-1].qkv]
+    assert packed.layer.in_a_ring(weights, rows)
+    chain = packed.layer.between(attended, x, layers[0], following, 1e-5, pdl)
+    if attended.dim() == 4:
+        attended = packing.in_order(attended)
+    one_by_one = reference.between(linear, attended, x, layers[0], following, 1e-5, reference.UNTILED)
+    return [*chain, *one_by_one]
+
+
+def regrouped(rows: Tensor) -> Tensor:
+    """Rows [..., K] as attention may leave them, [..., K/64, 64]."""
+    return rows.unflatten(-1, (-1, 2, 4, 4, 2)).movedim(-2, -4).flatten(-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biases", [False, True])
+def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; sums over ways of their own and complete ones, slabs that fill a row and that do not."""
+    with modules("cpu") as packed:
+        cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
+        for rows, hidden, inner, many in cases:
+            monkeypatch.setattr(packed.launch, "ONE_EACH", 132 if many > 256 else 2)
+            layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
+            for some in (layers, layers[:1]):
+                attended, given = inputs(layers[0], rows)
+                x, qkv, wanted_x, wanted_qkv = both(packed, some, attended, given, True)
+                assert torch.equal(both(packed, some, regrouped(attended), given, True)[0], x)
+                assert torch.equal(x, wanted_x)
+                assert (qkv is None) == (wanted_qkv is None) == (len(some) == 1)
+                assert qkv is None or torch.equal(qkv, wanted_qkv)
+
+
+def test_rows_that_came_regrouped_go_to_any_products() -> None:
+    """What attention left for one product in a layer whose others are not packed."""
+    from fastspec.kernels import triton_ops
+
+    layer = a_layer(128, 256, 256, 272, "cpu", 0, torch.bfloat16, True)
+    attended, x = inputs(layer, 18)
+    assert torch.equal(packing.in_order(regrouped(attended)), attended)
+    for name in ("o", "gate_up", "down", "qkv"):
+        setattr(layer, name, packing.unpack(getattr(layer, name), name == "gate_up"))
+    given = (x, layer, layer, 1e-5, reference.UNTILED)
+    plain = triton_ops.between(reference.linear, attended, *given)
+    for ours, theirs in zip(triton_ops.between(reference.linear, regrouped(attended), *given), plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_few_rows_and_other_weights_go_elsewhere() -> None:
+    with modules("cpu") as packed:
+        weight = packing.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
+        assert packed.layer.in_a_ring([weight], 9)
+        assert not packed.layer.in_a_ring([weight], 8)
+        assert not packed.layer.in_a_ring([weight, torch.zeros(128, 128, dtype=torch.bfloat16)], 17)
+    with modules("cpu", (8, 0)) as packed:
+        assert not packed.layer.in_a_ring([weight], 17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("hidden", "inner", "heads", "qkv"),
+    [(4096, 14336, 4096, 6144), (2048, 8192, 2048, 3072), (896, 4864, 896, 1152), (3584, 18944, 3584, 4608)],
+)
+def test_real_sizes_on_a_gpu(hidden: int, inner: int, heads: int, qkv: int) -> None:
+    """To the bit, launched early inside a graph, again and again."""
+    from fastspec.kernels.linear import dispatch, layer_tail
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the ring's kernel needs sm_90")
+    packed = SimpleNamespace(layer=layer_tail, linear=dispatch)
+    layers = [a_layer(hidden, inner, heads, qkv, "cuda", seed, torch.bfloat16, seed == 0) for seed in range(2)]
+    for rows in (9, 16, 17, 40, 64, 100, 160):
+        attended, x = inputs(layers[0], rows)
+        given = regrouped(attended), x
+        x, fed, wanted_x, wanted_fed = both(packed, layers, attended, x, False)
+        assert torch.equal(x, wanted_x), rows
+        assert torch.equal(fed, wanted_fed), rows
+        both(packed, layers, *given, True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = both(packed, layers, *given, True)
+        for _ in range(50):
+            graph.replay()
+            assert torch.equal(again[0], wanted_x), rows
+            assert torch.equal(again[1], wanted_fed), rows

@@ -1,0 +1,112 @@
+"""Shared ids: padding and added tokens are no obstacle, another text under the same id is."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fastspec.models.vocab import shared_vocab
+from fastspec.models.weights.sources import Checkpoint, resolve
+from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
+
+WORDS = [f"w{i}" for i in range(90)]
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def checkpoint(
+    path: Path, role: str, vocab: int, texts: list[str] | None, added: list[str] | None = None
+) -> Checkpoint:
+    make_checkpoint(path / role, "llama2", vocab_size=vocab)
+    if texts is not None:
+        write_tokenizer(path / role, texts, added or [])
+    return resolve(path / role, role=role)
+
+
+@pytest.mark.parametrize(("p_rows", "q_rows"), [(97, 97), (97, 128), (128, 97)])
+def test_padding_does_not_matter(tmp_path: Path, p_rows: int, q_rows: int) -> None:
+    target = checkpoint(tmp_path, "target", p_rows, WORDS)
+    draft = checkpoint(tmp_path, "draft", q_rows, WORDS)
+    assert shared_vocab(target, draft) == 90
+
+
+def test_ids_stop_at_the_smaller_embedding(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS)
+    draft = checkpoint(tmp_path, "draft", 64, WORDS)
+    assert shared_vocab(target, draft) == 64
+    assert shared_vocab(draft, target) == 64
+
+
+def test_a_difference_beyond_the_smaller_embedding_is_out_of_reach(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS)
+    draft = checkpoint(tmp_path, "draft", 64, [*WORDS[:64], "other"])
+    assert shared_vocab(target, draft) == 64
+
+
+def test_added_tokens_count_when_both_have_them(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS, ["<end>", "<tool>"])
+    draft = checkpoint(tmp_path, "draft", 97, WORDS, ["<end>"])
+    assert shared_vocab(target, draft) == 91
+    assert shared_vocab(draft, target) == 91
+
+
+@pytest.mark.parametrize("where", [0, 41, 89])
+def test_another_text_is_refused_with_the_first_id_and_both_texts(tmp_path: Path, where: int) -> None:
+    other = [*WORDS[:where], *(f"x{i}" for i in range(where, 90))]
+    target = checkpoint(tmp_path, "target", 97, WORDS)
+    draft = checkpoint(tmp_path, "draft", 97, other)
+    with pytest.raises(ValueError, match=rf"token id {where} is 'w{where}' in the target .* 'x{where}' in the draft"):
+        shared_vocab(target, draft)
+
+
+def test_an_added_token_that_differs_is_refused(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS, ["<end>"])
+    draft = checkpoint(tmp_path, "draft", 97, WORDS, ["<stop>"])
+    with pytest.raises(ValueError, match=r"token id 90 is '<end>' in the target .* '<stop>' in the draft"):
+        shared_vocab(target, draft)
+
+
+def test_tokenizers_at_hand_are_used(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS)
+    draft = checkpoint(tmp_path, "draft", 97, None)
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path / "elsewhere", ["x", *WORDS[1:]])
+    found = AutoTokenizer.from_pretrained(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"token id 0 is 'w0' .* 'x' in the draft"):
+        shared_vocab(target, draft, draft_tokenizer=found)
+
+
+def test_without_tokenizers_a_padding_sized_difference_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    draft = resolve(make_model("llama2", vocab_size=97), role="draft")
+    for rows, with_tokenizer in ((97, False), (97 + 1024, False), (97, True)):
+        target = checkpoint(tmp_path / str((rows, with_tokenizer)), "target", rows, WORDS if with_tokenizer else None)
+        with pytest.warns(UserWarning, match=f"vocab_size is {rows} and 97") as caught:
+            assert shared_vocab(target, draft) == 97
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_without_tokenizers_a_larger_difference_is_refused(swap: bool) -> None:
+    pair = [resolve(make_model("llama2", vocab_size=rows), role="target") for rows in (97, 97 + 1025)]
+    if swap:
+        pair.reverse()
+    sizes = [each.spec.vocab_size for each in pair]
+    with pytest.raises(ValueError, match=f"vocab_size is {sizes[0]} in the target .* {sizes[1]} in the draft"):
+        shared_vocab(*pair)
+
+
+def test_one_model_in_both_roles_needs_no_tokenizer(tmp_path: Path) -> None:
+    model = make_model("llama2")
+    assert shared_vocab(resolve(model, role="target"), resolve(model, role="draft")) == 97
+    make_checkpoint(tmp_path / "m", "llama2")
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    pair = resolve(tmp_path / "m", role="target"), resolve(tmp_path / "link", role="draft")
+    assert shared_vocab(*pair) == 97

@@ -1,0 +1,206 @@
+"""Proposers other than a draft model: lookup, lookup before a model, and one's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.inputs.options import RowOptions
+from fastspec.models.decoder import Decoder
+from fastspec.proposers import draft_model
+from fastspec.proposers.choose import Guarded, check, choose
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.deterministic import CertainProposer
+from fastspec.proposers.ngram import NGram
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.sampling.rules import BLOCK, COUPLED, MODES
+from fastspec.shapes import FULL
+from tests.helpers.devices import devices
+from tests.helpers.tiny import VOCAB, tiny_engine
+from tests.helpers.variants import judging, looking_up_first, proposing
+from tests.runtime.test_scheduler import prompts, run, sampled_row, texts
+
+
+def looked_up(tokens: list[int], min_n: int, max_n: int, k: int) -> list[int]:
+    """The definition: the longest match, the most recent of them, and what followed, over and over."""
+    for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
+        for start in range(len(tokens) - 1, n - 1, -1):
+            if tokens[start - n : start] == tokens[len(tokens) - n :]:
+                grown = list(tokens)
+                for j in range(k):
+                    grown.append(grown[start + j])
+                return grown[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 4), (2, 3), (3, 3), (1, 32)])
+def test_lookup_is_its_definition(min_n: int, max_n: int, device: str) -> None:
+    rng = random.Random(max_n)
+    rows = [[rng.randrange(rng.choice((1, 2, 3, 9))) for _ in range(rng.randint(1, 30))] for _ in range(400)]
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    padded = [row + [rng.randrange(3) for _ in range(41 - len(row))] for row in rows]  # junk beyond a row's end
+    for k in (1, 4):
+        drafts, counts = NGram(min_n, max_n).guess(torch.tensor(padded, device=device), lengths, k)
+        for row, tokens, count in zip(rows, drafts.tolist(), counts.tolist(), strict=True):
+            assert tokens[:count] == looked_up(row, min_n, max_n, k), row
+
+
+@pytest.mark.parametrize("bad", [(0, 4), (3, 2), (1, 33), (1.0, 2), (True, 2)], ids=str)
+def test_bad_lengths_are_refused(bad: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="1 <= min_n <= max_n <= 32, got min_n"):
+        NGram(*bad)
+
+
+def repeating(count: int) -> list[list[int]]:
+    """Prompts whose ends stood before, and some whose did not."""
+    return [row * 2 if index % 2 else row for index, row in enumerate(prompts(count, seed=31, longest=30))]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_greedy_text_with_lookup_is_plain_text(k: int, device: str) -> None:
+    rows = repeating(6)
+    plain = run(tiny_engine(k=k, device=device), rows, 60, k=0)
+    requests = run(proposing(tiny_engine(k=k, device=device), NGram()), rows, 60, k=k)
+    assert texts(requests) == texts(plain)
+    assert 0 < sum(request.accepted for request in requests) < sum(request.drafted for request in requests)
+    assert all(request.drafted % k == 0 for request in requests)
+    assert sum(request.plain_steps for request in requests) > 0  # rows without a match step alone
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_with_lookup_do_not_feel_their_neighbours(mode: str, device: str) -> None:
+    rows = repeating(5)
+    options = [sampled_row(seed, temperature=0.5) for seed in range(5)]
+    engine = judging(looking_up_first(tiny_engine(batch=3, device=device), NGram()), mode)
+    together = run(engine, rows, 30, options=options)
+    for index, row in enumerate(rows):
+        assert texts(run(engine, [row], 30, options=[options[index]]))[0] == together[index].new_tokens
+
+
+class Noise(NGram):
+    """Finds `found` arbitrary tokens at every third length, so that the model goes on after them."""
+
+    def __init__(self, found: int) -> None:
+        super().__init__()
+        self.found = found
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        places = lengths[:, None] * 7 + torch.arange(k, device=tokens.device)
+        return places % VOCAB, torch.where(lengths % 3 == 0, self.found, 0)
+
+
+def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4) -> bool:
+    """draft = target: after every step both caches hold the same bits wherever the draft was fed."""
+    request = Request(list(row), 45, options)
+    proposer = engine.parts.proposer
+    assert isinstance(proposer, LookupThenModel)
+    target, draft = engine.parts.target, proposer.model.model
+    assert isinstance(target, Decoder)
+    assert isinstance(draft, Decoder)
+    length, equal = len(row), True
+    for emitted in DecodeLoop(engine, [request], (), FULL, lambda steps: k):
+        at = torch.arange(len(row), length + k - 1)
+        pages = engine.state.block_table[0, at // engine.pages.page_size]
+        for ours, theirs in ((target.cache.keys, draft.cache.keys), (target.cache.values, draft.cache.values)):
+            slots = (slice(None), pages, at % engine.pages.page_size)
+            equal &= torch.equal(ours[slots], theirs[slots])
+        drafted_alone = length % 3 != 0
+        if drafted_alone and request.finish_reason is None:
+            equal &= len(emitted[0]) == k + 1
+        length += len(emitted[0])
+    return equal
+
+
+@pytest.mark.parametrize("found", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("mode", [BLOCK, COUPLED])
+def test_the_models_cache_stays_right_whoever_drafted(mode: str, temperature: float, found: int) -> None:
+    """And so every draft of a model for itself is accepted, but where noise was put before it."""
+    engine = judging(looking_up_first(tiny_engine(same=True, batch=1), Noise(found)), mode)
+    assert same_caches(engine, prompts(5, seed=33)[4], sampled_row(3, temperature))
+
+
+def test_a_model_that_is_fed_its_own_drafts_instead_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: what lookup chose is put into the drafts only once the model has drafted."""
+    original = draft_model.DraftModel.propose
+
+    def late(self: object, state: object, shape: object, draws: object, given: tuple[Tensor, Tensor]) -> None:
+        original(self, state, shape, draws)  # type: ignore[arg-type]
+        for j in range(shape.num_drafts):  # type: ignore[attr-defined]
+            draft_model._take(state, shape, given[0][:, j], j < given[1], j)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft_model.DraftModel, "propose", late)
+    engine = looking_up_first(tiny_engine(same=True, batch=1), Noise(2))
+    assert not same_caches(engine, prompts(5, seed=33)[4], sampled_row(3))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("context", [1, 30, 60])
+def test_lookup_goes_on_where_the_model_has_no_context_left(context: int, device: str) -> None:
+    rows = repeating(5)
+    plain = run(tiny_engine(device=device), rows, 70, k=0)
+    engine = looking_up_first(tiny_engine(device=device, draft_context=context), NGram())
+    requests = run(engine, rows, 70)
+    assert texts(requests) == texts(plain)
+    assert sum(request.drafted for request in requests) > 0
+
+
+class Again(CertainProposer):
+    """The README's example: a row goes on with its last token."""
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        last = tokens.gather(1, lengths[:, None] - 1)
+        return last.expand(-1, k), torch.full_like(lengths, k)
+
+
+class Unknown(Again):
+    """Drafts one id of the target's, then two it does not know, and claims more than k."""
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        drafts, counts = super().guess(tokens, lengths, k)
+        drafts = drafts.clone()
+        drafts[:, 1::2], drafts[:, 2::2] = VOCAB, -1
+        return drafts, counts + 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own", [Again, Unknown])
+def test_a_proposer_of_ones_own(own: type[CertainProposer], mode: str) -> None:
+    rows = prompts(5, seed=35)
+    engine = judging(proposing(tiny_engine(), Guarded(own(), VOCAB)), mode)
+    requests = run(engine, rows, 50)
+    assert texts(requests) == texts(run(tiny_engine(), rows, 50, k=0))
+    per_step = 1 if own is Unknown else 4
+    assert all(request.drafted == per_step * request.steps for request in requests)
+    run(engine, rows, 50, options=[sampled_row(seed) for seed in range(5)])
+
+
+def test_what_is_no_proposer_is_refused() -> None:
+    check(None, with_draft=True)
+    check(NGram(), with_draft=True)
+    check(Again(), with_draft=False)
+    with pytest.raises(ValueError, match=r"got the class NGram; write NGram\(\)"):
+        check(NGram, with_draft=False)
+    with pytest.raises(ValueError, match="str has no propose, catch_up, max_length, certain; pass NGram"):
+        check("ngram", with_draft=False)
+    with pytest.raises(ValueError, match=r"goes together with NGram\(\) alone .* got a Again; leave out"):
+        check(Again(), with_draft=True)
+
+
+def test_who_proposes() -> None:
+    engine = tiny_engine()
+    model = engine.parts.proposer
+    assert isinstance(model, draft_model.DraftModel)
+    lookup = NGram()
+    assert choose(None, model, VOCAB) is model
+    assert choose(None, None, VOCAB) is None
+    assert choose(lookup, None, VOCAB) is lookup
+    assert isinstance(choose(lookup, model, VOCAB), LookupThenModel)
+    assert isinstance(choose(Again(), None, VOCAB), Guarded)

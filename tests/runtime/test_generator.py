@@ -1,0 +1,450 @@
+"""The public class: what goes in, what comes out, and that a refusal leaves everything usable."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec.output import RowStats, Stats
+from fastspec.runtime.explain import break_even_advice
+from tests.helpers.checkpoints import make_checkpoint, make_model
+from tests.helpers.devices import devices
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the fixtures have none
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),  # nor do they pay
+]
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama2", seed=0)
+
+
+@pytest.fixture(scope="module", params=devices())
+def gen(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    draft = make_checkpoint(tmp_path_factory.mktemp("draft"), "llama2", seed=1)
+    with FastSpecGenerator(
+        directory, draft, max_batch_size=2, max_length=200, dtype="float32", device=request.param, progress=False
+    ) as made:
+        yield made
+
+
+def full(gen: FastSpecGenerator, prompts: Any = None, **options: Any) -> GenerateOutput:
+    options = {"max_new_tokens": 12, "eos_token_id": None, "return_dict_in_generate": True, **options}
+    out = gen.generate(PROMPTS if prompts is None else prompts, **options)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+def test_returns_what_transformers_returns(gen: FastSpecGenerator, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([[0, 0, 3, 1, 4], [7, 8, 9, 1, 2], [0, 0, 0, 0, 6]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+    stop = full(gen, [[3, 1, 4]]).new_tokens[0][4]
+    options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    ours = gen.generate(ids, mask, **options)
+    theirs = model.generate(ids, attention_mask=mask, **options)
+    assert isinstance(ours, torch.Tensor)
+    assert torch.equal(ours, theirs)
+    assert ours.dtype == torch.int64
+    assert ours.device == ids.device
+
+
+def test_details_of_the_output(gen: FastSpecGenerator) -> None:
+    out = full(gen)
+    assert [len(tokens) for tokens in out.new_tokens] == [12, 12, 12]
+    assert out.finish_reasons == ["length"] * 3
+    assert out.sequences.shape == (3, 5 + 12)
+    assert out.sequences[1].tolist() == [0] * 4 + PROMPTS[1] + out.new_tokens[1]
+    stop = out.new_tokens[0][3]
+    cut = full(gen, PROMPTS[:1], eos_token_id=stop)
+    first = out.new_tokens[0].index(stop)
+    assert cut.new_tokens[0] == out.new_tokens[0][: first + 1]
+    assert cut.finish_reasons == ["stop"]
+    assert cut.sequences.shape == (1, 5 + first + 1)
+
+
+def test_statistics_add_up(gen: FastSpecGenerator) -> None:
+    stats = full(gen, max_new_tokens=40).stats
+    assert stats.emitted == 120 == stats.steps + stats.accepted - stats.dropped
+    assert stats.drafted == 4 * stats.steps
+    assert stats.k == 4
+    assert stats.acceptance_rate == stats.accepted / stats.drafted
+    assert stats.accepted_per_position is not None
+    assert len(stats.accepted_per_position) == 4
+    assert sum(stats.accepted_per_position) * stats.steps == pytest.approx(stats.accepted)
+    assert stats.tokens_per_step == 120 / stats.steps
+    assert "acceptance" in str(stats)
+    assert "\n" not in str(stats)
+    for row in stats.rows:
+        assert sum(row.histogram) == row.steps
+    plain = full(gen, num_speculative_tokens=0).stats
+    assert plain.acceptance_rate is None
+    assert plain.accepted_per_position is None
+    assert plain.tokens_per_step == 1.0
+    assert plain.drafted == plain.accepted == plain.dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([[1, 10**6]],), {}, "position 1: token id 1000000"),
+        (([[1.5]],), {}, "not an integer"),
+        (([[1], []],), {}, "prompt 1 is empty"),
+        (([[1] * 190],), {"max_new_tokens": 11}, "more than max_length=200"),
+        (([[1]],), {"num_speculative_tokens": 5}, "made for at most 4"),
+        (([[1]],), {"num_beams": 3}, "num_beams"),
+        (([[1]],), {"temprature": 3}, "temprature"),
+        (([[1]],), {"temperature": -1.0, "do_sample": True}, "temperature"),
+        (([[1], [2]],), {"temperature": [0.5], "do_sample": True}, "1 values for 2 prompts"),
+        (([[1]],), {"logprobs": 21}, "between 0 and 20"),
+        (([[1]],), {"eos_token_id": 10**6}, "eos_token_id"),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_its_reason_and_changes_nothing(
+    gen: FastSpecGenerator, arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    before = full(gen).new_tokens
+    with pytest.raises(ValueError, match=message):
+        gen.generate(*arguments, **options)
+    assert full(gen).new_tokens == before
+
+
+@pytest.mark.parametrize("delta", range(-6, 3))
+def test_up_to_the_last_position(gen: FastSpecGenerator, delta: int) -> None:
+    """prompt + new around max_length: the last k + 1 positions are no different, one more is refused."""
+    prompt = [[(7 * i) % 90 for i in range(170)]]
+    new = gen.max_length + delta - 170
+    if delta > 0:
+        with pytest.raises(ValueError, match="more than max_length"):
+            full(gen, prompt, max_new_tokens=new)
+    else:
+        drafted = full(gen, prompt, max_new_tokens=new)
+        assert len(drafted.new_tokens[0]) == new
+        assert drafted.new_tokens == full(gen, prompt, max_new_tokens=new, num_speculative_tokens=0).new_tokens
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("delta", range(-6, 3))
+def test_a_draft_with_a_shorter_context(delta: int, directory: Path, tmp_path: Path, device: str) -> None:
+    """Around the draft's last position and beyond: the row goes on without drafts, and the statistics say so."""
+    draft = make_checkpoint(tmp_path, "llama2", seed=1, max_position_embeddings=64)
+    with FastSpecGenerator(directory, draft, device=device, dtype="float32", progress=False) as short:
+        assert short.max_length == 64  # by default both models can take in a whole row
+    options: dict[str, Any] = {"max_length": 120, "dtype": "float32", "device": device, "progress": False}
+    with FastSpecGenerator(directory, draft, **options) as gen:
+        prompt = [[(7 * i) % 90 for i in range(50)]]
+        new = 64 + delta - 50
+        drafted = full(gen, prompt, max_new_tokens=new)
+        assert drafted.new_tokens == full(gen, prompt, max_new_tokens=new, num_speculative_tokens=0).new_tokens
+        longer = full(gen, prompt, max_new_tokens=70)
+        assert longer.new_tokens == full(gen, prompt, max_new_tokens=70, num_speculative_tokens=0).new_tokens
+        assert longer.stats.plain_steps >= 120 - 65
+        assert "steps without drafts" in str(longer.stats)
+        assert longer.stats.steps > longer.stats.plain_steps
+
+
+def test_sampling_repeats_with_its_seed(gen: FastSpecGenerator) -> None:
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    first = full(gen, seed=1, **options).new_tokens
+    assert full(gen, seed=1, **options).new_tokens == first
+    assert full(gen, seed=2, **options).new_tokens != first
+    torch.manual_seed(0)
+    drawn = full(gen, **options).new_tokens
+    torch.manual_seed(0)
+    assert full(gen, **options).new_tokens == drawn
+    greedy = full(gen).new_tokens
+    mixed = full(gen, seed=1, do_sample=True, temperature=[0.0, 1.0, 0.0], top_k=0).new_tokens
+    assert [mixed[0], mixed[2]] == [greedy[0], greedy[2]]
+    assert mixed[1] == first[1]
+
+
+def test_generation_config_object(gen: FastSpecGenerator) -> None:
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=None)
+    out = gen.generate([[1, 2]], generation_config=config)
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == (1, 7)
+
+
+class Recorder(BaseStreamer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamer_gets_the_prompt_then_what_each_step_emitted(gen: FastSpecGenerator) -> None:
+    recorder = Recorder()
+    out = gen.generate(PROMPTS[:1], max_new_tokens=20, eos_token_id=None, streamer=recorder)
+    assert isinstance(out, torch.Tensor)
+    assert recorder.puts[0] == PROMPTS[0]
+    assert [token for put in recorder.puts[1:] for token in put] == out[0, 5:].tolist()
+    assert recorder.ended == 1
+    with pytest.raises(UnsupportedOption, match="a streamer takes one prompt, got 3"):
+        gen.generate(PROMPTS, streamer=recorder)
+    with pytest.raises(UnsupportedOption, match="needs put"):
+        gen.generate(PROMPTS[:1], streamer=3)  # type: ignore[arg-type]
+
+
+def test_stream_yields_each_rows_tokens(gen: FastSpecGenerator) -> None:
+    collected: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for emitted in gen.stream(PROMPTS, max_new_tokens=12, eos_token_id=None):
+        for index, tokens in emitted.items():
+            collected[index] += tokens
+    assert list(collected.values()) == full(gen).new_tokens
+
+
+def test_leaving_a_stream_early_is_harmless(gen: FastSpecGenerator) -> None:
+    before = full(gen).new_tokens
+    for steps in range(4):
+        stream = gen.stream(PROMPTS, max_new_tokens=12, eos_token_id=None)
+        for _ in range(steps):
+            next(stream)
+        del stream
+        assert full(gen).new_tokens == before
+
+    def interrupted() -> None:
+        for _ in gen.stream(PROMPTS, max_new_tokens=12):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert full(gen).new_tokens == before
+
+    class Raises(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            if self.puts:
+                raise RuntimeError("the consumer failed")
+            super().put(value)
+
+    with pytest.raises(RuntimeError, match="the consumer failed"):
+        gen.generate(PROMPTS[:1], streamer=Raises())
+    assert full(gen).new_tokens == before
+
+
+def test_use_from_threads(gen: FastSpecGenerator) -> None:
+    before = full(gen).new_tokens
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(full(gen).new_tokens))
+    thread.start()
+    thread.join()
+    assert found == [before]
+    stream = gen.stream(PROMPTS, max_new_tokens=12)
+    next(stream)
+    with pytest.raises(RuntimeError, match="in use by another call"):
+        full(gen)
+    with pytest.raises(RuntimeError, match="in use by another call"):
+        gen.close()
+    stream.close()  # type: ignore[attr-defined]
+    assert full(gen).new_tokens == before
+
+
+def test_two_generators_do_not_touch_each_other(gen: FastSpecGenerator, directory: Path) -> None:
+    before = full(gen).new_tokens
+    with FastSpecGenerator(
+        directory, max_batch_size=1, max_length=64, dtype="float32", device=gen.device, progress=False
+    ) as other:
+        ours, theirs = gen.stream(PROMPTS[:1], max_new_tokens=12), other.stream(PROMPTS[:1], max_new_tokens=12)
+        for _ in range(3):
+            next(ours)
+            next(theirs)
+        del ours, theirs
+        assert full(other).new_tokens == before
+    assert full(gen).new_tokens == before
+
+
+def test_closing(directory: Path) -> None:
+    gen = FastSpecGenerator(directory, max_length=64, max_batch_size=1, device="cpu", progress=False)
+    gen.close()
+    gen.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        gen.generate([[1]])
+
+
+def test_torch_is_left_as_it_was(directory: Path) -> None:
+    before = (torch.get_default_dtype(), torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads())
+    with FastSpecGenerator(directory, max_length=64, max_batch_size=1, device="cpu", progress=False) as gen:
+        gen.generate([[1]], do_sample=True, seed=3)
+    after = (torch.get_default_dtype(), torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads())
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])
+    assert before[2:] == after[2:]
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_live_module_is_copied_not_changed(device: str) -> None:
+    model = make_model("llama2", seed=3).to(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with FastSpecGenerator(model, max_length=64, max_batch_size=1, progress=False) as gen:
+        assert gen.device.type == device
+        full(gen)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 17}, "between 0 and 16"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"page_size": 0}, "page_size"),
+        ({"max_length": 10**9}, "max_length"),
+        ({"dtype": "int8"}, "dtype must be"),
+        ({"dtype": torch.float64}, "dtype must be"),
+        ({"device": "meta"}, "device meta is not supported"),
+        ({"device": "foo"}, "not one torch knows"),
+        ({"device": "cuda:99"}, "cuda:99 is not there"),
+    ],
+    ids=str,
+)
+def test_sizes_are_checked(directory: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastSpecGenerator(directory, progress=False, **{"device": "cpu", **options})
+
+
+MIB = 2**20
+
+
+def test_too_little_memory_names_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastspec.runtime import settings
+
+    # the libraries' 32 MiB, and a little more for the rows
+    monkeypatch.setattr(settings, "free_bytes", lambda device: 38 * MIB)
+    options: dict[str, Any] = {"max_batch_size": 8, "device": "cpu", "progress": False}
+    with pytest.raises(MemoryError, match=r"With max_batch_size=8 the largest max_length that fits is \d+;") as caught:
+        FastSpecGenerator(directory, max_length=480, **options)
+    fits = int(str(caught.value).split("that fits is ")[1].split(";")[0])
+    assert 2 <= fits < 480
+    with FastSpecGenerator(directory, max_length=fits, **options) as gen:
+        assert gen.memory_plan.total <= 0.9 * 38 * MIB
+        assert gen.memory_plan.headroom == gen.memory_plan.free - gen.memory_plan.total > 0
+    with pytest.raises(MemoryError, match="the largest max_batch_size is 7"):
+        FastSpecGenerator(directory, max_length=fits + 1, **options)
+    with FastSpecGenerator(directory, **options) as gen:
+        assert gen.max_length == fits
+    with pytest.raises(
+        MemoryError, match=r"no max_length fits|that fits is \d+; with max_length=480 the largest max_batch_size is \d"
+    ):
+        FastSpecGenerator(directory, max_length=480, **{**options, "max_batch_size": 512})
+    monkeypatch.setattr(settings, "free_bytes", lambda device: MIB)
+    with pytest.raises(MemoryError, match="not even one row fits"):
+        FastSpecGenerator(directory, **options)
+
+
+def test_the_chosen_length_is_printed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FastSpecGenerator(directory, device="cpu", max_batch_size=1) as gen:
+        pass
+    assert f"max_length = {gen.max_length} (the models' context)" in capsys.readouterr().err
+
+
+def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
+    engine = gen._engine
+    assert engine is not None
+    plan = gen.memory_plan
+    target, draft = engine.parts.target, engine.parts.proposer.model  # type: ignore[union-attr]
+    for model, weights, cache in (
+        (target, plan.target_weights, plan.target_cache),
+        (draft, plan.draft_weights, plan.draft_cache),
+    ):
+        assert model.weights.nbytes() == weights  # type: ignore[attr-defined]
+        assert model.cache.keys.nbytes + model.cache.values.nbytes == cache  # type: ignore[attr-defined]
+    tables = sum(m._cos.nbytes + m._sin.nbytes for m in (target, draft))  # type: ignore[attr-defined]
+    assert tables + engine.state.nbytes + engine.lane.row.nbytes == plan.buffers
+    assert "headroom" in str(plan)
+
+
+def test_planning_loads_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastspec.runtime import build
+
+    monkeypatch.setattr(build, "load_weights", lambda *args, **options: pytest.fail("weights were loaded"))
+    plan = FastSpecGenerator.plan(directory, directory, max_length=100, max_batch_size=3, device="cpu")
+    assert plan.draft_weights == plan.target_weights > 0
+    monkeypatch.undo()
+    with FastSpecGenerator(directory, directory, max_length=100, max_batch_size=3, device="cpu", progress=False) as gen:
+        assert dataclasses.replace(gen.memory_plan, free=0) == dataclasses.replace(plan, free=0)
+
+
+def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> None:
+    text = gen.explain()
+    for fact in (str(gen.device), "llama", "up to 4 tokens a step", "exact=True", "captured", "200 tokens each"):
+        assert fact in text
+    assert ("Triton kernel" in text) == (gen.device.type == "cuda")
+    with FastSpecGenerator(directory, exact=False, max_length=64, device="cpu", progress=False) as plain:
+        assert "none: plain decoding" in plain.explain()
+        assert "exact=False" in plain.explain()
+        stats = plain.generate([[5]], max_new_tokens=1, return_dict_in_generate=True).stats
+        assert not stats.exact
+        assert "exact=False" in str(stats)
+
+
+def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
+    """A random draft as large as its target: hardly a token accepted at twice the cost and more."""
+    draft = make_checkpoint(tmp_path, "llama2", seed=5)
+    with FastSpecGenerator(directory, draft, max_length=200, device="cpu", progress=False) as gen:
+        with pytest.warns(UserWarning, match="drafting does not pay here: 1.* tokens per step"):
+            full(gen, max_new_tokens=60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            full(gen, max_new_tokens=60, num_speculative_tokens=0)
+            full(gen, max_new_tokens=5)
+
+
+def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:
+    with FastSpecGenerator(directory, max_length=400, device="cpu", progress=False) as gen:
+        cheap = Stats.of((RowStats(100, 0, 400, 300, 400, 0, (25, 0, 0, 0, 75)),), 4, 1.0)
+        small = dataclasses.replace(gen._target.spec, num_layers=1, vocab_size=10)
+        layout = dataclasses.replace(gen._settings.layout, draft=small)
+    assert break_even_advice(cheap, layout) is None
+    costly = Stats.of((RowStats(100, 0, 400, 0, 100, 0, (100, 0, 0, 0, 0)),), 4, 1.0)
+    assert "drafting does not pay" in (break_even_advice(costly, layout) or "")
+
+
+def test_logprobs_equal_a_teacher_forced_pass(gen: FastSpecGenerator, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for options in ({}, {"do_sample": True, "temperature": 2.0, "seed": 5}):
+        out = full(gen, max_new_tokens=30, logprobs=4, **options)
+        assert out.logprobs is not None
+        assert out.top_logprobs is not None
+        for index, prompt in enumerate(PROMPTS):
+            ids = torch.tensor([prompt + out.new_tokens[index]])
+            with torch.no_grad():
+                theirs = model(ids).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+            taken = theirs.gather(1, torch.tensor(out.new_tokens[index])[:, None])[:, 0]
+            # fp32 passes of two implementations differ by up to 1e-4 in these logits (see the parity tests)
+            torch.testing.assert_close(torch.tensor(out.logprobs[index]), taken, rtol=0, atol=2e-4)
+            top = theirs.topk(4).values
+            ours = torch.tensor([[value for _, value in place] for place in out.top_logprobs[index]])
+            torch.testing.assert_close(ours, top, rtol=0, atol=2e-4)
+    assert full(gen).logprobs is None
+    assert full(gen, logprobs=True).top_logprobs == [[[]] * 12] * 3
+
+
+def test_exact_off_still_decodes(directory: Path) -> None:
+    with FastSpecGenerator(directory, exact=False, max_length=64, device="cpu", progress=False) as gen:
+        loose = full(gen).new_tokens
+    with FastSpecGenerator(directory, max_length=64, device="cpu", progress=False) as gen:
+        assert full(gen).new_tokens == loose  # these texts have no near-ties
+
+
+def test_compile_needs_what_it_cannot_promise_to_be_waived(directory: Path) -> None:
+    with pytest.raises(ValueError, match="compile=True needs exact=False"):
+        FastSpecGenerator(directory, compile=True, device="cpu", max_length=64, progress=False)
