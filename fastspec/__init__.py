@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
     from fastspec.output import GenerateOutput, Stats
-    from fastspec.proposers.deterministic import CertainProposer
+    from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
     from fastspec.runtime.calibrate import Calibration
     from fastspec.sampling.rules import SyntheticAcceptance
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Calibration",
-    "CertainProposer",
     "CheckpointError",
+    "DeterministicProposer",
     "FastSpecGenerator",
     "GenerateOutput",
     "InvalidLogits",
@@ -34,7 +34,7 @@ __all__ = [
 
 _LAZY = {
     "Calibration": "fastspec.runtime.calibrate",
-    "CertainProposer": "fastspec.proposers.deterministic",
+    "DeterministicProposer": "fastspec.proposers.deterministic",
     "FastSpecGenerator": "fastspec.generator",
     "GenerateOutput": "fastspec.output",
     "NGram": "fastspec.proposers.ngram",
@@ -43,9 +43,16 @@ _LAZY = {
     "demo_pair": "fastspec.demo",
 }
 
+_RENAMED = {"CertainProposer": "DeterministicProposer"}  # old names, for one release
+
 
 def __getattr__(name: str) -> Any:
     """Imports the heavy parts when they are first asked for: `import fastspec` stays quick."""
+    if name in _RENAMED:
+        import warnings
+
+        warnings.warn(f"fastspec.{name} is now fastspec.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _LAZY:
         raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
     from importlib import import_module

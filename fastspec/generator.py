@@ -28,13 +28,13 @@ from fastspec.proposers.interface import Proposer
 from fastspec.runtime import calls
 from fastspec.runtime.build import build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
-from fastspec.runtime.draft_plan import Drafting
+from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.scheduler import Request, lengths_of
 from fastspec.runtime.settings import announce, check_range, settings_of
-from fastspec.runtime.warmup import decode, make_ready
+from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.shapes import GREEDY, SAMPLERS
 
@@ -122,7 +122,7 @@ class FastSpecGenerator:
         self.device = self._settings.device
         self.max_length = self._settings.max_length
         self.memory_plan: MemoryPlan = self._settings.memory
-        self._drafting = Drafting(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
+        self._drafting = DraftPlan(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -288,7 +288,7 @@ class FastSpecGenerator:
         choice = self._drafting.every(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, *lengths_of(requests), progress=self._progress)
+            warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
             return calibrate(engine, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
@@ -314,7 +314,7 @@ class FastSpecGenerator:
         with self._in_use() as engine:
             rows = self._settings.layout.batch
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                make_ready(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
+                warm_up_for(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
 
     def _prepare(
         self,
@@ -358,7 +358,7 @@ class FastSpecGenerator:
         choice = self._drafting.of(chosen)
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
-            make_ready(engine, rows, choice, *lengths_of(requests), progress=self._progress)
+            warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
             yield from decode(engine, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 

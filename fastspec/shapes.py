@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastspec.sampling.distribution import DRAFT, TARGET
-from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_law
+from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draft_probs
 
 KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
@@ -56,7 +56,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PassRows:
+class ForwardBatch:
     """What one forward pass feeds. B rows of Q consecutive tokens each.
 
     Attributes:
@@ -71,16 +71,16 @@ class PassRows:
 
     ids: Tensor
     positions: Tensor
-    writes: Tensor
+    write_mask: Tensor
     block_table: Tensor
     num_blocks: int
     tiling: Tiling
     first_block: int = 0
 
 
-def keeps_law(shape: StepShape) -> bool:
+def keep_draft_probs(shape: StepShape) -> bool:
     """Whether a proposer that draws must leave the laws it drew from in draft_probs."""
-    return shape.sampler != GREEDY and needs_law(shape.verification)
+    return shape.sampler != GREEDY and needs_draft_probs(shape.verification)
 
 
 def purpose_of(shape: StepShape) -> int:

@@ -119,7 +119,7 @@ class DecodeState:
         vocab_size: int,
         device: torch.device,
         prob_dtype: torch.dtype = torch.float32,
-        keeps_laws: bool = True,
+        keep_draft_probs: bool = True,
     ) -> DecodeState:
         """Allocates the buffers of `batch` idle rows; draft_probs of no width where no law is to be kept."""
 
@@ -152,7 +152,7 @@ class DecodeState:
             min_lengths=ints(batch),
             draft_limits=ints(batch, fill=max_drafts),
             draft_tokens=ints(batch, max_drafts),
-            draft_probs=torch.zeros(batch, max_drafts, vocab_size * keeps_laws, dtype=prob_dtype, device=device),
+            draft_probs=torch.zeros(batch, max_drafts, vocab_size * keep_draft_probs, dtype=prob_dtype, device=device),
             draft_counts=ints(batch),
             block=ints(batch, max_drafts + 1),
             emitted=ints(batch),

@@ -20,14 +20,14 @@ from fastspec.models.interface import CausalModel
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import FULL, PassRows, StepShape
+from fastspec.shapes import FULL, ForwardBatch, StepShape
 from fastspec.state import DecodeState, Outbox
 
 NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepModules:
     """What a step runs on besides its state.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parts:
     record_work: Any = None
 
 
-def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Advances every running row of `state`; rows that are not running are left as they are."""
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
@@ -60,12 +60,12 @@ def step(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws
     with parts.mark("score"):
         logits = score(parts, state, shape)
     with parts.mark("verify and commit"):
-        _settle(parts, state, shape, draws, logits)
+        verify_and_commit(parts, state, shape, draws, logits)
 
 
-def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
+def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    ids, positions, writes = parts.ops.feed_rows(
+    ids, positions, write_mask = parts.ops.feed_rows(
         state.tokens,
         state.lengths,
         state.finish,
@@ -75,28 +75,32 @@ def score(parts: Parts, state: DecodeState, shape: StepShape) -> Tensor:
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling, shape.first_block)
+    rows = ForwardBatch(
+        ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
+    )
     return parts.target.logits(parts.target.hidden(rows), shape.tiling)
 
 
-def _settle(parts: Parts, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor) -> None:
+def verify_and_commit(
+    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor
+) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
     entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
     record = None
     if shape.top_logprobs is not None:
         record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
     if isinstance(shape.verification, SyntheticAcceptance):
-        _settle_by_fiat(parts, state, shape, shape.verification, draws, logits, entry, record)
+        accept_synthetic(parts, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
-        certain = parts.proposer is None or parts.proposer.certain
-        rule = {"rule": shape.verification, "certain": certain, "draws": draws}
+        deterministic = parts.proposer is None or parts.proposer.deterministic
+        rule = {"rule": shape.verification, "deterministic": deterministic, "draws": draws}
         parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule, record=record)
     else:
         parts.ops.verify_commit(logits, state, parts.scratch, entry, record)
 
 
-def _settle_by_fiat(
-    parts: Parts,
+def accept_synthetic(
+    parts: StepModules,
     state: DecodeState,
     shape: StepShape,
     rule: SyntheticAcceptance,
@@ -112,10 +116,10 @@ def _settle_by_fiat(
     picks = logits.argmax(dim=-1)
     if shape.sampler == FULL:
         logits = processors.process(logits, state.processors, state.lengths, drafts)
-        picks = draws.pick(distribution.law(logits, state.sampler), places, distribution.TARGET)
+        picks = draws.sample(distribution.compute_probs(logits, state.sampler), places, distribution.TARGET)
     number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
     accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
-    accepted = processors.marked(accepted, processors.broken(logits))
+    accepted = processors.flag_invalid(accepted, processors.invalid(logits))
     parts.ops.commit(accepted, block, state, parts.scratch, None if record else entry)
     if record:
         record_logprobs(state, record.top, raw)
@@ -125,7 +129,7 @@ def _settle_by_fiat(
         processors.count(state.output_counts, state.block, state.emitted)
 
 
-def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int | Tensor, chunk: int) -> None:
+def prefill(parts: StepModules, state: DecodeState, shape: StepShape, start: int | Tensor, chunk: int) -> None:
     """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
 
     `start` is a number, or int64 [1] where it is read on the device.
@@ -134,7 +138,7 @@ def prefill(parts: Parts, state: DecodeState, shape: StepShape, start: int | Ten
     chunk, so that a prompt's K/V bits depend on that prompt alone.
     """
     positions = (start + torch.arange(chunk, device=state.lengths.device))[None]
-    writes = state.running[:, None] & (positions < state.lengths[:, None] - 1)
+    write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
-    positions = torch.where(writes, positions, 0)
-    parts.target.hidden(PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling))
+    positions = torch.where(write_mask, positions, 0)
+    parts.target.hidden(ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling))

@@ -145,8 +145,8 @@ def _out(given: argparse.Namespace) -> str | None:
 def exit_code(rows: Sequence[Row]) -> int:
     """1 when a gate's verdict is bad, steps wait or launch too much, or a case gave no rows; peers may fail."""
     failed = [row for row in rows if str(row.get("status", "")).startswith("failed")]
-    broken = any(row.get("bench") == "trace" or ("case" in row and "engine" not in row) for row in failed)
-    return int(broken or any(row.get("verdict") in (gate.REGRESSION, gate.UNDECIDED) for row in rows))
+    invalid = any(row.get("bench") == "trace" or ("case" in row and "engine" not in row) for row in failed)
+    return int(invalid or any(row.get("verdict") in (gate.REGRESSION, gate.UNDECIDED) for row in rows))
 
 
 if __name__ == "__main__":

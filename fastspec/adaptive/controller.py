@@ -51,7 +51,7 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class StepContext:
     """What is known before a step is launched.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outlook:
 
     bucket: int
     remaining: int
-    behind: tuple[float, ...] = ()
+    draft_lag: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Controller:
         self._probe = None
         self._changed = self._seen
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, outlook: StepContext) -> int:
         """Drafts for the next step. Asking twice gives the same answer."""
         if self._probe:
             return self._probe.k
@@ -219,7 +219,7 @@ class Controller:
         close = self._seen - self._changed < _CLOSE
         return bucket != self._bucket or news >= (1 if close else _OFTEN)
 
-    def _decide(self, outlook: Outlook) -> None:
+    def _decide(self, outlook: StepContext) -> None:
         self._weighed, self._bucket = self._seen, outlook.bucket
         values = {k: self._value(k, outlook) for k in self.ks}
         # a guess is no reason to draft, which may begin with a long catching up: a probe is, as far as it may cost
@@ -227,10 +227,10 @@ class Controller:
         if self.k is None or values[best] > (_FASTER if self.k else _BETTER) * values[self.k]:
             self.k, self._changed = best, self._seen
 
-    def _value(self, k: int, outlook: Outlook) -> float:
+    def _value(self, k: int, outlook: StepContext) -> float:
         """Tokens per second of a row at this k from now on, what it takes to come back to drafting included."""
         rate = self._rate(outlook.bucket, k)
-        passes = sum(outlook.behind)
+        passes = sum(outlook.draft_lag)
         if not k or not passes:
             return rate
         tokens = max(1, min(outlook.remaining, _HORIZON))
@@ -239,7 +239,7 @@ class Controller:
     def _rate(self, bucket: int, k: int) -> float:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
-    def _wanted(self, outlook: Outlook) -> _Probe | None:
+    def _wanted(self, outlook: StepContext) -> _Probe | None:
         """The probe that is worth its cost, once the budget has it."""
         found = self._of_drafting(outlook) if self.k == 0 else self._of_a_time(outlook)
         if found is None:
@@ -254,7 +254,7 @@ class Controller:
             self.acceptance.fade(_OLD_PROBE)
         return probe
 
-    def _of_drafting(self, outlook: Outlook) -> tuple[_Probe, float] | None:
+    def _of_drafting(self, outlook: StepContext) -> tuple[_Probe, float] | None:
         """A look whether drafts are accepted by now, and what it costs when none is.
 
         None where full acceptance would not pay, or too little is left to be won.
@@ -267,13 +267,13 @@ class Controller:
         rows = _PROBED_ROWS if self.acceptance.seen else _FIRST_ROWS
         few = min(-(-rows // _PROBED_STEPS), outlook.bucket)
         steps = max(_PROBED_STEPS, -(-rows // few))
-        coming_back = self.times.resume(outlook.bucket, self.ks[-1], sum(outlook.behind[:few]))
+        coming_back = self.times.resume(outlook.bucket, self.ks[-1], sum(outlook.draft_lag[:few]))
         cost = steps * (self.times.seconds(outlook.bucket, k) - plain) + coming_back
         if outlook.remaining < 2 * steps or outlook.remaining * plain < 2 * cost:
             return None
         return _Probe(k, rows, _PROBED_STEPS, few), max(cost, 0.0)
 
-    def _of_a_time(self, outlook: Outlook) -> tuple[_Probe, float] | None:
+    def _of_a_time(self, outlook: StepContext) -> tuple[_Probe, float] | None:
         """A look at the time of the fastest k that was not timed lately, if it may be the fastest of all."""
         assert self.k is not None, "a decision was made"
         bucket, ours = outlook.bucket, self._rate(outlook.bucket, self.k)

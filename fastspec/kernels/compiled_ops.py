@@ -53,7 +53,7 @@ def attend_op(
     values: Tensor,
     block_table: Tensor,
     positions: Tensor,
-    writes: Tensor,
+    write_mask: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     counters: Tensor,
@@ -68,7 +68,7 @@ def attend_op(
     Elsewhere than on CUDA the bound is read off the positions. The CUDA kernels find the newest one themselves: a
     launch is as wide as the table, whatever the lengths.
     """
-    tensors = (qkv, cos, sin, keys, values, block_table, positions, writes)
+    tensors = (qkv, cos, sin, keys, values, block_table, positions, write_mask)
     options: dict[str, Any] = {
         "num_heads": num_heads,
         "q_norm": q_norm,
@@ -121,9 +121,9 @@ def compiled(ops: Ops) -> Ops:
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         linear=reference.linear,
-        between=reference.between,
+        layer_tail=reference.layer_tail,
         attend=attend,
-        pick=reference.pick,
+        argmax=reference.argmax,
     )
 
 

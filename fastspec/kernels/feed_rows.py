@@ -52,10 +52,10 @@ def fed(
     draft = tl.load(drafts_ptr + row * drafts_stride + first + query, mask=(first + query >= 0) & in_range, other=0)
     token = tl.where(known, token, draft)
     token = tl.where((token >= 0) & (token < vocab), token, 0)
-    writes = running & (position >= 0) & (position < limit)
+    write_mask = running & (position >= 0) & (position < limit)
     if counts_ptr is not None:
-        writes = writes & (num_drafts > 0) & (length <= limit)
-    return token, tl.maximum(position, 0), writes
+        write_mask = write_mask & (num_drafts > 0) & (length <= limit)
+    return token, tl.maximum(position, 0), write_mask
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _feed_kernel(
     row = tl.program_id(0).to(tl.int64)
     query = tl.arange(0, QUERIES)
     in_range = query < queries
-    token, position, writes = fed(
+    token, position, write_mask = fed(
         row,
         query,
         in_range,
@@ -112,7 +112,7 @@ def _feed_kernel(
     out = row * queries + query
     tl.store(ids_ptr + out, token, mask=in_range)
     tl.store(positions_ptr + out, position, mask=in_range)
-    tl.store(writes_ptr + out, writes, mask=in_range)
+    tl.store(writes_ptr + out, write_mask, mask=in_range)
     if counts_ptr is not None:
         count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts)
 
@@ -139,7 +139,7 @@ def feed_rows(
     batch, device = lengths.shape[0], lengths.device
     ids = torch.empty(batch, queries, dtype=torch.int64, device=device)
     positions = torch.empty_like(ids)
-    writes = torch.empty(batch, queries, dtype=torch.bool, device=device)
+    write_mask = torch.empty(batch, queries, dtype=torch.bool, device=device)
     pdl = has_pdl(device)
     launch(
         _feed_kernel,
@@ -151,7 +151,7 @@ def feed_rows(
         draft_counts,
         ids,
         positions,
-        writes,
+        write_mask,
         tokens.stride(0),
         tokens.shape[1],
         draft_tokens.stride(0),
@@ -165,7 +165,7 @@ def feed_rows(
         num_warps=1,
         launch_pdl=pdl,
     )
-    return ids, positions, writes
+    return ids, positions, write_mask
 
 
 def check_feed(

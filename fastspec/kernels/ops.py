@@ -39,9 +39,9 @@ class Ops:
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Tensor, Tensor], Tensor]
     linear: Callable[..., Tensor]
-    between: Callable[..., tuple[Tensor, Tensor | None]]
+    layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
-    pick: Callable[..., None]
+    argmax: Callable[..., None]
     verify_commit: Callable[..., None]
     sampled_work: Callable[[int, int, int, torch.device], Any]
     sampled_work_bytes: Callable[[int, int, int], int]
@@ -63,9 +63,9 @@ TORCH_OPS = Ops(
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     linear=reference.linear,
-    between=reference.between,
+    layer_tail=reference.layer_tail,
     attend=reference.attend,
-    pick=reference.pick,
+    argmax=reference.argmax,
     verify_commit=reference.verify_commit,
     sampled_work=lambda batch, max_drafts, vocab, device: None,
     sampled_work_bytes=lambda batch, max_drafts, vocab: 0,

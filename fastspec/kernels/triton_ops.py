@@ -17,12 +17,12 @@ from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
-from fastspec.kernels.linear.argmax import packed_pick
+from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
-from fastspec.kernels.linear.layer_tail import between as packed_between
 from fastspec.kernels.linear.layer_tail import in_a_ring, read_once
+from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.linear.plan import supported
-from fastspec.kernels.linear.portable import tile_linear, tile_pick
+from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Layer
@@ -48,15 +48,15 @@ class Workspace:
     """
 
     attend: AttendWork
-    pick: Tensor
+    argmax: Tensor
 
 
 def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    pick = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-    return Workspace(attend_work(device, batch * max_queries, max_positions, heads), pick)
+    argmax = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    return Workspace(attend_work(device, batch * max_queries, max_positions, heads), argmax)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
@@ -103,32 +103,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling
     return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
 
 
-def between(
+def layer_tail(
     linear: Callable[..., Tensor],
     attended: Tensor,
     x: Tensor,
     layer: Layer,
-    following: Layer | None,
+    next_layer: Layer | None,
     eps: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.between`, which defines it: products of many rows as one chain, others one by one.
+    """As `reference.layer_tail`, which defines it: products of many rows as one chain, others one by one.
 
     Those of a prompt are a chain as far as weights are read once.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
     """
-    weights = [layer.o, layer.gate_up, layer.down, *([] if following is None else [following.qkv])]
+    weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
     chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else in_a_ring
     if chained(weights, x.shape[0] * x.shape[1]):
-        return packed_between(attended, x, layer, following, eps, has_pdl(x.device))
+        return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device))
     if attended.dim() == 4:
         attended = packing.in_order(attended)
-    return reference.between(linear, attended, x, layer, following, eps, tiling)
+    return reference.layer_tail(linear, attended, x, layer, next_layer, eps, tiling)
 
 
-def pick(
+def argmax(
     x: Tensor,
     weight: Tensor,
     limit: int,
@@ -140,11 +140,11 @@ def pick(
 ) -> None:
     """As `reference.pick`, which defines it."""
     if weight.dim() == 4:
-        packed_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device), out=out)
+        packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
     elif tiling.rows is None:
-        reference.pick(x, weight, limit, tiling, norm=norm, out=out)
+        reference.argmax(x, weight, limit, tiling, norm=norm, out=out)
     else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
-        out.copy_(tile_pick(x, weight, limit, work.pick, norm=norm, pdl=has_pdl(x.device)))
+        out.copy_(tile_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
 
 
 TRITON_OPS = Ops(
@@ -156,9 +156,9 @@ TRITON_OPS = Ops(
     feed_rows=feed_rows,
     embed=embed,
     linear=linear,
-    between=between,
+    layer_tail=layer_tail,
     attend=attend,
-    pick=pick,
+    argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,
     sampled_work_bytes=sampled_work_bytes,

@@ -13,7 +13,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.shapes import UNTILED, PassRows, Tiling
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 
 class Decoder:
@@ -57,7 +57,7 @@ class Decoder:
         """Width of the logits."""
         return self.spec.vocab_size
 
-    def hidden(self, rows: PassRows) -> Tensor:
+    def hidden(self, rows: ForwardBatch) -> Tensor:
         """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         norm = (layers[0].input_norm, self.spec.rms_eps)
@@ -65,8 +65,10 @@ class Decoder:
         for index, layer in enumerate(layers):
             assert qkv is not None  # only the last layer leaves none
             attended = self._attend(index, layer, qkv, rows)
-            following = layers[index + 1] if index + 1 < len(layers) else None
-            x, qkv = self.ops.between(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, rows.tiling)
+            next_layer = layers[index + 1] if index + 1 < len(layers) else None
+            x, qkv = self.ops.layer_tail(
+                self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
+            )
         return x
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
@@ -74,12 +76,12 @@ class Decoder:
         norm = (self.weights.norm, self.spec.rms_eps)
         return self.ops.linear(hidden, self.weights.head, None, tiling, norm=norm, out_dtype=torch.float32)
 
-    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
         norm = (self.weights.norm, self.spec.rms_eps)
-        self.ops.pick(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
+        self.ops.argmax(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
 
-    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: PassRows) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         spec = self.spec
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
@@ -90,7 +92,7 @@ class Decoder:
             self.cache.values[index],
             rows.block_table,
             rows.positions,
-            rows.writes,
+            rows.write_mask,
             num_heads=spec.num_heads,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
@@ -121,24 +123,24 @@ class CompiledDecoder(Decoder):
         self._compiled_logits = PerShape(_logits, backend)
         self._compiled_pick = PerShape(_pick, backend)
 
-    def hidden(self, rows: PassRows) -> Tensor:
+    def hidden(self, rows: ForwardBatch) -> Tensor:
         """As Decoder's."""
         if rows.ids.shape[1] > MAX_QUERIES:
             return super().hidden(rows)
-        return self._compiled_hidden(self, rows.ids, rows.positions, rows.writes, rows.block_table)
+        return self._compiled_hidden(self, rows.ids, rows.positions, rows.write_mask, rows.block_table)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """As Decoder's; any number of rows at once."""
         return self._compiled_logits(self, hidden)
 
-    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """As Decoder's; any number of rows at once."""
         # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
         out.copy_(self._compiled_pick(self, hidden, limit))
 
 
-def _hidden(model: Decoder, ids: Tensor, positions: Tensor, writes: Tensor, block_table: Tensor) -> Tensor:
-    return Decoder.hidden(model, PassRows(ids, positions, writes, block_table, 0, UNTILED))
+def _hidden(model: Decoder, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> Tensor:
+    return Decoder.hidden(model, ForwardBatch(ids, positions, write_mask, block_table, 0, UNTILED))
 
 
 def _logits(model: Decoder, hidden: Tensor) -> Tensor:
@@ -147,5 +149,5 @@ def _logits(model: Decoder, hidden: Tensor) -> Tensor:
 
 def _pick(model: Decoder, hidden: Tensor, limit: int) -> Tensor:
     chosen = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    Decoder.pick(model, hidden, limit, UNTILED, chosen)
+    Decoder.argmax(model, hidden, limit, UNTILED, chosen)
     return chosen

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastspec.shapes import PassRows, Tiling
+from fastspec.shapes import ForwardBatch, Tiling
 
 
 class CausalModel(Protocol):
@@ -16,11 +16,11 @@ class CausalModel(Protocol):
     def vocab_size(self) -> int:
         """Width of the logits."""
 
-    def hidden(self, rows: PassRows) -> Tensor:
+    def hidden(self, rows: ForwardBatch) -> Tensor:
         """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `pick`."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden]."""
 
-    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""

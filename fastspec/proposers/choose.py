@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from fastspec.proposers.combined import LookupThenModel
@@ -12,7 +14,7 @@ from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
-_NEEDED = ("propose", "catch_up", "max_length", "certain")
+_NEEDED = ("propose", "catch_up", "max_length", "deterministic")
 
 
 def check(proposer: object, *, with_draft: bool) -> None:
@@ -25,10 +27,17 @@ def check(proposer: object, *, with_draft: bool) -> None:
         return
     if isinstance(proposer, type):
         raise ValueError(f"proposer must be an object, got the class {proposer.__name__}; write {proposer.__name__}()")
+    if hasattr(proposer, "certain") and not hasattr(proposer, "deterministic"):
+        warnings.warn(
+            f"proposer {type(proposer).__name__} has `certain`, which is now called `deterministic`; rename it",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        proposer.deterministic = proposer.certain  # type: ignore[attr-defined]
     if missing := [name for name in _NEEDED if not hasattr(proposer, name)]:
         raise ValueError(
             f"proposer {type(proposer).__name__} has no {', '.join(missing)}; pass NGram(), a subclass of "
-            "CertainProposer, or an object with all of fastspec.proposers.interface.Proposer"
+            "DeterministicProposer, or an object with all of fastspec.proposers.interface.Proposer"
         )
     if with_draft and not isinstance(proposer, NGram):
         raise ValueError(
@@ -57,7 +66,7 @@ class Guarded:
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self.proposer, self.max_length, self.certain = proposer, proposer.max_length, proposer.certain
+        self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, proposer.deterministic
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:

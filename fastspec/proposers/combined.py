@@ -21,7 +21,7 @@ class LookupThenModel:
         model: drafts the rest.
     """
 
-    certain = False
+    deterministic = False
 
     def __init__(self, lookup: NGram, model: DraftModel) -> None:
         self.lookup, self.model = lookup, model

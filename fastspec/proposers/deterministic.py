@@ -11,11 +11,11 @@ from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
 
-class CertainProposer(ABC):
+class DeterministicProposer(ABC):
     """A proposer that is one function, `guess`. It keeps nothing between steps, so nothing can go stale."""
 
     max_length = 0
-    certain = True
+    deterministic = True
 
     @abstractmethod
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:

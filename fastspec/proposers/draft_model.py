@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.kernels.ops import Ops
 from fastspec.models.interface import CausalModel
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import GREEDY, PassRows, StepShape, keeps_law, purpose_of
+from fastspec.shapes import GREEDY, ForwardBatch, StepShape, keep_draft_probs, purpose_of
 from fastspec.state import DecodeState
 
 
@@ -32,7 +32,7 @@ class DraftModel:
         work: from `ops.sampled_work`.
     """
 
-    certain = False
+    deterministic = False
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class DraftModel:
                 if given is not None:
                     _take(state, shape, given[0][:, j], j < given[1], j)
 
-    def _fed(self, state: DecodeState, shape: StepShape, j: int) -> PassRows:
+    def _fed(self, state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
         """What draft j is read off: a row's last two tokens, or the draft before it."""
         # that is position lengths + j - 2, which must lie in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
-        ids, positions, writes = self.ops.feed_rows(
+        ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,
             state.lengths,
             state.finish,
@@ -83,33 +83,41 @@ class DraftModel:
             vocab=self.shared_vocab,
             **({"first": j - 1, "queries": 1} if j else first),
         )
-        return PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling, shape.first_block)
+        return ForwardBatch(
+            ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
+        )
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""
         positions = state.draft_lengths[:, None] + torch.arange(chunk, device=state.lengths.device)
         known = (state.lengths - 2).clamp(max=self.max_length)
-        writes = state.running[:, None] & (positions < known[:, None])
+        write_mask = state.running[:, None] & (positions < known[:, None])
         ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
         ids = torch.where(ids < self.shared_vocab, ids, 0)
-        positions = torch.where(writes, positions, 0)
-        self.model.hidden(PassRows(ids, positions, writes, state.block_table, shape.num_blocks, shape.tiling))
-        state.draft_lengths.add_(writes.sum(dim=1))
+        positions = torch.where(write_mask, positions, 0)
+        self.model.hidden(ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling))
+        state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
         """Draws draft j of every row from hidden states [B, 1, hidden]; records token and law."""
         if shape.sampler == GREEDY:
-            self.model.pick(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
+            self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
         logits = self.model.logits(hidden, shape.tiling)[..., : self.shared_vocab]
         self.ops.sampled_draw(
-            logits, state, j, self._work, purpose=purpose_of(shape), keeps_law=keeps_law(shape), draws=draws
+            logits,
+            state,
+            j,
+            self._work,
+            purpose=purpose_of(shape),
+            keep_draft_probs=keep_draft_probs(shape),
+            draws=draws,
         )
 
 
 def _take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
     """Makes draft j `token` [B] in rows `taken` bool [B], and its law one on it."""
     state.draft_tokens[:, j] = torch.where(taken, token, state.draft_tokens[:, j])
-    if keeps_law(shape):
+    if keep_draft_probs(shape):
         law = state.draft_probs[:, j]
         law.copy_(torch.where(taken[:, None], torch.zeros_like(law).scatter(1, token[:, None], 1.0), law))

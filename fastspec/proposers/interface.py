@@ -20,10 +20,10 @@ class Proposer(Protocol):
     """
 
     max_length: int
-    certain: bool
+    deterministic: bool
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
-        """Fills state.draft_tokens[:, :k] and draft_counts, and draft_probs[:, :k] where `keeps_law` says so.
+        """Fills state.draft_tokens[:, :k] and draft_counts, and draft_probs[:, :k] where `keep_draft_probs` says so.
 
         Runs inside the step: no host read, no data-dependent shape. Rows that are not running may be filled
         with anything. Drafts must be ids the target knows; the law written must be the one drawn from. A row's

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastspec.proposers.deterministic import CertainProposer
+from fastspec.proposers.deterministic import DeterministicProposer
 
 _LONGEST = 32
 
 
-class NGram(CertainProposer):
+class NGram(DeterministicProposer):
     """Drafts what followed the last occurrence of a row's last tokens in the row itself.
 
     The longest match of max_n down to min_n tokens wins, among equally long ones the most recent. Where fewer than k
@@ -37,7 +37,7 @@ class NGram(CertainProposer):
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """k drafts for rows with a match; see `CertainProposer.guess`."""
+        """k drafts for rows with a match; see `DeterministicProposer.guess`."""
         start, found = self._match(tokens, lengths)
         period = (lengths - start).clamp_min(1)  # what is beyond the row's end is the copy itself
         offsets = torch.arange(k, device=tokens.device) % period[:, None]

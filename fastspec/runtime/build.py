@@ -20,7 +20,7 @@ from fastspec.proposers.interface import Proposer
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings
 from fastspec.state import DecodeState
-from fastspec.step import Parts
+from fastspec.step import StepModules
 
 
 def build(
@@ -97,11 +97,11 @@ def build(
             pages_per_row=layout.pages_per_row(length),
             vocab_size=layout.target.vocab_size,
             device=device,
-            keeps_laws=layout.keeps_laws,
+            keep_draft_probs=layout.keep_draft_probs,
         )
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
     return Engine(
-        parts=Parts(
+        parts=StepModules(
             scoring,
             choose(proposer, model, scoring.vocab_size),
             ops,

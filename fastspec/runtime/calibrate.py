@@ -17,11 +17,11 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from fastspec.adaptive.controller import Observation, Outlook
+from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.adaptive.estimates import tokens_per_step
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request, lengths_of
+from fastspec.runtime.scheduler import Request, Scheduler, lengths_of
 
 CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
 ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
@@ -167,7 +167,7 @@ class _Fixed:
     steps: list[Observation] = field(default_factory=list)
     few: int | None = None
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, outlook: StepContext) -> int:
         """k."""
         return self.k
 
@@ -201,7 +201,7 @@ def calibrate(engine: Engine, requests: list[Request], stop_ids: tuple[int, ...]
     runs = {k: _Fixed(k) for k in choice.ks}
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
-            loop = DecodeLoop(engine, _again(requests), stop_ids, choice.sampler, lambda made: 0, pacer=runs[k])
+            loop = Scheduler(engine, _again(requests), stop_ids, choice.sampler, lambda made: 0, policy=runs[k])
             for _ in loop:
                 pass
     bucket = engine.bucket(min(len(requests), engine.state.batch))
@@ -224,7 +224,7 @@ def _again(requests: list[Request]) -> list[Request]:
 def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int) -> dict[int, tuple[float, float]]:
     """(drafting, scoring) seconds by k, over rows in the middle of their texts."""
     rows = _again(requests)[: engine.state.batch]
-    loop = iter(DecodeLoop(engine, rows, (), choice.sampler, lambda made: choice.ks[-1]))
+    loop = iter(Scheduler(engine, rows, (), choice.sampler, lambda made: choice.ks[-1]))
     for _ in range(_LIVE_STEPS):
         next(loop, None)
     found, lengths = {}, lengths_of(requests)

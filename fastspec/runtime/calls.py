@@ -57,7 +57,7 @@ def requests_of(
 
 def check_whole(requests: list[Request], copies: int) -> None:
     """Raises InvalidLogits where a row has failed."""
-    failed = [(index, request.broken_at) for index, request in enumerate(requests) if request.broken_at is not None]
+    failed = [(index, request.invalid_at) for index, request in enumerate(requests) if request.invalid_at is not None]
     if not failed:
         return
     named = [_place(index, position, copies) for index, position in failed[:_NAMED]]

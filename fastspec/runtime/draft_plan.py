@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
-from fastspec.sampling.rules import Verification, needs_law
+from fastspec.sampling.rules import Verification, needs_draft_probs
 from fastspec.shapes import FULL, GREEDY
 
 _HELD = (
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Drafting:
+class DraftPlan:
     """What a generator was made for, and the controllers of its calls.
 
     Attributes:
@@ -86,7 +86,7 @@ class Drafting:
         opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
         if not self.most or not (chosen.auto or (self.auto and chosen.num_speculative_tokens is None)):
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
-        if chosen.seeded and needs_law(self.verification) and any(row.temperature for row in chosen.rows):
+        if chosen.seeded and needs_draft_probs(self.verification) and any(row.temperature for row in chosen.rows):
             k = max(one for one in self.ks if one <= REPEATABLE)
             note = _HELD.format(k=k, rule=self.verification)
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)

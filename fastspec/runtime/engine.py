@@ -14,12 +14,12 @@ import torch
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
-from fastspec.runtime.prefill_slot import Lane
+from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
 from fastspec.state import DecodeState
-from fastspec.step import Parts, prefill, score, step
+from fastspec.step import StepModules, prefill, score, step
 
 _MEANS = 3  # of each time
 _PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
@@ -43,10 +43,10 @@ class Engine:
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
         verification: how drafts are judged.
-        lane: where prompts pass through.
+        prefill_slot: where prompts pass through.
     """
 
-    parts: Parts
+    parts: StepModules
     state: DecodeState
     pages: PageTable
     max_drafts: int
@@ -55,11 +55,11 @@ class Engine:
     runner: Runner
     ring: ResultRing
     verification: Verification = REJECTION
-    lane: Lane = field(init=False)
+    prefill_slot: PrefillSlot = field(init=False)
 
     def __post_init__(self) -> None:
         with self.on_device():
-            object.__setattr__(self, "lane", Lane.beside(self.state))
+            object.__setattr__(self, "prefill_slot", PrefillSlot.beside(self.state))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -138,14 +138,16 @@ class Engine:
         """Makes the passes over prompts ready that are replayed."""
         for chunk in reversed(self.chunks):
             for draft in self._fed if chunk <= _CAPTURED else ():
-                self.runner.capture(_prompt_key(chunk, draft), self._pass(chunk, chunk, draft), self.lane.row.all_idle)
+                self.runner.capture(
+                    _prompt_key(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
+                )
 
-    def take_in(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
+    def prefill_row(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
         """Queues passes over a row's tokens from position `start` on: of the target, or of what drafts.
 
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
         """
-        self.lane.enter(self.state, row, start)
+        self.prefill_slot.enter(self.state, row, start)
         for chunk in chunks:
             start += chunk
             key, body = _prompt_key(chunk, draft), self._pass(start, chunk, draft)
@@ -155,8 +157,8 @@ class Engine:
                 self.runner.run(key, body)
             else:
                 body()
-                self.runner.capture(key, body, self.lane.row.all_idle, warm=True)
-        self.lane.leave(self.state, row)
+                self.runner.capture(key, body, self.prefill_slot.row.all_idle, warm=True)
+        self.prefill_slot.leave(self.state, row)
 
     @property
     def _fed(self) -> tuple[bool, ...]:
@@ -165,16 +167,16 @@ class Engine:
 
     def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
         """A pass over the lane's next `chunk` tokens, which end before position `upto`."""
-        shape, lane, proposer = self.chunk_shape(upto, chunk, GREEDY), self.lane, self.parts.proposer
+        shape, prefill_slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.prefill_slot, self.parts.proposer
 
         def feed() -> None:
-            prefill(self.parts, lane.row, shape, lane.start, chunk)
-            lane.start.add_(chunk)
+            prefill(self.parts, prefill_slot.row, shape, prefill_slot.start, chunk)
+            prefill_slot.start.add_(chunk)
 
         if not draft:
             return feed
         assert proposer is not None, "there is something to feed"
-        return lambda: proposer.catch_up(lane.row, shape, chunk)
+        return lambda: proposer.catch_up(prefill_slot.row, shape, chunk)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes at least, when none of its rows runs; waits for the device."""

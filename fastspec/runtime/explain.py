@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastspec.adaptive.controller import AUTO
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.output import Stats
-from fastspec.runtime.draft_plan import Drafting
+from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.memory import Layout, weight_bytes
 from fastspec.runtime.settings import Settings
@@ -20,7 +20,7 @@ def explain(
     target: Checkpoint,
     draft: Checkpoint | None,
     shared_vocab: int,
-    drafting: Drafting,
+    drafting: DraftPlan,
 ) -> str:
     """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
     layout = settings.layout
@@ -90,7 +90,7 @@ def _drafting(
     return text
 
 
-def _drafts(drafting: Drafting) -> str:
+def _drafts(drafting: DraftPlan) -> str:
     """k, and what "auto" made of it."""
     lines = drafting.describe()
     if not drafting.auto and not lines:

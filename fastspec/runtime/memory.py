@@ -80,7 +80,7 @@ class Layout:
     draft_dtype: torch.dtype
     chunks: tuple[int, ...]
     ops: Ops
-    keeps_laws: bool = True
+    keep_draft_probs: bool = True
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -119,7 +119,7 @@ class Layout:
         # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, min_lengths, draft_limits, draft_counts,
         # emitted, accepted; temperature, top_p, min_p, repetition, presence, frequency
         ints = 11 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
-        floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keeps_laws
+        floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keep_draft_probs
         # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law; unbiased
         return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size + 1
 

@@ -13,7 +13,7 @@ _OF_A_ROW = ("tokens", "lengths", "finish", "block_table", "draft_lengths")  # w
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lane:
+class PrefillSlot:
     """Buffers of one row, and how far its prompt was fed.
 
     Attributes:
@@ -25,7 +25,7 @@ class Lane:
     start: Tensor
 
     @classmethod
-    def beside(cls, state: DecodeState) -> Lane:
+    def beside(cls, state: DecodeState) -> PrefillSlot:
         """An idle lane with room for any row of `state`."""
         row = DecodeState(**{field.name: torch.zeros_like(getattr(state, field.name)[:1]) for field in fields(state)})
         row.lengths.fill_(1)

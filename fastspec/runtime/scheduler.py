@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from fastspec.adaptive.controller import Observation, Outlook
+from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import RowOptions
 from fastspec.output import RowStats
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine, chunks_of
-from fastspec.runtime.step_timer import Pacer, StepClock
+from fastspec.runtime.step_timer import DraftLengthPolicy, StepTimer
 from fastspec.state import IDLE, RUNNING, STOPPED
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
@@ -50,7 +50,7 @@ class Request:
     watch: Callable[[list[int]], int | None] | None = None
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    broken_at: int | None = None
+    invalid_at: int | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     steps: int = 0
@@ -61,8 +61,8 @@ class Request:
     histogram: list[int] = field(default_factory=list)
     steps_at: list[int] = field(default_factory=list)
     draft_length: int = 0
-    behind: bool = False
-    held: bool = False
+    draft_lag: bool = False
+    drafts_paused: bool = False
 
     @property
     def length(self) -> int:
@@ -90,7 +90,7 @@ class Request:
     def record(self, result: RowResult, k: int) -> list[int]:
         """Counts one step of k drafts; returns its tokens."""
         if result.finish == RUNNING and result.accepted < 0:
-            self.broken_at = self.length - 1 - result.accepted
+            self.invalid_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
             return []
         tokens = result.block[: result.emitted]
@@ -114,7 +114,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class InFlightStep:
     """A step whose results were not read yet.
 
     Attributes:
@@ -137,7 +137,7 @@ class Launched:
     drafting: frozenset[int]
 
 
-class DecodeLoop:
+class Scheduler:
     """Runs requests to their end; iterate over it for what each step emitted.
 
     Args:
@@ -158,7 +158,7 @@ class DecodeLoop:
         sampler: str,
         choose_k: Callable[[int], int],
         top_logprobs: int | None = None,
-        pacer: Pacer | None = None,
+        policy: DraftLengthPolicy | None = None,
     ) -> None:
         self._engine = engine
         self._top_logprobs = top_logprobs
@@ -167,13 +167,13 @@ class DecodeLoop:
         self._stop_ids = stop_ids
         self._sampler = sampler
         self._choose_k = choose_k
-        self._pacer = pacer
-        self._clock = StepClock(ahead=engine.runner.depth > 1)
+        self._pacer = policy
+        self._clock = StepTimer(ahead=engine.runner.depth > 1)
         self._disturbed = False  # other work was queued since the last step
         self._last_k = 0
         self._waiting = deque(range(len(requests)))
         self._rows: dict[int, int] = {}  # row of the state -> index of the request in it
-        self._launched: deque[Launched] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._steps = 0
         engine.runner.join()
         with engine.on_device():
@@ -198,40 +198,40 @@ class DecodeLoop:
         """Launches what may be launched, then reads the oldest step."""
         self._admit()
         self._compact()
-        while len(self._launched) < self._engine.runner.depth and self._launch():
+        while len(self._in_flight) < self._engine.runner.depth and self._launch():
             pass
-        return self._collect(self._launched.popleft())
+        return self._collect(self._in_flight.popleft())
 
     def _launch(self) -> bool:
         """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
         # ahead of others only where a row needs it whatever those accept: a step for nothing holds up what comes next
-        needed = self._goes_on if self._launched else self._may_go_on
+        needed = self._goes_on if self._in_flight else self._may_go_on
         if not any(needed(index) for index in self._rows.values()):
             return False
         requests = {row: self._requests[index] for row, index in self._rows.items()}
         k, drafting = self._drafts(requests)
         passes = 0.0
         if k:
-            if self._launched and any(requests[row].behind for row in drafting):
+            if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
             passes = self._catch_up(drafting)
             self._hold(requests, drafting)
         rows = self._engine.bucket(max(self._rows) + 1)
         lengths = self._lengths  # of captured steps one kind serves the whole call
         if not self._engine.runner.static:
-            ahead = (len(self._launched) + 1) * (self._engine.max_drafts + 1)
+            ahead = (len(self._in_flight) + 1) * (self._engine.max_drafts + 1)
             now = [request.length for request in requests.values()]
             lengths = max(now) + ahead, min(now)
         shape = self._engine.shape(k, self._sampler, self._top_logprobs, *lengths)
         resumed = passes if passes or (k and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
-        timed = not self._disturbed and (resumed is not None or bool(self._launched) or self._engine.runner.depth == 1)
+        timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self._engine.runner.depth == 1)
         sequence = self._engine.launch(rows, shape)
-        self._launched.append(Launched(sequence, dict(self._rows), k, rows, resumed, timed, drafting))
+        self._in_flight.append(InFlightStep(sequence, dict(self._rows), k, rows, resumed, timed, drafting))
         self._steps += 1
         self._last_k, self._disturbed = k, False
         for row, request in requests.items():
-            request.behind |= not k or row not in drafting
+            request.draft_lag |= not k or row not in drafting
         return True
 
     def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
@@ -241,23 +241,23 @@ class DecodeLoop:
             return 0, frozenset()  # where every row has opted out the step is a plain one
         if self._pacer is None:
             return self._choose_k(self._steps), frozenset(willing)
-        passes = {row: _passes(self._behind(requests[row])) for row in willing}
+        passes = {row: _passes(self._draft_lag_chunks(requests[row])) for row in willing}
         nearest = sorted(willing, key=lambda row: (passes[row], row))
         remaining = max(request.limit - request.length for request in requests.values())
-        behind = tuple(passes[row] for row in nearest)
-        k = self._pacer.choose(Outlook(self._engine.bucket(max(self._rows) + 1), remaining, behind))
+        draft_lag = tuple(passes[row] for row in nearest)
+        k = self._pacer.choose(StepContext(self._engine.bucket(max(self._rows) + 1), remaining, draft_lag))
         return k, frozenset(nearest[: self._pacer.few])
 
     def _hold(self, requests: dict[int, Request], drafting: frozenset[int]) -> None:
         """Lets drafts count in these rows alone."""
         for row, request in requests.items():
-            held = row not in drafting
-            if held != request.held and request.options.draft_limit != 0:
-                limit = 0 if held else admission.draft_limit(request.options, self._engine.max_drafts)
+            drafts_paused = row not in drafting
+            if drafts_paused != request.drafts_paused and request.options.draft_limit != 0:
+                limit = 0 if drafts_paused else admission.draft_limit(request.options, self._engine.max_drafts)
                 self._engine.state.draft_limits[row].fill_(limit)
-                request.held = held
+                request.drafts_paused = drafts_paused
 
-    def _behind(self, request: Request) -> list[int]:
+    def _draft_lag_chunks(self, request: Request) -> list[int]:
         """The chunks in which the draft would take in what it has not seen of a row, all but the last two tokens."""
         proposer = self._engine.parts.proposer
         if proposer is None:
@@ -267,12 +267,12 @@ class DecodeLoop:
 
     def _may_go_on(self, index: int) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
-        launched = sum(index in step.requests.values() for step in self._launched)
+        launched = sum(index in step.requests.values() for step in self._in_flight)
         return self._requests[index].length + launched < self._requests[index].limit
 
     def _goes_on(self, index: int) -> bool:
         """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
-        emitted = sum(step.k + 1 for step in self._launched if index in step.requests.values())
+        emitted = sum(step.k + 1 for step in self._in_flight if index in step.requests.values())
         return self._requests[index].length + emitted < self._requests[index].limit
 
     def _admit(self) -> None:
@@ -312,7 +312,7 @@ class DecodeLoop:
     def _prefill(self, row: int, request: Request) -> None:
         """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
         with self._engine.parts.mark("prefill"):
-            self._engine.take_in(row, 0, chunks_of(self._engine.chunks, len(request.prompt) - 1), draft=False)
+            self._engine.prefill_row(row, 0, chunks_of(self._engine.chunks, len(request.prompt) - 1), draft=False)
 
     def _catch_up(self, drafting: frozenset[int]) -> float:
         """Lets the draft take in what it has not seen of these rows; returns the passes that takes."""
@@ -321,16 +321,16 @@ class DecodeLoop:
         passes = 0.0
         for row in sorted(drafting):
             request = self._requests[self._rows[row]]
-            chunks = self._behind(request)
+            chunks = self._draft_lag_chunks(request)
             if chunks:
-                self._engine.take_in(row, request.draft_length, chunks, draft=True)
+                self._engine.prefill_row(row, request.draft_length, chunks, draft=True)
                 fed = request.draft_length + sum(chunks)
                 request.draft_length = min(fed, request.length - 2, proposer.max_length)
             passes += _passes(chunks)
-            request.behind = False
+            request.draft_lag = False
         return passes
 
-    def _collect(self, step: Launched) -> dict[int, list[int]]:
+    def _collect(self, step: InFlightStep) -> dict[int, list[int]]:
         """Reads a step's results; frees the rows that finished."""
         waited = self._engine.runner.depth == 1 or not self._engine.ring.ready(step.sequence)
         results = self._engine.ring.read(step.sequence, max(step.requests) + 1)
@@ -346,14 +346,14 @@ class DecodeLoop:
                 request.logprobs += logprobs
                 request.top_logprobs += pairs
             if request.finish_reason is not None:
-                place = next(place for place, held in self._rows.items() if held == index)  # it may have moved since
+                place = next(row for row, held in self._rows.items() if held == index)  # it may have moved since
                 del self._rows[place]
                 self._engine.pages.release(place)
                 if results[row].finish == RUNNING:  # the device does not know: before anybody gets the row's pages
                     self._engine.state.finish[place].fill_(IDLE)
         return emitted
 
-    def _report(self, step: Launched, results: list[RowResult], seconds: float | None) -> None:
+    def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
         """Tells the pacer what a step did to the rows that it found running."""
         if self._pacer is None:
             return

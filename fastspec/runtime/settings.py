@@ -14,7 +14,7 @@ from fastspec.kernels.select import ops_for
 from fastspec.models.config import ModelSpec
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
-from fastspec.sampling.rules import Verification, checked, needs_law
+from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
@@ -63,7 +63,7 @@ class Drafts(Protocol):
     """What a proposer must tell."""
 
     @property
-    def certain(self) -> bool:
+    def deterministic(self) -> bool:
         """As in `fastspec.proposers.interface.Proposer`."""
 
 
@@ -108,7 +108,7 @@ def settings_of(
         draft_dtype=_dtype(dtype, (draft or target).spec, on),
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
-        keeps_laws=needs_law(rule) and not (proposer and proposer.certain and not draft),
+        keep_draft_probs=needs_draft_probs(rule) and not (proposer and proposer.deterministic and not draft),
     )
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED

@@ -1,6 +1,6 @@
 """How long steps take, by the host's clock alone: results arrive in order, so the time between two is a step's.
 
-Nothing here asks the device anything. Who wants to know implements `Pacer`.
+Nothing here asks the device anything. Who wants to know implements `DraftLengthPolicy`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from fastspec.adaptive.controller import Observation, Outlook
+from fastspec.adaptive.controller import Observation, StepContext
 
 _NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made it long
 
 
-class Pacer(Protocol):
+class DraftLengthPolicy(Protocol):
     """Chooses k for a loop, and is told what every step did.
 
     Attributes:
@@ -25,14 +25,14 @@ class Pacer(Protocol):
     def few(self) -> int | None:
         """As above."""
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, outlook: StepContext) -> int:
         """Drafts for the next step; may be asked again before it is launched."""
 
     def observe(self, step: Observation) -> None:
         """Takes in what a step did, in the order of the steps."""
 
 
-class StepClock:
+class StepTimer:
     """Intervals between results.
 
     Args:

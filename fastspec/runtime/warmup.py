@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 
 
-def make_ready(
+def warm_up_for(
     engine: Engine, rows: int, choice: Choice, longest: int, shortest: int, *, progress: bool, prompts: bool = False
 ) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
@@ -48,7 +48,7 @@ def decode(
     """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
     if choice.controller is not None:
         choice.controller.begin()
-    yield from DecodeLoop(
+    yield from Scheduler(
         engine, requests, stop_ids, choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller
     )
 

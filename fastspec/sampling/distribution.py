@@ -77,7 +77,7 @@ class PhiloxDraws:
         """True where a uniform falls below `probability` [B, k]; a probability of one always accepts."""
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids [B] from probs [B, V] by an exponential race: the token with the least time/probability wins.
 
         P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs
@@ -100,7 +100,7 @@ class SamplerRows:
     min_p: Tensor
 
 
-def law(logits: Tensor, options: SamplerRows) -> Tensor:
+def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
     """Probabilities [B, R, V] that logits [B, R, V] stand for, in transformers' order and meaning.
 
     Temperature, then top-k (keeps everything that ties with the k-th), then top-p (the smallest set, by falling

@@ -89,12 +89,12 @@ def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
     counts.scatter_add_(1, block.clamp(0, counts.shape[1] - 1), new)
 
 
-def broken(logits: Tensor) -> Tensor:
+def invalid(logits: Tensor) -> Tensor:
     """bool [B, R]: places where no token can be chosen by logits [B, R, V]: a NaN, an infinity, or all -inf."""
     return ~logits.amax(dim=-1).isfinite()
 
 
-def marked(accepted: Tensor, places: Tensor) -> Tensor:
+def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
     """Accepted drafts int64 [B], or -1 - place in rows that would emit something chosen at a broken place.
 
     Args:

@@ -62,7 +62,7 @@ def checked(verification: object) -> Verification:
     )
 
 
-def needs_law(verification: Verification) -> bool:
+def needs_draft_probs(verification: Verification) -> bool:
     """Whether the rule judges a draft by the law that it was drawn from."""
     return verification in (REJECTION, BLOCK)
 

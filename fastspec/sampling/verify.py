@@ -34,7 +34,7 @@ class Draws(Protocol):
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
         """Coins: bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the randomness."""
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Ids int64 [B] drawn from probs [B, V] (rows need not sum to one); positions int64 [B].
 
         With probs [B, R, V] and positions [B, R], ids [B, R].
@@ -86,7 +86,7 @@ def rejection(
         (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
     """
     k = drafts.shape[1]
-    q = _certain(drafts, p) if q is None else q
+    q = _deterministic(drafts, p) if q is None else q
     at = drafts[:, :, None]
     chance = accept_probability(p[:, :k].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0])
     accepted = _leading(draws.accept(chance, positions[:, :k]), counts)
@@ -104,7 +104,7 @@ def block(
     norm(max(c_i p - q, 0)), or from p after all drafts.
     """
     k = drafts.shape[1]
-    q = _certain(drafts, p) if q is None else q
+    q = _deterministic(drafts, p) if q is None else q
     carried = _carried(p, q, drafts)
     scaled = carried[:, :, None] * p
     places = torch.arange(1, k + 1, device=p.device)
@@ -136,7 +136,7 @@ def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
     return torch.stack(carried, dim=1)
 
 
-def _certain(drafts: Tensor, p: Tensor) -> Tensor:
+def _deterministic(drafts: Tensor, p: Tensor) -> Tensor:
     """The law [B, k, V] of drafts that nothing else could have been."""
     return torch.zeros_like(p[:, : drafts.shape[1]]).scatter_(2, drafts[:, :, None], 1.0)
 
@@ -159,7 +159,7 @@ def _ended(
     if k:
         beyond = residual(scaled[row, accepted], q[row, accepted.clamp(max=k - 1)])
         law = torch.where((accepted < counts)[:, None], beyond, law)
-    return closed(drafts, accepted, draws.pick(law, positions[row, accepted], purpose))
+    return closed(drafts, accepted, draws.sample(law, positions[row, accepted], purpose))
 
 
 def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def coupled(
     Returns:
         (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
     """
-    picks = draws.pick(p, positions, purpose)
+    picks = draws.sample(p, positions, purpose)
     return _leading(picks[:, :-1] == drafts, counts), picks
 
 

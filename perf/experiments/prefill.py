@@ -58,7 +58,7 @@ def our_passes(generator: FastSpecGenerator, ids: list[int]) -> float:
         state.block_table[0, : len(pages)] = torch.tensor(pages, device=device)
         state.lengths.fill_(length)
         state.finish.fill_(RUNNING)
-        us = microseconds(lambda: engine.take_in(0, 0, chunks_of(engine.chunks, length - 1), draft=False))
+        us = microseconds(lambda: engine.prefill_row(0, 0, chunks_of(engine.chunks, length - 1), draft=False))
         state.finish.fill_(IDLE)
         engine.pages.release_all()
     return us

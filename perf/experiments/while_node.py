@@ -32,7 +32,7 @@ from fastspec import FastSpecGenerator, demo_pair
 from fastspec.graphs.results import SLOTS
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import GREEDY
 from perf import records
 from perf.experiments.while_graph import (
@@ -105,7 +105,7 @@ class Trial:
         request = Request(list(self._prompt), self._new, RowOptions(0.0, 0, 1.0, 0.0, seed=0))
         engine, drafts = self.engine, self.engine.max_drafts
         engine.runner.depth = 1
-        loop = iter(DecodeLoop(engine, [request], stop_ids, GREEDY, lambda made: drafts))
+        loop = iter(Scheduler(engine, [request], stop_ids, GREEDY, lambda made: drafts))
         before = int(engine.ring.outbox.counter)
         next(loop)
         torch.cuda.synchronize()

@@ -71,7 +71,7 @@ class Case:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.qkv = torch.randn(batch, queries, model.width, device=device, dtype=torch.bfloat16)
         self.positions = (context - queries + torch.arange(queries, device=device)).expand(batch, -1).contiguous()
-        self.writes = torch.ones(batch, queries, dtype=torch.bool, device=device)
+        self.write_mask = torch.ones(batch, queries, dtype=torch.bool, device=device)
         capacity = per_row * PAGE_SIZE
         self.work = attention.attend_work(
             device, batch * max(queries, 1), capacity, (model.heads, model.kv_heads, model.dim)
@@ -93,7 +93,7 @@ class Case:
             *self.cache[layer],
             self.table,
             self.positions,
-            self.writes,
+            self.write_mask,
             num_heads=self.model.heads,
             q_norm=None,
             k_norm=None,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import unpack
-from fastspec.kernels.linear.argmax import packed_pick
+from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
@@ -76,7 +76,7 @@ def call_of(product: Product, rows: int, plain: bool) -> tuple[Callable[[Tensor]
         given["norm"] = (torch.ones(product.k, device=device).bfloat16(), 1e-5)
     if "pick" in fused:
         scratch = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        return lambda weight: packed_pick(x, weight, product.n, scratch, **given), partial(F.linear, x)
+        return lambda weight: packed_argmax(x, weight, product.n, scratch, **given), partial(F.linear, x)
     if "residual" in fused:
         given["residual"] = torch.randn(rows, width, device=device).bfloat16()
     if "fp32" in fused:
@@ -101,7 +101,7 @@ def product_rows(
 
 
 def layers_of(products: list[Product], weights: list[list[Tensor]]) -> list[Any]:
-    """Layers as `Ops.between` takes them, without biases."""
+    """Layers as `Ops.layer_tail` takes them, without biases."""
     names = [product.name for product in products]
     norm = torch.ones(products[0].k, device="cuda").bfloat16()
     rest: dict[str, Any] = dict.fromkeys((f"{name}_bias" for name in names), None)

@@ -131,11 +131,11 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     """By name: each takes logits [B, k+1, V]."""
     device = state.lengths.device
     work, scratch = sampled_work(state.batch, k, vocab, device), scratch_of(state.batch, k, device)
-    certain = k == 0
+    deterministic = k == 0
     draws = distribution.PhiloxDraws(state.seeds)
 
     def ours(rule: str) -> Call:
-        return lambda logits: sampled_commit(logits, state, scratch, work, rule=rule, certain=certain)
+        return lambda logits: sampled_commit(logits, state, scratch, work, rule=rule, deterministic=deterministic)
 
     calls: dict[str, Call] = {
         "ours, block": ours(BLOCK),
@@ -145,11 +145,11 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     }
     if k:
         calls["ours, one draft's draw"] = lambda logits: sampled_draw(
-            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keeps_law=True
+            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keep_draft_probs=True
         )
     if state.batch <= 8:
         calls["torch, block"] = lambda logits: reference.sampled_commit(
-            logits, state, rule=BLOCK, certain=certain, draws=draws
+            logits, state, rule=BLOCK, deterministic=deterministic, draws=draws
         )
     if k:
         calls["usual chain, no filters"] = usual_chain(state, k, vocab)
@@ -172,7 +172,7 @@ def drafts_for(state: DecodeState, logits: Tensor) -> None:
     draws = distribution.PhiloxDraws(state.seeds)
     for j in range(k):
         near = logits[:, j : j + 1] + torch.randn_like(logits[:, j : j + 1]) * 0.4
-        reference.sampled_draw(near, state, j, purpose=distribution.DRAFT, keeps_law=True, draws=draws)
+        reference.sampled_draw(near, state, j, purpose=distribution.DRAFT, keep_draft_probs=True, draws=draws)
 
 
 def main() -> None:

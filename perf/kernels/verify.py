@@ -50,7 +50,7 @@ def running_state(batch: int, k: int, device: torch.device) -> DecodeState:
 def softmax_and_accept(logits: Tensor, state: DecodeState, one_hot: Tensor, draws: distribution.PhiloxDraws) -> None:
     """What a step without a greedy path does: the target's law, rejection sampling, bookkeeping."""
     k = logits.shape[1] - 1
-    law = distribution.law(logits, state.sampler)
+    law = distribution.compute_probs(logits, state.sampler)
     places = state.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     drafts = state.draft_tokens[:, :k]
     accepted, block = verify.rejection(law, one_hot, drafts, state.draft_counts, places, draws, distribution.TARGET)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fastspec.adaptive import controller as auto
-from fastspec.adaptive.controller import Controller, Observation, Outlook, ladder
+from fastspec.adaptive.controller import Controller, Observation, StepContext, ladder
 from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 from tests.helpers.worlds import KS, PLAIN, World
 
@@ -91,12 +91,12 @@ class IgnoresTime(Controller):
 
 
 class NeverProbes(Controller):
-    def _wanted(self, outlook: Outlook) -> None:
+    def _wanted(self, outlook: StepContext) -> None:
         return None
 
 
 class AlwaysProbes(Controller):
-    def _wanted(self, outlook: Outlook) -> auto._Probe | None:
+    def _wanted(self, outlook: StepContext) -> auto._Probe | None:
         self._budget = 1e9
         return super()._wanted(outlook)
 
@@ -129,9 +129,9 @@ def test_a_short_rest_is_not_worth_coming_back_for() -> None:
     made = controller()
     made.know({(32, k): PLAIN * (1 + 0.2 * k) for k in KS})
     made.acceptance.observe(4, (3,) * 32)
-    assert made.choose(Outlook(32, 10, (2.0,) * 32)) == 0
+    assert made.choose(StepContext(32, 10, (2.0,) * 32)) == 0
     made.observe(Observation(0, 32, (0,) * 32, PLAIN))
-    assert made.choose(Outlook(32, 1000, (2.0,) * 32)) > 0
+    assert made.choose(StepContext(32, 1000, (2.0,) * 32)) > 0
 
 
 def test_a_first_look_is_paid_from_the_call_it_is_taken_in() -> None:
@@ -139,7 +139,7 @@ def test_a_first_look_is_paid_from_the_call_it_is_taken_in() -> None:
     for remaining, drafts in ((10, False), (1000, True)):
         made = controller()
         made.know({(8, k): PLAIN * (1 + 0.2 * k) for k in KS})
-        assert (made.choose(Outlook(8, remaining, (1.0,) * 8)) > 0) == drafts
+        assert (made.choose(StepContext(8, remaining, (1.0,) * 8)) > 0) == drafts
 
 
 def test_the_same_observations_give_the_same_choices() -> None:
@@ -154,7 +154,7 @@ def test_the_same_observations_give_the_same_choices() -> None:
 def test_asking_twice_changes_nothing() -> None:
     world, made = World(0.6, 0.15), controller()
     world.life(made, 1, 200)
-    outlook = Outlook(1, 100)
+    outlook = StepContext(1, 100)
     assert made.choose(outlook) == made.choose(outlook) == made.choose(outlook)
 
 

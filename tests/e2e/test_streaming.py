@@ -11,7 +11,7 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.runtime.scheduler import DecodeLoop
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.text.text_stream import TextStream
 from tests.helpers.devices import devices
 
@@ -85,10 +85,10 @@ def test_an_interrupt_inside_a_step(
     prompts = [ids_of(gen, text)[0] for text in ("class A:", "import os", "def f(x):")]
     options: dict[str, Any] = {"max_new_tokens": 30, "return_dict_in_generate": True}
     before = gen.generate(prompts, **options).new_tokens  # type: ignore[union-attr]
-    original = getattr(DecodeLoop, at)
+    original = getattr(Scheduler, at)
     calls = 0
 
-    def interrupted(self: DecodeLoop, *args: Any) -> Any:
+    def interrupted(self: Scheduler, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
@@ -96,7 +96,7 @@ def test_an_interrupt_inside_a_step(
         return original(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeLoop, at, interrupted)
+        patch.setattr(Scheduler, at, interrupted)
         with pytest.raises(KeyboardInterrupt):
             gen.generate(prompts, **options)
     assert gen.generate(prompts, **options).new_tokens == before  # type: ignore[union-attr]

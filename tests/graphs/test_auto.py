@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastspec.adaptive.controller import Controller, Observation, Outlook
+from fastspec.adaptive.controller import Controller, Observation, StepContext
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.devices import needs_idle_gpu
 from tests.helpers.tiny import capture_all, tiny_engine
@@ -28,7 +28,7 @@ class Switching(Controller):
     pattern: tuple[int, ...] = (2, 4)
     few = None  # and all rows draft
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, outlook: StepContext) -> int:
         super().choose(outlook)  # what it costs counts too
         return self.pattern[self._seen // 3 % len(self.pattern)]
 
@@ -40,7 +40,7 @@ class ToPlain(Switching):
 def loop_with(engine: Engine, controller: Controller, new: int = 3000) -> Iterator[dict[int, list[int]]]:
     capture_all(engine, set(KS), GREEDY)
     requests = [Request([1, 2, 3], new, GREEDY_ROW), Request([4], new, GREEDY_ROW)]
-    return iter(DecodeLoop(engine, requests, (), GREEDY, lambda made: 0, pacer=controller))
+    return iter(Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=controller))
 
 
 def engine_of(**options: int) -> Engine:
@@ -123,7 +123,7 @@ def test_text_stays_and_a_run_adapts() -> None:
         engine = tiny_engine(batch=2, device="cuda", graphs=True, depth=2)
         capture_all(engine, set(KS), GREEDY)
         requests = [Request([1, 2, 3], 150, GREEDY_ROW), Request([4], 100, GREEDY_ROW)]
-        for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 0, pacer=controller):
+        for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=controller):
             pass
         texts.append([request.new_tokens for request in requests])
     assert texts[0] == texts[1] == texts[2] == texts[3]

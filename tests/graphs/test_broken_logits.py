@@ -37,7 +37,7 @@ def test_a_replayed_step_ends_the_broken_row_alone(value: float, sampler: str) -
         bad = poisoned(tiny_engine(**made), 51, position, value)
         capture_all(bad, {0, 4}, sampler)
         got = run(bad, rows, given, sampler=sampler)
-        assert (got[1].finish_reason, got[1].broken_at) == ("error", position)
+        assert (got[1].finish_reason, got[1].invalid_at) == ("error", position)
         assert got[1].new_tokens == expected[1].new_tokens[: len(got[1].new_tokens)]
         assert [texts(got)[index] for index in (0, 2, 3, 4)] == [texts(expected)[index] for index in (0, 2, 3, 4)]
 
@@ -62,24 +62,24 @@ def test_a_token_that_is_not_a_number(directories: tuple[Path, Path], k: int, sa
     given = [[3, 1, 4], [9, BAD, 2, 6], [5, 5]]
     asked: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "suppress_tokens": [BAD], "seed": [1, 2, 3]}
     asked |= {"do_sample": sampled, "num_speculative_tokens": k, "return_dict_in_generate": True}
-    whole, broken = (
+    whole, invalid = (
         FastSpecGenerator(
             directory, directories[0], max_length=64, max_batch_size=4, device=device, dtype="float32", progress=False
         )
         for directory in directories
     )
-    with whole, broken:
+    with whole, invalid:
         expected = whole.generate(given, **asked)
         assert isinstance(expected, GenerateOutput)
         for _ in range(2):  # the generator stays usable
             with pytest.raises(
                 InvalidLogits, match="prompt 1, position 4: the target's logits there are NaN"
             ) as caught:
-                broken.generate(given, **asked)
+                invalid.generate(given, **asked)
             output = caught.value.output
             assert isinstance(output, GenerateOutput)
             assert output.finish_reasons == ["length", "error", "length"]
             assert output.new_tokens == [expected.new_tokens[0], [], expected.new_tokens[2]]
         good = [given[0], given[2]]
         two = asked | {"seed": [1, 3]}
-        assert broken.generate(good, **two).new_tokens == whole.generate(good, **two).new_tokens  # type: ignore
+        assert invalid.generate(good, **two).new_tokens == whole.generate(good, **two).new_tokens  # type: ignore

@@ -10,7 +10,7 @@ import torch
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels.attention import dispatch
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
@@ -32,7 +32,7 @@ def texts(engine: Engine, seed: int, *, k: int, temperature: float = 0.0) -> lis
     ]
     sampler = FULL if temperature else GREEDY
     capture_all(engine, {k}, sampler)
-    for _ in DecodeLoop(engine, requests, (), sampler, lambda made: k):
+    for _ in Scheduler(engine, requests, (), sampler, lambda made: k):
         pass
     return [request.new_tokens for request in requests]
 

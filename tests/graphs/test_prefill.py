@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine, chunks_of
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
@@ -22,7 +22,7 @@ CHUNKS = (32, 64)
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
-class Watched(DecodeLoop):
+class Watched(Scheduler):
     """A loop that keeps each prompt's K/V as its prefill left it."""
 
     kept: dict[int, Tensor]

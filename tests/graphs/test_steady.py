@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.tiny import capture_all, tiny_engine
 
@@ -19,11 +19,11 @@ STEPS = 200
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
-def steady(engine: Engine, k: int) -> DecodeLoop:
+def steady(engine: Engine, k: int) -> Scheduler:
     """A loop of many more steps than are looked at."""
     capture_all(engine, {k}, GREEDY)
     requests = [Request([1, 2, 3], 3000, GREEDY_ROW), Request([4], 3000, GREEDY_ROW)]
-    return DecodeLoop(engine, requests, (), GREEDY, lambda made: k)
+    return Scheduler(engine, requests, (), GREEDY, lambda made: k)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -48,7 +48,7 @@ def test_admission_does_not_wait_either() -> None:
 
     def run() -> None:
         requests = [Request(list(range(length)), 20 + length, GREEDY_ROW) for length in (1, 40, 3, 70, 2, 9)]
-        for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 4):
+        for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 4):
             pass
 
     run()  # kernels of prompts are compiled at their first use
@@ -68,7 +68,7 @@ def test_the_mode_sees_a_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def calls_of(loop: DecodeLoop) -> Counter[str]:
+def calls_of(loop: Scheduler) -> Counter[str]:
     """Runtime and driver calls of STEPS steps, by name."""
     steps = iter(loop)
     next(steps)
@@ -93,12 +93,12 @@ def test_the_trace_sees_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill beside every replay, as a forgotten reset would be."""
     engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True)
     loop = steady(engine, 4)
-    collect = DecodeLoop._collect
+    collect = Scheduler._collect
 
-    def planted(self: DecodeLoop, step: object) -> dict[int, list[int]]:
+    def planted(self: Scheduler, step: object) -> dict[int, list[int]]:
         engine.state.draft_probs.zero_()
         return collect(self, step)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DecodeLoop, "_collect", planted)
+    monkeypatch.setattr(Scheduler, "_collect", planted)
     calls = calls_of(loop)
     assert any(count >= STEPS for name, count in calls.items() if "Launch" in name and "Graph" not in name)

@@ -88,7 +88,7 @@ def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launc
     given: dict[str, Tensor | None] = {name: weight(*shape) for name, shape in names.items()}
     given |= {f"{name}_bias": None for name in names} | {"input_norm": norm, "post_norm": norm}
     layer: Any = SimpleNamespace(**given)
-    return _caught(lambda: layer_tail.between(x, x, layer, layer, 1e-5, True), 90)
+    return _caught(lambda: layer_tail.layer_tail(x, x, layer, layer, 1e-5, True), 90)
 
 
 def _caught(call: Callable[[], object], arch: int) -> list[Launch]:

@@ -13,7 +13,7 @@ from fastspec.models.decoder import CompiledDecoder
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
 from fastspec.shapes import UNTILED
-from fastspec.step import Parts
+from fastspec.step import StepModules
 from tests.helpers.tiny import tiny_engine
 
 
@@ -32,7 +32,7 @@ def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: 
     return replace(engine, parts=replace(parts, target=_compiled(parts, parts.target, backend), proposer=drafting))
 
 
-def _compiled(parts: Parts, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
+def _compiled(parts: StepModules, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
     positions = model._cos.shape[0]
     ops = compiled(parts.ops)
     return CompiledDecoder(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastspec
-from fastspec import CertainProposer, FastSpecGenerator, GenerateOutput, NGram
+from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, NGram
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling.rules import BLOCK, COUPLED
 from tests.helpers.checkpoints import make_model
@@ -105,7 +105,7 @@ def shape(row: Row, logits: list[float], output: list[int], stops: tuple[int, ..
     return logits
 
 
-class Unsure(CertainProposer):
+class Unsure(DeterministicProposer):
     """A proposer of one's own: some drafts, as many as the row's length says, one of them no id at all."""
 
     def guess(self, tokens: torch.Tensor, lengths: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

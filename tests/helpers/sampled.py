@@ -95,7 +95,7 @@ def drafted(rows: DecodeState, draft_logits: Tensor, rule: str) -> None:
             rows,
             j,
             purpose=2 if coupled else 0,
-            keeps_law=not coupled,
+            keep_draft_probs=not coupled,
             draws=PhiloxDraws(rows.seeds),
         )
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.sampling.distribution import DRAFT, TARGET
-from fastspec.shapes import PassRows, StepShape, Tiling
+from fastspec.shapes import ForwardBatch, StepShape, Tiling
 from fastspec.state import RUNNING, DecodeState
-from fastspec.step import Parts
+from fastspec.step import StepModules
 
 WHOLE = Tiling(rows=None, queries=None)
 
@@ -30,7 +30,7 @@ class TableModel:
     def vocab_size(self) -> int:
         return self.table.shape[-1]
 
-    def hidden(self, rows: PassRows) -> Tensor:
+    def hidden(self, rows: ForwardBatch) -> Tensor:
         self.passes.append(rows.ids.shape[1])
         positions = rows.positions.clamp(0, self.table.shape[0] - 1)
         return torch.stack((positions, rows.ids), dim=-1)
@@ -38,7 +38,7 @@ class TableModel:
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         return self.table[hidden[..., 0], hidden[..., 1]]
 
-    def pick(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 
 
@@ -77,7 +77,7 @@ class ScriptedDraws:
         self.weight *= torch.where(matter, taken, 1.0).prod(dim=1)
         return coins
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         if purpose == DRAFT:
             token = self.drafts[:, self._drafted]
             self._drafted += 1
@@ -128,12 +128,12 @@ def table_state(
     return state
 
 
-def table_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> Parts:
+def table_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     """Parts of two tables of logits."""
     proposer = None
     if draft is not None:
         proposer = DraftModel(TableModel(draft), TORCH_OPS, shared or draft.shape[-1], context)
-    return Parts(TableModel(target), proposer)
+    return StepModules(TableModel(target), proposer)
 
 
 def shape_of(k: int, sampler: str) -> StepShape:

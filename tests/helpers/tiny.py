@@ -17,7 +17,7 @@ from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
 from fastspec.shapes import Tiling
 from fastspec.state import DecodeState
-from fastspec.step import Parts
+from fastspec.step import StepModules
 
 VOCAB = 101
 STEP_TILING = Tiling(rows=8, queries=8)
@@ -149,7 +149,7 @@ def tiny_engine(
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=Parts(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work),
+        parts=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from fastspec.adaptive.controller import Controller, Observation, Outlook, ladder
+from fastspec.adaptive.controller import Controller, Observation, StepContext, ladder
 
 PLAIN = 5e-3  # seconds of a plain step
 PROMPT = 128
@@ -108,7 +108,7 @@ class _Call:
         self.world, self.controller, self.tokens = world, controller, tokens
         self.got = [0] * world.batch
         self.time = 0.0
-        self.behind = [float(PROMPT)] * world.batch
+        self.draft_lag = [float(PROMPT)] * world.batch
         self.plain_before = [False] * world.batch
         self.unread: list[Observation] = []
 
@@ -124,9 +124,9 @@ class _Call:
         """Launches a step as the loop does: coming back waits for what is under way."""
         world = self.world
         while True:
-            nearest = sorted(range(world.batch), key=lambda row: self.behind[row])
-            behind = tuple(world.passes(self.behind[row]) for row in nearest)
-            k = self.controller.choose(Outlook(world.batch, self.tokens - self.least, behind))
+            nearest = sorted(range(world.batch), key=lambda row: self.draft_lag[row])
+            draft_lag = tuple(world.passes(self.draft_lag[row]) for row in nearest)
+            k = self.controller.choose(StepContext(world.batch, self.tokens - self.least, draft_lag))
             drafting = set(nearest[: self.controller.few]) if k else set()
             lagging = any(self.plain_before[row] for row in drafting)
             if not (lagging and self.unread):
@@ -135,12 +135,12 @@ class _Call:
         seconds = world.seconds(k, PROMPT + self.mean) * math.exp(world.rng.gauss(0, world.noise))
         if world.rng.random() < LATE:
             seconds += world.rng.expovariate(1 / LATE_BY)
-        passes = sum(world.passes(self.behind[row]) for row in drafting)
+        passes = sum(world.passes(self.draft_lag[row]) for row in drafting)
         resumed = passes if lagging or passes else None
         if resumed is not None:
             seconds += world.coming_back(passes)
         for row in range(world.batch):
-            self.behind[row] = 0.0 if row in drafting else self.behind[row] + 1
+            self.draft_lag[row] = 0.0 if row in drafting else self.draft_lag[row] + 1
             self.plain_before[row] = row not in drafting
         self.time += seconds
         accepted = [self.accept(row, k if row in drafting else 0) for row in range(world.batch)]

@@ -73,8 +73,8 @@ def definition(rows: DecodeState, first: int, limit: int, counts: Tensor) -> lis
     for row, length in enumerate(rows.lengths.tolist()):
         for at in range(length + first, length + max(first + 1, 0)):
             token = int(rows.draft_tokens[row, at - length] if at >= length else rows.tokens[row, max(at, 0)])
-            writes = bool(rows.running[row]) and 0 <= at < limit and int(counts[row]) > 0
-            fed.append((token if token < VOCAB else 0, max(at, 0), writes))
+            write_mask = bool(rows.running[row]) and 0 <= at < limit and int(counts[row]) > 0
+            fed.append((token if token < VOCAB else 0, max(at, 0), write_mask))
     return fed
 
 
@@ -87,7 +87,7 @@ def test_a_drafts_passes(limit: int) -> None:
     counts = (limit + 1 - rows.lengths).clamp(0, 3)
     for first in (-2, 0, 1):
         given = {"draft_counts": rows.draft_counts, "num_drafts": 3} if first == -2 else {}
-        ids, positions, writes = feed_rows(
+        ids, positions, write_mask = feed_rows(
             rows.tokens,
             rows.lengths,
             rows.finish,
@@ -100,7 +100,7 @@ def test_a_drafts_passes(limit: int) -> None:
         )
         assert torch.equal(rows.draft_counts, counts)
         expected = definition(rows, first, limit, counts)
-        found = zip(ids.flatten().tolist(), positions.flatten().tolist(), writes.flatten().tolist(), strict=True)
+        found = zip(ids.flatten().tolist(), positions.flatten().tolist(), write_mask.flatten().tolist(), strict=True)
         assert list(found) == expected
 
 

@@ -78,14 +78,14 @@ def test_one_pass_is_batch_expansion_of_whole_prompts(device: str) -> None:
 
 def sees_later_drafts(*rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
     """A planted bug: every token of the pass attends as far as the last one."""
-    ids, positions, writes = reference.feed_rows(*rows, **shape)
-    return ids, positions[:, -1:].expand_as(positions).contiguous(), writes
+    ids, positions, write_mask = reference.feed_rows(*rows, **shape)
+    return ids, positions[:, -1:].expand_as(positions).contiguous(), write_mask
 
 
 def shifted(*rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
     """A planted bug: the drafts in another order."""
-    ids, positions, writes = reference.feed_rows(*rows, **shape)
-    return ids.roll(1, dims=1), positions, writes
+    ids, positions, write_mask = reference.feed_rows(*rows, **shape)
+    return ids.roll(1, dims=1), positions, write_mask
 
 
 @pytest.mark.parametrize("bug", [sees_later_drafts, shifted])

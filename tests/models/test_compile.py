@@ -18,7 +18,7 @@ from fastspec.kernels.compiled_ops import PerShape, attend_op, compiled
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices
@@ -30,7 +30,7 @@ def results(
 ) -> list[tuple[list[int], int]]:
     """New tokens of every prompt, and how many drafts were accepted: which only a draft that drafts alike repeats."""
     requests = [Request(list(row), new, RowOptions(temperature, 0, 1.0, 0.0, seed)) for seed, row in enumerate(prompts)]
-    for _ in DecodeLoop(engine, requests, (), FULL if temperature else GREEDY, lambda made: k):
+    for _ in Scheduler(engine, requests, (), FULL if temperature else GREEDY, lambda made: k):
         pass
     return [(request.new_tokens, request.accepted) for request in requests]
 
@@ -118,11 +118,11 @@ def test_a_break_is_an_error() -> None:
     engine = compiled_engine(batch=2, k=2)
     target: Any = engine.parts.target
 
-    def broken(*args: Any, **options: Any) -> Tensor:
+    def invalid(*args: Any, **options: Any) -> Tensor:
         torch._dynamo.graph_break()
         return reference.linear(*args, **options)
 
-    target.ops = replace(target.ops, linear=broken)
+    target.ops = replace(target.ops, linear=invalid)
     with pytest.raises(Unsupported):
         results(engine, prompts_of(3), 4, k=2)
 

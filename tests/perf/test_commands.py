@@ -84,11 +84,11 @@ def test_the_shipped_pair_runs_sampled(tmp_path: Path) -> None:
 
 
 def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(given: object) -> Iterator[list[Row]]:
+    def invalid(given: object) -> Iterator[list[Row]]:
         yield [{"engine": "first", "status": "ok"}]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "command_ceiling", broken)
+    monkeypatch.setattr(commands, "command_ceiling", invalid)
     with pytest.raises(KeyboardInterrupt):
         run_cli(tmp_path, "ceiling")
     assert [row["engine"] for row in records.read(tmp_path / "rows.jsonl")] == ["first"]

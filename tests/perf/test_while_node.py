@@ -6,7 +6,7 @@ import pytest
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import GREEDY
 from perf.experiments.while_node import read_loops
 from tests.helpers.tiny import tiny_engine
@@ -14,9 +14,9 @@ from tests.helpers.tiny import tiny_engine
 K = 4
 
 
-def first_step(engine: Engine, new: int) -> tuple[DecodeLoop, Request]:
+def first_step(engine: Engine, new: int) -> tuple[Scheduler, Request]:
     request = Request([1, 2, 3], new, RowOptions(0.0, 0, 1.0, 0.0, seed=0))
-    return DecodeLoop(engine, [request], (), GREEDY, lambda made: K), request
+    return Scheduler(engine, [request], (), GREEDY, lambda made: K), request
 
 
 def read_back(n: int, ahead: int, *, leaves: bool) -> tuple[Request, Request, int]:

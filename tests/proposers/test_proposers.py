@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastspec
 from fastspec.inputs.options import RowOptions
 from fastspec.models.decoder import Decoder
 from fastspec.proposers import draft_model
 from fastspec.proposers.choose import Guarded, check, choose
 from fastspec.proposers.combined import LookupThenModel
-from fastspec.proposers.deterministic import CertainProposer
+from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.ngram import NGram
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES
 from fastspec.shapes import FULL
 from tests.helpers.devices import devices
@@ -105,7 +106,7 @@ def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4)
     assert isinstance(target, Decoder)
     assert isinstance(draft, Decoder)
     length, equal = len(row), True
-    for emitted in DecodeLoop(engine, [request], (), FULL, lambda steps: k):
+    for emitted in Scheduler(engine, [request], (), FULL, lambda steps: k):
         at = torch.arange(len(row), length + k - 1)
         pages = engine.state.block_table[0, at // engine.pages.page_size]
         for ours, theirs in ((target.cache.keys, draft.cache.keys), (target.cache.values, draft.cache.values)):
@@ -152,7 +153,7 @@ def test_lookup_goes_on_where_the_model_has_no_context_left(context: int, device
     assert sum(request.drafted for request in requests) > 0
 
 
-class Again(CertainProposer):
+class Again(DeterministicProposer):
     """The README's example: a row goes on with its last token."""
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,7 @@ class Unknown(Again):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("own", [Again, Unknown])
-def test_a_proposer_of_ones_own(own: type[CertainProposer], mode: str) -> None:
+def test_a_proposer_of_ones_own(own: type[DeterministicProposer], mode: str) -> None:
     rows = prompts(5, seed=35)
     engine = judging(proposing(tiny_engine(), Guarded(own(), VOCAB)), mode)
     requests = run(engine, rows, 50)
@@ -188,7 +189,7 @@ def test_what_is_no_proposer_is_refused() -> None:
     check(Again(), with_draft=False)
     with pytest.raises(ValueError, match=r"got the class NGram; write NGram\(\)"):
         check(NGram, with_draft=False)
-    with pytest.raises(ValueError, match="str has no propose, catch_up, max_length, certain; pass NGram"):
+    with pytest.raises(ValueError, match="str has no propose, catch_up, max_length, deterministic; pass NGram"):
         check("ngram", with_draft=False)
     with pytest.raises(ValueError, match=r"goes together with NGram\(\) alone .* got a Again; leave out"):
         check(Again(), with_draft=True)
@@ -204,3 +205,21 @@ def test_who_proposes() -> None:
     assert choose(lookup, None, VOCAB) is lookup
     assert isinstance(choose(lookup, model, VOCAB), LookupThenModel)
     assert isinstance(choose(Again(), None, VOCAB), Guarded)
+
+
+def test_old_names_work_for_one_release_and_say_so() -> None:
+    with pytest.warns(DeprecationWarning, match="DeterministicProposer"):
+        old = fastspec.CertainProposer
+    assert old is fastspec.DeterministicProposer
+
+    class Old:
+        max_length, certain = 0, True
+
+        def propose(self, *args: object) -> None: ...
+
+        def catch_up(self, *args: object) -> None: ...
+
+    proposer = Old()
+    with pytest.warns(DeprecationWarning, match="`deterministic`"):
+        check(proposer, with_draft=False)
+    assert proposer.deterministic  # type: ignore[attr-defined]

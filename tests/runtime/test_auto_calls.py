@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, NGram, SyntheticAcceptance
-from fastspec.adaptive.controller import Controller, Observation, Outlook
-from fastspec.runtime.scheduler import DecodeLoop, Request
-from fastspec.runtime.step_timer import StepClock
+from fastspec.adaptive.controller import Controller, Observation, StepContext
+from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
@@ -223,10 +223,10 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
         few = None
 
         def __init__(self) -> None:
-            self.outlooks: list[Outlook] = []
+            self.outlooks: list[StepContext] = []
             self.steps: list[Observation] = []
 
-        def choose(self, outlook: Outlook) -> int:
+        def choose(self, outlook: StepContext) -> int:
             self.outlooks.append(outlook)
             return (4, 4, 4, 0, 0, 0, 2)[len(self.steps) % 7]
 
@@ -235,7 +235,7 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
 
     turns = Turns()
     requests = [Request(row, 30, GREEDY_ROW) for row in prompts(4)]
-    for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 0, pacer=turns):
+    for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=turns):
         pass
     emitted = sum(sum(step.accepted) + len(step.accepted) for step in turns.steps)
     dropped = sum(request.dropped for request in requests)
@@ -264,8 +264,8 @@ class FewAtTimes:
     def few(self) -> int | None:
         return self.turns[len(self.steps) % len(self.turns)][1]
 
-    def choose(self, outlook: Outlook) -> int:
-        assert list(outlook.behind) == sorted(outlook.behind)
+    def choose(self, outlook: StepContext) -> int:
+        assert list(outlook.draft_lag) == sorted(outlook.draft_lag)
         return self.turns[len(self.steps) % len(self.turns)][0]
 
     def observe(self, step: Observation) -> None:
@@ -278,19 +278,19 @@ def test_a_look_drafts_in_few_rows(depth: int, device: str) -> None:
     """The others go on plainly, and when they draft again the draft has taken in what it missed."""
     rows = prompts(5, seed=3)
     plain = [Request(row, 60, GREEDY_ROW) for row in rows]
-    for _ in DecodeLoop(tiny_engine(batch=3, device=device), plain, (), GREEDY, lambda made: 0):
+    for _ in Scheduler(tiny_engine(batch=3, device=device), plain, (), GREEDY, lambda made: 0):
         pass
-    engine, pacer = tiny_engine(batch=3, device=device, same=True, depth=depth), FewAtTimes()
+    engine, policy = tiny_engine(batch=3, device=device, same=True, depth=depth), FewAtTimes()
     looked = [Request(row, 60, GREEDY_ROW) for row in rows]
-    for _ in DecodeLoop(engine, looked, (), GREEDY, lambda made: 0, pacer=pacer):
+    for _ in Scheduler(engine, looked, (), GREEDY, lambda made: 0, policy=policy):
         pass
     assert [request.new_tokens for request in looked] == [request.new_tokens for request in plain]
     assert all(request.accepted == request.drafted for request in looked)  # the draft is the target
-    ones = [step for step in pacer.steps if step.k == 4 and step.rows == 3 and len(step.accepted) == 1]
+    ones = [step for step in policy.steps if step.k == 4 and step.rows == 3 and len(step.accepted) == 1]
     assert ones
     assert all(step.tokens == 1 + sum(step.accepted) / 3 for step in ones)
     assert sum(request.drafted for request in looked) == sum(
-        sum(step.accepted) for step in pacer.steps
+        sum(step.accepted) for step in policy.steps
     )  # nothing counted in a row that was held
 
 
@@ -298,7 +298,7 @@ def test_a_row_keeps_its_own_limit_after_a_look() -> None:
     options = dataclasses.replace(GREEDY_ROW, draft_limit=2)
     requests = [Request([1, 2, 3], 60, GREEDY_ROW), Request([4], 60, options)]
     engine = tiny_engine(batch=2, same=True)
-    for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 0, pacer=FewAtTimes()):
+    for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=FewAtTimes()):
         pass
     assert max(index for index, count in enumerate(requests[1].histogram) if count) == 2
     assert max(index for index, count in enumerate(requests[0].histogram) if count) == 4
@@ -310,14 +310,14 @@ def test_the_clock_leaves_the_reader_out() -> None:
     def passes(seconds: float) -> None:
         now[0] += seconds
 
-    one = StepClock(ahead=False, clock=lambda: now[0])
+    one = StepTimer(ahead=False, clock=lambda: now[0])
     assert one.arrived(waited=True) is None
     one.leave()
     passes(10.0)
     one.back()
     passes(1.0)
     assert one.arrived(waited=True) == 1.0  # nothing ran while the reader was away
-    two = StepClock(ahead=True, clock=lambda: now[0])
+    two = StepTimer(ahead=True, clock=lambda: now[0])
     two.arrived(waited=True)
     two.leave()
     passes(0.7)

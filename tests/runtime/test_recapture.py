@@ -15,7 +15,7 @@ from fastspec import FastSpecGenerator
 from fastspec.graphs.runner import EagerRunner
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request, lengths_of
+from fastspec.runtime.scheduler import Request, Scheduler, lengths_of
 from fastspec.sampling.rules import MODES
 from fastspec.shapes import EARLY_BLOCKS, FULL, GREEDY
 from tests.helpers.compiled import compiled_engine, graphs_compiled
@@ -144,7 +144,7 @@ def test_long_rows_have_steps_of_their_own() -> None:
     requests = [Request([1, 2], cap, ROWS[0]) for cap in (3, 5000)]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, requests[1].limit):
         engine.capture(rows, shape)
-    loop = iter(DecodeLoop(engine, requests, (), GREEDY, lambda made: 4))
+    loop = iter(Scheduler(engine, requests, (), GREEDY, lambda made: 4))
     for _ in range(5):
         next(loop)
     assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16384 positions"}
@@ -156,7 +156,9 @@ def test_long_rows_have_steps_of_their_own() -> None:
 
 def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft is fed a row's last two tokens: a prompt of 4354 has none before position 4352."""
-    monkeypatch.setattr(Engine, "take_in", lambda *args, **options: None)  # which takes long here, and tells nothing
+    monkeypatch.setattr(
+        Engine, "prefill_row", lambda *args, **options: None
+    )  # which takes long here, and tells nothing
     engine = replace(tiny_engine(batch=2, max_length=40_000), runner=Recorder())
     for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
         assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first
@@ -173,7 +175,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     assert isinstance(runner, Recorder)
     for prompts, key in (((5, 5000), keys[0][0]), ((5000, 6000), keys[1][0])):
         runner.ran.clear()
-        next(iter(DecodeLoop(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
+        next(iter(Scheduler(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
         assert {each for each in runner.ran if "rows" in each} == {key}
 
 
@@ -193,7 +195,7 @@ def test_options_compile_nothing_anew() -> None:
     engine = compiled_engine(batch=2, k=2)
 
     def run(*rows: RowOptions) -> None:
-        for _ in DecodeLoop(engine, [Request([1, 2, 3], 8, row) for row in rows], (), FULL, lambda made: 2):
+        for _ in Scheduler(engine, [Request([1, 2, 3], 8, row) for row in rows], (), FULL, lambda made: 2):
             pass
 
     run(ROWS[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import DecodeLoop, Request
+from fastspec.runtime.scheduler import Request, Scheduler
 from fastspec.shapes import FULL, GREEDY
 from fastspec.state import RUNNING, DecodeState
 from tests.helpers.devices import devices
@@ -47,7 +47,7 @@ def run(
     given = prompts(len(rows)) if given is None else given
     requests = [Request(list(prompt), NEW, row) for prompt, row in zip(given, rows, strict=True)]
     stop_ids, sampler = loop.get("stop_ids", ()), loop.get("sampler", FULL)
-    for _ in DecodeLoop(engine, requests, stop_ids, sampler, lambda made: k):
+    for _ in Scheduler(engine, requests, stop_ids, sampler, lambda made: k):
         engine.pages.check_integrity()
     assert engine.pages.num_free == engine.pages.num_pages - 1
     return requests
@@ -85,7 +85,7 @@ def test_counts_are_those_of_the_text_after_every_step(same: bool, device: str) 
     engine = tiny_engine(batch=3, device=device, same=same)
     requests = [Request(list(prompt), NEW, row) for prompt, row in zip(prompts(seed=3), ROWS, strict=True)]
     state, checked = engine.state, 0
-    for _ in DecodeLoop(engine, requests, (), FULL, lambda made: 4):
+    for _ in Scheduler(engine, requests, (), FULL, lambda made: 4):
         for row in (state.finish == RUNNING).nonzero().flatten().tolist():
             text = state.tokens[row, : state.lengths[row]].cpu()
             prompt, output = text[: state.limits[row] - NEW], text[state.limits[row] - NEW :]
@@ -197,12 +197,12 @@ def test_broken_logits_end_their_row_alone(value: float, sampler: str, depth: in
         position = len(given[1]) + place
         bad = poisoned(engine, 51, position, value)
         got = run(bad, rows, given, sampler=sampler)
-        assert (got[1].finish_reason, got[1].broken_at) == ("error", position)
+        assert (got[1].finish_reason, got[1].invalid_at) == ("error", position)
         assert len(got[1].new_tokens) <= place
         assert got[1].new_tokens == expected[1].new_tokens[: len(got[1].new_tokens)]
         for index in (0, 2, 3, 4):
             assert got[index].new_tokens == expected[index].new_tokens
-            assert (got[index].finish_reason, got[index].broken_at) == ("length", None)
+            assert (got[index].finish_reason, got[index].invalid_at) == ("length", None)
     assert texts(run(engine, rows, given, sampler=sampler)) == texts(expected)
 
 
@@ -246,7 +246,7 @@ def test_a_watch_ends_a_row_inside_a_step() -> None:
         for cut in (1, 2, 3, 4, 5, 9):
             requests = [Request(list(prompt), NEW, row) for prompt, row in zip(prompts(5), rows, strict=True)]
             requests[0].watch = Cut(cut)
-            for _ in DecodeLoop(engine, requests, (), GREEDY, lambda made: 4):
+            for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 4):
                 engine.pages.check_integrity()
             assert requests[0].new_tokens == expected[0][:cut]
             assert requests[0].finish_reason == "stop"
@@ -268,7 +268,7 @@ def test_a_row_that_the_host_ended_writes_no_more() -> None:
 
     def decode(batch: int, num_pages: int) -> list[Request]:
         requests = made(batch)
-        for _ in DecodeLoop(tiny_engine(batch=batch, k=2, num_pages=num_pages), requests, (), GREEDY, lambda made: 1):
+        for _ in Scheduler(tiny_engine(batch=batch, k=2, num_pages=num_pages), requests, (), GREEDY, lambda made: 1):
             pass
         return requests
 

@@ -17,8 +17,8 @@ from fastspec.sampling.distribution import (
     TARGET,
     PhiloxDraws,
     SamplerRows,
+    compute_probs,
     exponentials,
-    law,
     philox,
     uniforms,
 )
@@ -79,12 +79,12 @@ def race_counts(probs: Tensor, draws: int, purpose: int = TARGET) -> Tensor:
     for start in range(0, draws, batch):
         positions = torch.arange(start, start + batch)
         seeds = torch.full_like(positions, 1234)
-        picks = PhiloxDraws(seeds).pick(probs.expand(batch, -1), positions, purpose)
+        picks = PhiloxDraws(seeds).sample(probs.expand(batch, -1), positions, purpose)
         counts += torch.bincount(picks, minlength=len(probs))
     return counts
 
 
-def test_the_race_follows_its_law() -> None:
+def test_the_race_follows_its_compute_probs() -> None:
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.009, 0.001, 0.0])
     draws = 1_000_000
     counts = race_counts(probs, draws)
@@ -129,7 +129,7 @@ def test_the_race_is_exact_in_the_small_tail(rare: float, monkeypatch: pytest.Mo
         word = (low + high) // 2
         given = other[:, None], zero, (word >> 32)[:, None], (word % 2**32)[:, None]
         monkeypatch.setattr(distribution, "philox", lambda counter, key, given=given: given)
-        won = draws.pick(probs, zero[:, 0], TARGET) == 1
+        won = draws.sample(probs, zero[:, 0], TARGET) == 1
         low, high = torch.where(won, word, low), torch.where(won, high, word)
     chance = ((low + 1).double() / 2.0**64).mean().item()
     # the slices' middles are off by about log(2) / 2^17, the shares of words by 2^-24 and the law by 2^-24
@@ -160,7 +160,7 @@ def rows(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 
     )
 
 
-def transformers_law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def transformers_compute_probs(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -177,8 +177,8 @@ def transformers_law(logits: Tensor, temperature: float, top_k: int, top_p: floa
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.9])
 def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(top_k)) * 3
-    ours = law(logits[:, None], rows(temperature, top_k, top_p, min_p, 6))[:, 0]
-    theirs = transformers_law(logits, temperature, top_k, top_p, min_p)
+    ours = compute_probs(logits[:, None], rows(temperature, top_k, top_p, min_p, 6))[:, 0]
+    theirs = transformers_compute_probs(logits, temperature, top_k, top_p, min_p)
     assert torch.equal(ours > 0, theirs > 0)
     # two fp32 softmaxes over 111 values: a few ulp (1.2e-7) of one
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -186,20 +186,20 @@ def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float
 
 def test_top_k_keeps_ties_as_transformers_does() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    ours = law(logits[:, None], rows(1.0, top_k=2))[0, 0]
+    ours = compute_probs(logits[:, None], rows(1.0, top_k=2))[0, 0]
     assert (ours > 0).tolist() == [True, True, True, True, False]
-    assert torch.equal(ours > 0, transformers_law(logits, 1.0, 2, 1.0, 0.0)[0] > 0)
+    assert torch.equal(ours > 0, transformers_compute_probs(logits, 1.0, 2, 1.0, 0.0)[0] > 0)
 
 
 def test_greedy_rows_are_one_hot_on_the_lowest_of_equals() -> None:
     logits = torch.tensor([[[1.0, 7.0, 7.0]], [[1.0, 7.0, 7.0]]])
     options = SamplerRows(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.ones(2), torch.zeros(2))
-    got = law(logits, options)
+    got = compute_probs(logits, options)
     assert got[0, 0].tolist() == [0.0, 1.0, 0.0]
     assert got[1, 0, 1] == got[1, 0, 2] > 0.49
 
 
 def test_filters_off_leave_the_law_alone() -> None:
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
-    plain = law(logits, rows(0.7, count=2))
-    assert torch.equal(law(logits, rows(0.7, count=2)), plain)
+    plain = compute_probs(logits, rows(0.7, count=2))
+    assert torch.equal(compute_probs(logits, rows(0.7, count=2)), plain)

@@ -17,7 +17,7 @@ from fastspec.sampling.rules import (
     SyntheticAcceptance,
     announce_synthetic,
     checked,
-    needs_law,
+    needs_draft_probs,
     synthetic_name,
 )
 from fastspec.shapes import FULL, StepShape
@@ -74,7 +74,7 @@ def block() -> None:
     verify_modes.test_rejection_and_block_emit_exactly_the_targets_law("block", 2, range(6))
 
 
-def certain() -> None:
+def deterministic() -> None:
     verify_modes.test_certain_drafts_need_no_law("rejection", 2, 2)
 
 
@@ -155,7 +155,7 @@ def modes() -> None:
     verify_modes.test_modes_are_named()
     rule = SyntheticAcceptance(rate=0.5)
     assert checked(rule) is rule
-    assert [needs_law(mode) for mode in ("rejection", "block", "coupled", rule)] == [True, True, False, False]
+    assert [needs_draft_probs(mode) for mode in ("rejection", "block", "coupled", rule)] == [True, True, False, False]
     assert [synthetic_name(mode) for mode in ("block", rule)] == [None, "synthetic acceptance at a rate of 0.5"]
     assert str(SyntheticAcceptance(pattern=[1, 0])) == "synthetic acceptance of 1, 0 drafts in turn"
     with pytest.warns(UserWarning, match="for benchmarks only"):
@@ -273,7 +273,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("torch.where(last, carried, inner)", "inner", block),
         ("(carried[-1] * ratio[:, j]).clamp(max=1.0)", "carried[-1] * ratio[:, j]", block),
         ("(carried[-1] * ratio[:, j]).clamp(max=1.0)", "ratio[:, j].clamp(max=1.0)", block),
-        ("drafts[:, :, None], 1.0)", "drafts[:, :, None], 0.5)", certain),
+        ("drafts[:, :, None], 1.0)", "drafts[:, :, None], 0.5)", deterministic),
         ("(accepted < counts)[:, None], beyond", "(accepted <= counts)[:, None], beyond", rejection),
         ("residual(scaled[row, accepted]", "residual(p[row, accepted]", decodes_by_block),
         ("last[:, None], padded)", "padded, last[:, None])", rejection),
@@ -282,7 +282,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
             "purpose)\n    return _leading(picks[:, :-1] != drafts",
             coupled_law,
         ),
-        ("draws.pick(p, positions, purpose)", "draws.pick(p, positions - positions[:, :1], purpose)", any_k),
+        ("draws.sample(p, positions, purpose)", "draws.sample(p, positions - positions[:, :1], purpose)", any_k),
         ("number % len(rule.pattern)", "(number + 1) % len(rule.pattern)", synthetic),
         ("rule.rate or 0.0", "1.0 - (rule.rate or 0.0)", synthetic),
         ("torch.minimum(asked, counts.clamp(max=drafts.shape[1]))", "asked.clamp(max=drafts.shape[1])", synthetic),
@@ -321,15 +321,15 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
             "torch.arange(k + 1) - rows.lengths[:, None]\n    judged",
             any_k,
         ),
-        ("broken = processors.broken(judged)\n", "broken = processors.broken(judged) & False\n", broken_target),
-        ("None if certain else", "None if True else", own_drafts),
+        ("invalid = processors.invalid(judged)\n", "invalid = processors.invalid(judged) & False\n", broken_target),
+        ("None if deterministic else", "None if True else", own_drafts),
         ("verify.block if rule == BLOCK", "verify.block if rule != BLOCK", more_by_block),
-        ("processors.marked(accepted, broken)", "accepted", broken_target),
+        ("processors.flag_invalid(accepted, invalid)", "accepted", broken_target),
         ("processors.count(rows", "(lambda *given: None)(rows", counts_of_text),
         ("rows.draft_tokens[:, :j])", "rows.draft_tokens[:, :0])", own_drafts),
         (
-            "masked_fill(processors.broken(judged), torch.nan)",
-            "masked_fill(processors.broken(judged), 0.5)",
+            "masked_fill(processors.invalid(judged), torch.nan)",
+            "masked_fill(processors.invalid(judged), 0.5)",
             broken_draft,
         ),
         ("processors.drawable(probs)\n", "probs.clone()\n", broken_draft),
@@ -366,6 +366,6 @@ def test_the_checks_pass_on_what_is_right(check: Check) -> None:
     ["sampling.processors", "sampling.distribution", "sampling.verify", "sampling.rules", "kernels.reference.sampled"],
 )
 def test_no_formula_lacks_a_mutant(module: str) -> None:
-    broken = {mutant.owner for mutant, _ in MUTANTS if mutant.module == module}
+    invalid = {mutant.owner for mutant, _ in MUTANTS if mutant.module == module}
     # `SamplerRows` and the like are data; a protocol's methods are descriptions
-    assert {name for name, _ in bodies(module)} - broken == set()
+    assert {name for name, _ in bodies(module)} - invalid == set()

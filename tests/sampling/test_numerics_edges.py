@@ -112,8 +112,8 @@ def test_a_broken_draft_costs_acceptance_alone(value: float, mode: str, device: 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_target_emits_nothing(value: float, mode: str, device: str) -> None:
-    broken = torch.where(torch.arange(VOCAB) == 2, value, PLAIN)
-    for target in (broken, torch.full((VOCAB,), OFF)):
+    invalid = torch.where(torch.arange(VOCAB) == 2, value, PLAIN)
+    for target in (invalid, torch.full((VOCAB,), OFF)):
         state = one_step(target, PLAIN, mode, device)
         assert (state.accepted == -1).all()  # at place 0
         assert (state.emitted == 0).all()
@@ -152,7 +152,7 @@ def test_laws_keep_the_precision_of_logits(dtype: torch.dtype) -> None:
     """Softmax, filters, ratio and residual in the dtype of the logits, which are fp32 in every model."""
     logits = torch.randn(2, 3, VOCAB, dtype=dtype)
     rows = SamplerRows(torch.ones(2), torch.tensor([0, 2]), torch.tensor([1.0, 0.9]), torch.zeros(2))
-    law = distribution.law(logits, rows)
+    law = distribution.compute_probs(logits, rows)
     assert law.dtype == dtype
     assert verify.residual(law, law.roll(1, 0)).dtype == dtype
     assert verify.accept_probability(law, law.roll(1, 0)).dtype == dtype

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PrefixConstraine
 from fastspec.inputs.options import resolve
 from fastspec.runtime.admission import fill
 from fastspec.sampling import processors
-from fastspec.sampling.distribution import law
+from fastspec.sampling.distribution import compute_probs
 from fastspec.shapes import FULL
 from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_model
@@ -126,7 +126,7 @@ def test_laws_equal_transformers_with_filters_on_top() -> None:
     prompts, outputs, drafts = rows_at_random(5)
     state = state_of(prompts, outputs, {"max_new_tokens": 30, **options}, PLACES)
     logits = torch.randn(len(prompts), PLACES, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-    ours = law(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
+    ours = compute_probs(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         for place in range(PLACES):
             wanted = theirs(prompt, output + drafts[row, :place].tolist(), logits[row, place], options).softmax(-1)
@@ -158,9 +158,9 @@ def one_late(logits: Tensor, rows: processors.ProcessorRows, lengths: Tensor, dr
 _process = processors.process
 
 
-@pytest.mark.parametrize("broken", [broken_order, no_drafts, no_prompt, one_late])
-def test_the_comparison_catches(broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "process", broken)
+@pytest.mark.parametrize("invalid", [broken_order, no_drafts, no_prompt, one_late])
+def test_the_comparison_catches(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "process", invalid)
     assert compare(OPTIONS["all"], 1) > 1e-3
 
 
@@ -248,10 +248,10 @@ def test_broken_places_are_marked_where_they_are_needed() -> None:
     logits[1, 2] = -math.inf
     logits[2, 0, 0] = math.inf
     logits[3, :, 1:] = -math.inf  # one token is left: fine
-    places = processors.broken(logits)
+    places = processors.invalid(logits)
     assert places.nonzero().tolist() == [[0, 1], [1, 2], [2, 0]]
-    assert processors.marked(torch.tensor([2, 2, 2, 2, 2]), places).tolist() == [-2, -3, -1, 2, 2]
-    assert processors.marked(torch.tensor([0, 1, 0, 0, 1]), places).tolist() == [0, 1, -1, 0, 1]
+    assert processors.flag_invalid(torch.tensor([2, 2, 2, 2, 2]), places).tolist() == [-2, -3, -1, 2, 2]
+    assert processors.flag_invalid(torch.tensor([0, 1, 0, 0, 1]), places).tolist() == [0, 1, -1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_at_least_one_token_is_kept(options: dict[str, Any], left: int) -> None:
     given = {"do_sample": True, "max_new_tokens": 30, **options}
     state = state_of(prompts, outputs, given, PLACES)
     logits = torch.randn(len(prompts), PLACES, VOCAB, generator=torch.Generator().manual_seed(6))
-    probs = law(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
+    probs = compute_probs(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
     assert ((probs > 0).sum(-1) == left).all()
     torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:2]))
 
@@ -345,7 +345,7 @@ def test_rows_of_random_options_equal_transformers(seed: int) -> None:
     common = {"max_new_tokens": 30, "eos_token_id": stops, "do_sample": True}
     state = state_of(prompts, outputs, {**common, **as_listed(asked)}, PLACES)
     logits = torch.randn(len(prompts), PLACES, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    ours = law(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
+    ours = compute_probs(processors.process(logits, state.processors, state.lengths, drafts), state.sampler)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         options = {"top_k": 0, **common, **asked[row]}
         allowed = options.pop("allowed_token_ids", None)

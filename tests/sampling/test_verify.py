@@ -56,7 +56,7 @@ class ExactDraws:
                 self.weight[row] *= Fraction(chance) if place < count else 1 - Fraction(chance)
         return coins
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         for row, token in enumerate(self.last.tolist()):
             law = [Fraction(value) for value in probs[row].tolist()]
             self.weight[row] *= law[token] / sum(law)
@@ -123,8 +123,8 @@ BUGS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_enumeration_catches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, broken = BUGS[bug]
-    monkeypatch.setattr(verify, name, broken)
+    name, invalid = BUGS[bug]
+    monkeypatch.setattr(verify, name, invalid)
     for k in (1, 2):
         with pytest.raises(AssertionError):
             assert_lossless(k, range(6))

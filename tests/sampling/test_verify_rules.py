@@ -27,12 +27,12 @@ DRAFT_LAWS = [(8, 4, 4), (8, 8, 0), (16, 0, 0), (4, 8, 4)]
 class Tables:
     """Laws of every context; what the target's and the draft's are made of differs."""
 
-    def __init__(self, seed: int, *, draft: bool, certain: bool = False) -> None:
-        self.seed, self.draft, self.certain = seed, draft, certain
+    def __init__(self, seed: int, *, draft: bool, deterministic: bool = False) -> None:
+        self.seed, self.draft, self.deterministic = seed, draft, deterministic
 
     def __call__(self, context: Context) -> list[Fraction]:
         rng = random.Random(f"{self.seed}{self.draft}{context}")
-        if self.certain:
+        if self.deterministic:
             parts = [16, 0, 0]
         elif self.draft:
             parts = list(rng.choice(DRAFT_LAWS))
@@ -70,7 +70,7 @@ class Coins:
                 self.weight[row] *= exact(chance) if fallen else 1 - exact(chance)
         return self.coins
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         for row, token in enumerate(self.last.tolist()):
             if self.weight[row]:
                 law = [Fraction(value) for value in probs[row].tolist()]
@@ -131,7 +131,7 @@ def test_when_only_some_drafts_count(mode: str, k: int, count: int) -> None:
 def test_certain_drafts_need_no_law(mode: str, k: int, count: int) -> None:
     """q left out says what a one-hot q says."""
     for seed in range(3):
-        p, q = Tables(seed, draft=False), Tables(seed, draft=True, certain=True)
+        p, q = Tables(seed, draft=False), Tables(seed, draft=True, deterministic=True)
         without = judged(mode, p, q, k, count, one_hot=True)
         assert without[0] == continued((), k + 1, p), f"seed {seed}"
         assert without == judged(mode, p, q, k, count, one_hot=False)
@@ -182,7 +182,7 @@ class Scripted:
     def __init__(self, picks: Tensor) -> None:
         self.picks = picks
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         assert probs.shape[:2] == positions.shape == self.picks.shape
         assert purpose == TARGET
         return self.picks
@@ -238,7 +238,7 @@ def measured_agreement(q: list[Fraction], p: list[Fraction], positions: int, pur
     draws = PhiloxDraws(torch.tensor([5]))
     at = torch.arange(positions)[None]
     picks = [
-        draws.pick(torch.tensor([float(x) for x in law]).expand(1, positions, VOCAB), at, purpose)
+        draws.sample(torch.tensor([float(x) for x in law]).expand(1, positions, VOCAB), at, purpose)
         for law, purpose in zip((q, p), purposes, strict=True)
     ]
     return float((picks[0] == picks[1]).double().mean())
@@ -258,8 +258,8 @@ def test_picks_at_several_places_are_picks_at_each(positions: tuple[int, ...]) -
     draws = PhiloxDraws(torch.tensor([7, 8]))
     laws = torch.rand(2, 3, 11)
     at = torch.tensor([[4, 9, 5], [0, 1, 2]])
-    together = draws.pick(laws, at, TARGET)
-    assert torch.equal(together, torch.stack([draws.pick(laws[:, j], at[:, j], TARGET) for j in range(3)], dim=1))
+    together = draws.sample(laws, at, TARGET)
+    assert torch.equal(together, torch.stack([draws.sample(laws[:, j], at[:, j], TARGET) for j in range(3)], dim=1))
 
 
 def never_less(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
@@ -280,14 +280,14 @@ BLOCK_BUGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 @pytest.mark.parametrize("bug", BLOCK_BUGS)
 def test_the_enumeration_catches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, broken = BLOCK_BUGS[bug]
-    monkeypatch.setattr(verify, name, broken)
+    name, invalid = BLOCK_BUGS[bug]
+    monkeypatch.setattr(verify, name, invalid)
     with pytest.raises(AssertionError):
         test_rejection_and_block_emit_exactly_the_targets_law("block", 2, range(6))
 
 
 def test_the_enumeration_catches_a_certain_draft_taken_for_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_certain", lambda drafts, p: p[:, : drafts.shape[1]])
+    monkeypatch.setattr(verify, "_deterministic", lambda drafts, p: p[:, : drafts.shape[1]])
     for mode in ("rejection", "block"):
         with pytest.raises(AssertionError):
             test_certain_drafts_need_no_law(mode, 2, 2)
@@ -295,7 +295,7 @@ def test_the_enumeration_catches_a_certain_draft_taken_for_drawn(monkeypatch: py
 
 def test_the_enumeration_catches_coupled_emitting_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, draws: verify.Draws, purpose: int) -> object:
-        picks = draws.pick(p, positions, purpose)
+        picks = draws.sample(p, positions, purpose)
         return torch.full_like(counts, drafts.shape[1]).minimum(counts), torch.cat((drafts, picks[:, -1:]), dim=1)
 
     monkeypatch.setattr(verify, "coupled", kept)

@@ -77,7 +77,7 @@ def test_a_million_decodes_follow_the_law(device: str) -> None:
 
 @pytest.mark.parametrize("bug", ["residual", "accept_probability"])
 def test_the_test_sees_a_planted_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = (lambda p, q: p) if bug == "residual" else (lambda p, q: (p >= q).to(p.dtype))
-    monkeypatch.setattr(verify, bug, broken)
+    invalid = (lambda p, q: p) if bug == "residual" else (lambda p, q: (p >= q).to(p.dtype))
+    monkeypatch.setattr(verify, bug, invalid)
     found, degrees = statistic(sampled_counts("cpu", 2), ROWS * 2)
     assert found > 10 * limit(degrees)

@@ -147,7 +147,7 @@ def inverted(p: Tensor, q: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    ("name", "invalid"),
     [
         ("residual", lambda p, q: p),
         ("accept_probability", inverted),
@@ -156,9 +156,9 @@ def inverted(p: Tensor, q: Tensor) -> Tensor:
     ids=["residual is the target", "ratio inverted", "no coin"],
 )
 def test_the_enumeration_catches(
-    name: str, broken: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    name: str, invalid: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, name, broken)
+    monkeypatch.setattr(verify, name, invalid)
     # far above rounding: the planted bugs move some outcome's probability by percents
     assert compare(seed=3, k=2, limit=5, stop_ids=[3], temperature=1.0) > 1e-3
 

@@ -20,7 +20,7 @@ from fastspec.sampling.distribution import TARGET
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 from fastspec.shapes import FULL, StepShape
 from fastspec.state import RUNNING
-from fastspec.step import Parts, step
+from fastspec.step import StepModules, step
 from tests.helpers.races import joint
 from tests.helpers.tables import WHOLE, ScriptedDraws, TableModel, all_outcomes, random_table, table_state
 from tests.step.test_step_law import Context, Laws, distance, target_law
@@ -41,9 +41,9 @@ class BlockDraws(ScriptedDraws):
         self.weight *= torch.where(matter, taken, 1.0).prod(dim=1)
         return places < self.accepted[:, None]
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         impossible = self.weight == 0  # such an outcome may leave no law to pick from
-        token = super().pick(probs, positions, purpose)
+        token = super().sample(probs, positions, purpose)
         self.weight[impossible] = 0.0
         return token
 
@@ -65,7 +65,7 @@ class CoupledDraws:
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
         raise AssertionError("coupled verification tosses no coin")
 
-    def pick(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         assert purpose == TARGET, "coupled drafts are picked with the target's numbers"
         if probs.dim() == 2:
             self.laws.append(probs)
@@ -105,15 +105,15 @@ def outcomes_of(mode: str, k: int, count: int, drawn: bool) -> Callable[[int], S
 
 
 def one_step(
-    mode: str, parts: Parts, contexts: list[Context], k: int, count: int, limit: int, stops: list[int]
+    mode: str, parts: StepModules, contexts: list[Context], k: int, count: int, limit: int, stops: list[int]
 ) -> list[Laws]:
     proposer = parts.proposer
     assert proposer is not None
-    draws = outcomes_of(mode, k, count, not proposer.certain)(len(contexts))
+    draws = outcomes_of(mode, k, count, not proposer.deterministic)(len(contexts))
     outcomes = len(draws.weight) // len(contexts)
     rows = torch.tensor(contexts).repeat_interleave(outcomes, 0)
     state = table_state(rows, k=k, vocab=VOCAB, limit=limit, stop_ids=stops)
-    if mode == COUPLED or proposer.certain:
+    if mode == COUPLED or proposer.deterministic:
         state.draft_probs.fill_(float("nan"))  # nobody may look
     step(parts, state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
     laws: list[Laws] = [{} for _ in contexts]
@@ -136,7 +136,7 @@ def decoded(
     stop_ids: list[int],
 ) -> Laws:
     """Law of finished rows, step after step; `counted` says how many drafts of a context count."""
-    parts = Parts(TableModel(target), proposer)
+    parts = StepModules(TableModel(target), proposer)
     alive: dict[Context, float] = {PROMPT: 1.0}
     finished: Laws = {}
     while alive:
@@ -264,7 +264,7 @@ def test_the_enumeration_catches_a_law_left_over(monkeypatch: pytest.MonkeyPatch
 
 def test_the_enumeration_catches_coupled_drafts_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, draws: verify.Draws, purpose: int) -> object:
-        picks = draws.pick(p, positions, purpose)
+        picks = draws.sample(p, positions, purpose)
         return counts.clamp(max=drafts.shape[1]), torch.cat((drafts, picks[:, -1:]), dim=1)
 
     monkeypatch.setattr(verify, "coupled", kept)

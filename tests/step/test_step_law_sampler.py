@@ -197,9 +197,9 @@ def counts_everything(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
 process, count = processors.process, processors.count
 
 
-@pytest.mark.parametrize("broken", [forgets_drafts], ids=["drafts before a place are forgotten"])
-def test_the_enumeration_catches(broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "process", broken)
+@pytest.mark.parametrize("invalid", [forgets_drafts], ids=["drafts before a place are forgotten"])
+def test_the_enumeration_catches(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "process", invalid)
     # far above rounding: the planted bug moves some outcome's probability by percents
     assert compare(2, ASKED["frequency"]) > 1e-3
 

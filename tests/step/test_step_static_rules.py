@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fastspec.proposers.choose import Guarded
-from fastspec.proposers.deterministic import CertainProposer
+from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.ngram import NGram
 from fastspec.runtime.engine import Engine
 from fastspec.sampling.distribution import PhiloxDraws
@@ -78,7 +78,7 @@ def test_a_step_traces_as_one_graph(proposer: str, rule: Verification) -> None:
     assert torch.equal(plain.state.lengths, traced.state.lengths)
 
 
-class Reads(CertainProposer):
+class Reads(DeterministicProposer):
     """A proposer that asks the device."""
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:

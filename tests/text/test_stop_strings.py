@@ -104,9 +104,9 @@ class LooksAtWholeStepsOnly(StopWatch):
         return None if super().__call__(tokens) is None else len(tokens)
 
 
-@pytest.mark.parametrize("broken", [ForgetsThePast, LooksAtWholeStepsOnly])
-def test_the_oracle_catches(broken: Callable[..., StopWatch]) -> None:
-    assert len(mismatches(broken, byte_tokenizer(), 60)) > 3
+@pytest.mark.parametrize("invalid", [ForgetsThePast, LooksAtWholeStepsOnly])
+def test_the_oracle_catches(invalid: Callable[..., StopWatch]) -> None:
+    assert len(mismatches(invalid, byte_tokenizer(), 60)) > 3
 
 
 def test_the_ends_are_those_of_transformers() -> None:

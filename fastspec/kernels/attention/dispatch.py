@@ -9,7 +9,8 @@
 | cos, sin     | [positions, D/2] fp32                          | contiguous                                        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
-| positions    | [B, Q] int64                                   | >= 0, ascending in a row where `writes`           |
+| positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`
+ |
 | writes       | [B, Q] bool                                    | K/V of other rows are not stored, outputs are junk |
 
 A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds query tile t of one row and kv head and
@@ -277,7 +278,7 @@ def attend(
     values: Tensor,
     block_table: Tensor,
     positions: Tensor,
-    writes: Tensor,
+    write_mask: Tensor,
     *,
     num_heads: int,
     q_norm: Tensor | None,
@@ -303,19 +304,19 @@ def attend(
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above, or `work` is too small for the pass.
     """
-    qkv, positions, writes = qkv.contiguous(), positions.contiguous(), writes.contiguous()
+    qkv, positions, write_mask = qkv.contiguous(), positions.contiguous(), write_mask.contiguous()
     if q_norm is None or k_norm is None:
         q_norm = k_norm = None
     if positions.shape[1] > MAX_SPLIT_QUERIES:
         query = rope(
-            qkv, cos, sin, keys, values, block_table, positions, writes,
+            qkv, cos, sin, keys, values, block_table, positions, write_mask,
             num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         out = paged_attention(
             query, keys, values, block_table, positions, num_blocks=num_blocks, window=window, out=query
         )
         return out.flatten(2)
-    tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes)
+    tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask)
     check_heads(*tensors, num_heads)
     blocks = first_block, num_blocks
     return _decode(*tensors, num_heads=num_heads, eps=eps, blocks=blocks, window=window, work=work, regroup=regroup)

@@ -123,13 +123,13 @@ def slots_of(
     fed = row < num_queries
     at = batch * num_queries + row  # int64 from batch
     position = gl.load(position_ptr + at, mask=fed, other=0, cache_modifier=".cg")
-    writes = gl.load(write_ptr + at, mask=fed, other=0, cache_modifier=".cg") != 0
+    write_mask = gl.load(write_ptr + at, mask=fed, other=0, cache_modifier=".cg") != 0
     entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
     page = gl.load(table_ptr + entry, mask=fed, other=0, cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
     turn = angles(position, fed, cos_ptr, sin_ptr, num_angles, D // 2, layout)
-    return at, slot, writes & (position >= start) & (position < stop), turn
+    return at, slot, write_mask & (position >= start) & (position < stop), turn
 
 
 @gluon.jit

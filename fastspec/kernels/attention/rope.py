@@ -125,7 +125,7 @@ def append(
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM  # int64 from batch
     source = qkv_ptr + head[:, None] + column[None, :]
     position = tl.load(position_ptr + at, mask=fed, other=0)
-    writes = tl.load(write_ptr + at, mask=fed, other=0) != 0
+    write_mask = tl.load(write_ptr + at, mask=fed, other=0) != 0
     k1 = tl.load(source, mask=mask, other=0.0)
     k2 = tl.load(source + HALF, mask=mask, other=0.0)
     v1 = tl.load(source + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
@@ -136,7 +136,7 @@ def append(
     k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     target = slot[:, None] + column[None, :]
-    stored = (writes & (position >= start) & (position < stop))[:, None] & inside
+    stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
     tl.store(key_ptr + target, k1, mask=stored)
     tl.store(key_ptr + target + HALF, k2, mask=stored)
     tl.store(value_ptr + target, v1, mask=stored)
@@ -208,19 +208,19 @@ def rope(
     values: Tensor,
     block_table: Tensor,
     positions: Tensor,
-    writes: Tensor,
+    write_mask: Tensor,
     *,
     num_heads: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The first half of `reference.attend`: stores K and V where `writes`, returns the queries [B, Q, H, D].
+    """The first half of `reference.attend`: stores K and V where `write_mask`, returns the queries [B, Q, H, D].
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.
     """
-    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, writes, num_heads)
+    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
     batch, num_queries = positions.shape
     page_size, kv_heads, dim = keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -238,7 +238,7 @@ def rope(
         values,
         block_table,
         positions,
-        writes,
+        write_mask,
         out,
         num_queries,
         block_table.stride(0),

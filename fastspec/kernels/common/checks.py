@@ -100,7 +100,7 @@ def check_heads(
     values: Tensor,
     block_table: Tensor,
     positions: Tensor,
-    writes: Tensor,
+    write_mask: Tensor,
     num_heads: int,
 ) -> None:
     """Raises ValueError unless kernels can make K and V of `qkv`, store and read them: shapes as in rope.py."""
@@ -111,7 +111,7 @@ def check_heads(
     check("qkv", qkv, (*qkv.shape[:2], width), keys.dtype, step=step)
     check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
     check("sin", sin, cos.shape, torch.float32)
-    check("writes", writes, positions.shape, torch.bool)
+    check("write_mask", write_mask, positions.shape, torch.bool)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             check(name, weight, (dim,))

@@ -23,7 +23,7 @@ from fastspec.kernels.linear.dispatch import checked_rows
 from fastspec.kernels.linear.plan import Call, run
 
 
-def packed_pick(
+def packed_argmax(
     x: Tensor,
     weight: Tensor,
     limit: int,
@@ -33,7 +33,7 @@ def packed_pick(
     pdl: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.packed_pick`, which defines it; the result is `out` where that is given.
+    """As `reference.packed_argmax`, which defines it; the result is `out` where that is given.
 
     Args:
         limit: ids below it count; at least 1.

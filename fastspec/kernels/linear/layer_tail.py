@@ -2,7 +2,8 @@
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
-To the bits of `reference.between` out of packed products. What goes from one product to the next goes as the next one
+To the bits of `reference.layer_tail` out of packed products. What goes from one product to the next goes as the next
+one
 wants it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention left may be.
 """
 
@@ -37,10 +38,10 @@ def read_once(weights: list[Tensor], rows: int) -> bool:
     return rows <= RING_ROWS and in_a_ring(weights, rows)
 
 
-def between(
-    attended: Tensor, x: Tensor, layer: Layer, following: Layer | None, eps: float, pdl: bool
+def layer_tail(
+    attended: Tensor, x: Tensor, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.between`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
+    """As `reference.layer_tail`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     rows = len(x)
     given = attended.reshape(rows, -1).contiguous()
@@ -50,12 +51,12 @@ def between(
     x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
     call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
     ring(_tile(layer.gate_up, rows, gated=True), call, squares, pdl, regroup_out=True)
-    if following is None:
+    if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
-    norm, qkv = (following.input_norm, eps), x.new_empty(rows, following.qkv.shape[0] * 16)
-    x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, following.qkv, pdl)
-    call = Call(given, following.qkv, qkv, following.qkv_bias, norm)
-    whole_ring(_tile(following.qkv, rows), call, squares, pdl)
+    norm, qkv = (next_layer.input_norm, eps), x.new_empty(rows, next_layer.qkv.shape[0] * 16)
+    x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl)
+    call = Call(given, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
+    whole_ring(_tile(next_layer.qkv, rows), call, squares, pdl)
     return x.view(shape), qkv.view(*shape[:-1], -1)
 
 
@@ -72,11 +73,11 @@ def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 
 def _added(
-    given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, following: Tensor, pdl: bool
+    given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, next_layer: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`_summed`, and what `given_to` makes of it for a product with `following`."""
     tile = _tile(weight, len(given))
     if tile.ways is None:
-        return given_to(following, _summed(given, weight, bias, residual, pdl), norm, pdl)
+        return given_to(next_layer, _summed(given, weight, bias, residual, pdl), norm, pdl)
     parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
-    return given_to(following, residual, norm, pdl, parts, bias)
+    return given_to(next_layer, residual, norm, pdl, parts, bias)

@@ -9,7 +9,7 @@
 | bias     | [N], any float dtype                        | added in fp32                                      |
 | norm     | gamma [K], eps                              | an RMSNorm of x in front (arXiv 1910.07467)        |
 | residual | as the result, any float dtype              | added in fp32                                      |
-| scratch  | int64 [R + 1], zero                         | `tile_pick` only; the kernel leaves it zero again  |
+| scratch  | int64 [R + 1], zero                         | `tile_argmax` only; the kernel leaves it zero again  |
 
 Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products, no tf32), rounded once at the end.
 1 / sqrt(...) scales the accumulator, so that one walk over x is enough. Masked loads give zero.
@@ -243,7 +243,7 @@ def tile_linear(
     return out
 
 
-def tile_pick(
+def tile_argmax(
     x: Tensor,
     weight: Tensor,
     limit: int,

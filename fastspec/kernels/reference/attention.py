@@ -111,7 +111,7 @@ def attend(
     values: Tensor,
     block_table: Tensor,
     positions: Tensor,
-    writes: Tensor,
+    write_mask: Tensor,
     *,
     num_heads: int,
     q_norm: Tensor | None,
@@ -129,7 +129,7 @@ def attend(
     Args:
         qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
         cos, sin: fp32 [positions, D/2], the rotary table.
-        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `writes`.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`.
         block_table: int64 [B, P].
         positions: int64 [B, Q], >= 0.
         writes: bool [B, Q]; the K/V of other rows is not kept.
@@ -139,7 +139,7 @@ def attend(
         first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
             others as junk.
         work: of the kernel; unused here.
-        product: the weight that multiplies the result, which kernels may leave as that and `between` want it; unused
+        product: the weight that multiplies the result, which kernels may leave as that and `layer_tail` want it; unused
             here.
 
     Returns:
@@ -152,7 +152,7 @@ def attend(
         query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
     at = positions.clamp(max=cos.shape[0] - 1)
     rotation = cos[at][:, :, None], sin[at][:, :, None]
-    slots = _slots(block_table, positions, page_size, writes).flatten()
+    slots = _slots(block_table, positions, page_size, write_mask).flatten()
     keys.view(-1, kv_heads, dim).index_copy_(0, slots, rope(key, *rotation).flatten(0, 1))
     values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
     out = paged_attention(
@@ -168,11 +168,11 @@ def attend(
     return out.flatten(2)
 
 
-def _slots(block_table: Tensor, positions: Tensor, page_size: int, writes: Tensor) -> Tensor:
-    """Flat cache slots [B, Q] of positions [B, Q]; where `writes` is False one of page 0, which belongs to nobody.
+def _slots(block_table: Tensor, positions: Tensor, page_size: int, write_mask: Tensor) -> Tensor:
+    """Flat cache slots [B, Q] of positions [B, Q]; where `write_mask` is False one of page 0, which belongs to nobody.
 
     Positions beyond the block table are clamped to its last page: they are only ever given for rows that do not
     write, and an index derived from data must stay in range all the same.
     """
     pages = block_table.gather(1, (positions // page_size).clamp(0, block_table.shape[1] - 1))
-    return torch.where(writes, pages, 0) * page_size + positions % page_size
+    return torch.where(write_mask, pages, 0) * page_size + positions % page_size

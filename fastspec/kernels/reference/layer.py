@@ -25,12 +25,12 @@ class Layer(Protocol):
     down_bias: Tensor | None
 
 
-def between(
+def layer_tail(
     linear: Callable[..., Tensor],
     attended: Tensor,
     x: Tensor,
     layer: Layer,
-    following: Layer | None,
+    next_layer: Layer | None,
     eps: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor | None]:
@@ -48,6 +48,6 @@ def between(
     x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
     gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
     x = linear(gated, layer.down, layer.down_bias, tiling, residual=x)
-    if following is None:
+    if next_layer is None:
         return x, None
-    return x, linear(x, following.qkv, following.qkv_bias, tiling, norm=(following.input_norm, eps))
+    return x, linear(x, next_layer.qkv, next_layer.qkv_bias, tiling, norm=(next_layer.input_norm, eps))

@@ -53,7 +53,7 @@ def linear(
     return product if residual is None else residual + product
 
 
-def pick(
+def argmax(
     x: Tensor,
     weight: Tensor,
     limit: int,
@@ -113,7 +113,7 @@ def tile_linear(
     return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
-def tile_pick(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
     """int64 [R]: the lowest id of the largest of `linear`'s first `limit` logits in fp32; NaN counts as largest."""
     return linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
@@ -156,6 +156,6 @@ def packed_linear(
     return out.to(out_dtype or x.dtype)
 
 
-def packed_pick(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+def packed_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
     """int64 [R]: the lowest id of the largest of a packed head's first `limit` logits; NaN counts as the largest."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

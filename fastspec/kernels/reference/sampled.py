@@ -44,7 +44,7 @@ def sampled_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     *,
     rule: str,
-    certain: bool,
+    deterministic: bool,
     draws: verify.Draws,
     record: Record | None = None,
 ) -> None:
@@ -64,17 +64,17 @@ def sampled_commit(
     drafts, counts = rows.draft_tokens[:, :k], rows.draft_counts
     places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
-    broken = processors.broken(judged)
+    invalid = processors.invalid(judged)
     # by a place without a law nothing is accepted; a greedy row's pick stays what it is
-    lawless = broken & (rows.sampler.temperature > 0)[:, None]
-    p = distribution.law(judged, rows.sampler).masked_fill(lawless[:, :, None], torch.nan)
+    lawless = invalid & (rows.sampler.temperature > 0)[:, None]
+    p = distribution.compute_probs(judged, rows.sampler).masked_fill(lawless[:, :, None], torch.nan)
     if rule == COUPLED:
         accepted, block = verify.coupled(p, drafts, counts, places, draws, distribution.TARGET)
     else:
-        q = None if certain else rows.draft_probs[:, :k].to(p.dtype)
+        q = None if deterministic else rows.draft_probs[:, :k].to(p.dtype)
         judge = verify.block if rule == BLOCK else verify.rejection
         accepted, block = judge(p, q, drafts, counts, places, draws, distribution.TARGET)
-    ended(processors.marked(accepted, broken), block, rows, logits, publish_to, record)
+    ended(processors.flag_invalid(accepted, invalid), block, rows, logits, publish_to, record)
     processors.count(rows.output_counts, rows.block, rows.emitted)
 
 
@@ -85,7 +85,7 @@ def sampled_draw(
     work: object = None,
     *,
     purpose: int,
-    keeps_law: bool,
+    keep_draft_probs: bool,
     draws: verify.Draws,
 ) -> None:
     """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where the law is kept.
@@ -100,10 +100,10 @@ def sampled_draw(
         draws: draws.
     """
     judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :j])
-    probs = distribution.law(judged, rows.sampler)[:, 0].masked_fill(processors.broken(judged), torch.nan)
+    probs = distribution.compute_probs(judged, rows.sampler)[:, 0].masked_fill(processors.invalid(judged), torch.nan)
     probs = processors.drawable(probs)
-    rows.draft_tokens[:, j] = draws.pick(probs, rows.lengths + j, purpose)
-    if keeps_law:
+    rows.draft_tokens[:, j] = draws.sample(probs, rows.lengths + j, purpose)
+    if keep_draft_probs:
         known = probs.shape[1]
         rows.draft_probs[:, j, :known] = probs
         rows.draft_probs[:, j, known:] = 0.0  # a certain draft may have been such an id

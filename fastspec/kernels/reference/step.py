@@ -66,11 +66,11 @@ def feed_rows(
     known = min(queries, max(0, -first))
     at = positions[:, :known].clamp(0, tokens.shape[1] - 1)
     ids = torch.cat((tokens.gather(1, at), draft_tokens[:, first + known : first + queries]), dim=1)
-    writes = (finish == verify.RUNNING)[:, None] & (positions >= 0) & (positions < limit)
+    write_mask = (finish == verify.RUNNING)[:, None] & (positions >= 0) & (positions < limit)
     if draft_counts is not None:
         draft_counts.copy_((limit + 1 - lengths).clamp(0, num_drafts))
-        writes = writes & (draft_counts > 0)[:, None]
-    return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), writes
+        write_mask = write_mask & (draft_counts > 0)[:, None]
+    return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), write_mask
 
 
 def embed(weight: Tensor, ids: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.marked`, then `ended`."""
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.flag_invalid`, then `ended`."""
     accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
-    ended(processors.marked(accepted, processors.broken(logits)), block, rows, logits, publish_to, record)
+    ended(processors.flag_invalid(accepted, processors.invalid(logits)), block, rows, logits, publish_to, record)
 
 
 def ended(

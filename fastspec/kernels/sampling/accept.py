@@ -266,8 +266,8 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
         residual = (accepted < counts) & (at_place(beyond.to(tl.float32), place, accepted) > 0)
         picks = tl.where(residual, winning_id(tl.maximum(beyond, 1)), picks)
         picks = tl.where(place == accepted, picks, drafts)
-    broken = (kinds == BROKEN) & valid
-    first_broken = tl.min(tl.where(broken, place, PLACES), axis=0)
+    invalid = (kinds == BROKEN) & valid
+    first_broken = tl.min(tl.where(invalid, place, PLACES), axis=0)
     block = tl.where(valid, picks, drafts)
     block = tl.minimum(tl.maximum(block, 0), vocab - 1)
     return tl.where(first_broken <= accepted, -1 - first_broken, accepted), tl.where(place <= num_drafts, block, -1)

@@ -158,7 +158,7 @@ def sampled_draw(
     work: SampledWork,
     *,
     purpose: int,
-    keeps_law: bool,
+    keep_draft_probs: bool,
     draws: object = None,
 ) -> None:
     """As `reference.sampled_draw`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
@@ -168,7 +168,7 @@ def sampled_draw(
     """
     check_source(logits, rows, work)
     batch, _, vocab = logits.shape
-    laws = rows.draft_probs[:, j] if keeps_law else None
+    laws = rows.draft_probs[:, j] if keep_draft_probs else None
     check_laws(laws, vocab)
     find_laws(logits, rows, work, first=j)
     source = sampled_parts.source_of(logits, rows)

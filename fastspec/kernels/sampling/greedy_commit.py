@@ -1,6 +1,6 @@
 """Greedy verification and the step's bookkeeping in one launch.
 
-The law is `fastspec.sampling.verify`: picks as `greedy`, marked as `fastspec.sampling.processors.marked`, then
+The law is `fastspec.sampling.verify`: picks as `greedy`, marked as `fastspec.sampling.processors.flag_invalid`, then
 `commit`. A program
 takes CHUNK logits of one place. It finds their largest, the lowest id among equals, as one integer whose order is
 that of (logit, -id), and merges it into the place's integer by an atomic maximum: exact, so neither chunks nor
@@ -133,8 +133,8 @@ def _verify_kernel(
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
         # the largest of all is NaN or infinite: nothing can be chosen there
         level = (ranked >> 31) - 0x80000000
-        broken = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
-        first_broken = tl.min(tl.where(broken, place, PLACES), axis=0).to(tl.int64)
+        invalid = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
+        first_broken = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
         accepted = tl.where(first_broken <= accepted, -1 - first_broken, accepted)
         commit_row(
             row,

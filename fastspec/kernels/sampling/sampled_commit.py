@@ -2,7 +2,8 @@
 
 The law is `fastspec.sampling.verify`: `rejection`, `block` or `coupled` over `sampling.law` of `processors.process`,
 marked as
-`processors.marked`, then `commit` and `processors.count`. distribution.py finds every line's law in two launches. In
+`processors.flag_invalid`, then `commit` and `processors.count`. distribution.py finds every line's law in two
+launches. In
 the third, every program forms the row's carried ratios and its coins for itself, and so knows which places can still
 end the row: under rejection one; under block one if the last draft's coin falls, else all before it; under coupled
 all. At those a program takes some ids: their race under p and under max(c p - q, 0), and the sum of the latter.
@@ -317,7 +318,7 @@ def sampled_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     *,
     rule: str,
-    certain: bool,
+    deterministic: bool,
     draws: object = None,
     record: Record | None = None,
 ) -> None:
@@ -329,7 +330,7 @@ def sampled_commit(
     batch, places, vocab = logits.shape
     check_source(logits, rows, work)
     committing.check_rows(rows, batch, places - 1, scratch)
-    laws = None if certain or rule == COUPLED or places == 1 else rows.draft_probs
+    laws = None if deterministic or rule == COUPLED or places == 1 else rows.draft_probs
     check_laws(laws, vocab)
     if record is not None:
         check_record(record, rows, vocab, places)

@@ -29,7 +29,7 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
             x, weight, arguments = case(rows, vocab, k, torch.bfloat16, device, epilogue)
             logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
             for limit in (1, 2, 100, vocab, 10**6):
-                picked = packed.pick.packed_pick(x, weight, limit, scratch, **arguments, pdl=PDL[device])
+                picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device])
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
                 assert not scratch.any()
 
@@ -48,7 +48,7 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
             logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
             for limit in (1, 100, 304):
-                picked = packed.pick.packed_pick(x, weight, limit, scratch, **arguments, pdl=True)
+                picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=True)
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
                 assert not scratch.any()
 
@@ -85,9 +85,9 @@ def test_ties_zeros_and_values_that_are_not_numbers(
         x, head = rigged(values, device)
         scratch = room(39, device)
         for rows in (x, x.repeat(5, 1), x.repeat(13, 1)):
-            picked = packed.pick.packed_pick(rows, head, limit, scratch, pdl=PDL[device])
+            picked = packed.argmax.packed_argmax(rows, head, limit, scratch, pdl=PDL[device])
             assert picked.tolist() == [expected] * len(rows)
-            assert reference.packed_pick(rows, head, limit).tolist() == [expected] * len(rows)
+            assert reference.packed_argmax(rows, head, limit).tolist() == [expected] * len(rows)
             assert not scratch.any()
 
 
@@ -97,8 +97,8 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
         x, weight, _ = case(6, 64, 128, torch.bfloat16, device)
         table = torch.full((6, 3), -7, dtype=torch.int64, device=device)
         scratch = room(6, device)
-        expected = packed.pick.packed_pick(x, weight, 64, scratch, pdl=PDL[device])
-        given = packed.pick.packed_pick(x, weight, 64, scratch, pdl=PDL[device], out=table[:, 1])
+        expected = packed.argmax.packed_argmax(x, weight, 64, scratch, pdl=PDL[device])
+        given = packed.argmax.packed_argmax(x, weight, 64, scratch, pdl=PDL[device], out=table[:, 1])
         assert given.data_ptr() == table[:, 1].data_ptr()
         assert torch.equal(table[:, 1], expected)
         assert (table[:, [0, 2]] == -7).all()
@@ -107,7 +107,7 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "k"), [(128256, 2048), (151936, 896), (128256, 4096)])
 def test_real_heads(vocab: int, k: int) -> None:
-    from fastspec.kernels.linear.argmax import packed_pick
+    from fastspec.kernels.linear.argmax import packed_argmax
     from fastspec.kernels.linear.dispatch import packed_linear
 
     scratch = room(200, "cuda")
@@ -115,7 +115,7 @@ def test_real_heads(vocab: int, k: int) -> None:
         x, weight, arguments = case(rows, vocab, k, torch.bfloat16, "cuda", "norm")
         logits = packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=False)
         for _ in range(20):
-            assert torch.equal(packed_pick(x, weight, vocab, scratch, **arguments, pdl=False), logits.argmax(-1))
+            assert torch.equal(packed_argmax(x, weight, vocab, scratch, **arguments, pdl=False), logits.argmax(-1))
         assert not scratch.any()
 
 
@@ -135,4 +135,4 @@ def test_what_does_not_go_together_is_refused(change: dict[str, Any], match: str
         x, head = rigged({}, "cpu")
         given = {"x": x, "weight": head, "limit": 5, "scratch": room(3, "cpu")}
         with pytest.raises(ValueError, match=match):
-            packed.pick.packed_pick(**{**given, **change}, pdl=False)
+            packed.argmax.packed_argmax(**{**given, **change}, pdl=False)

@@ -41,7 +41,7 @@ def modules(device: str, capability: tuple[int, int] = (9, 0), late: bool = True
     else:
         from fastspec.kernels.linear import argmax, dispatch, plan
 
-        yield SimpleNamespace(launch=plan, linear=dispatch, pick=argmax)
+        yield SimpleNamespace(launch=plan, linear=dispatch, argmax=argmax)
 
 
 def case(

@@ -55,7 +55,7 @@ def inputs(layer: SimpleNamespace, rows: int) -> tuple[Tensor, Tensor]:
 def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor, pdl: bool) -> list[Any]:
     """(x, qkv) of the chain and of products one by one, for layers one and two of which the second may be missing."""
     rows = x.shape[1]
-    following = layers[1] if len(layers) > 1 else None
+    next_layer = layers[1] if len(layers) > 1 else None
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
         found: Tensor = packed.linear.packed_linear(x, weight, bias, pdl=pdl, **options)
@@ -63,10 +63,10 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
 
     weights = [layers[0].o, layers[0].gate_up, layers[0].down, layers[-1].qkv]
     assert packed.layer.in_a_ring(weights, rows)
-    chain = packed.layer.between(attended, x, layers[0], following, 1e-5, pdl)
+    chain = packed.layer.layer_tail(attended, x, layers[0], next_layer, 1e-5, pdl)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
-    one_by_one = reference.between(linear, attended, x, layers[0], following, 1e-5, reference.UNTILED)
+    one_by_one = reference.layer_tail(linear, attended, x, layers[0], next_layer, 1e-5, reference.UNTILED)
     return [*chain, *one_by_one]
 
 
@@ -103,8 +103,8 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
     for name in ("o", "gate_up", "down", "qkv"):
         setattr(layer, name, packing.unpack(getattr(layer, name), name == "gate_up"))
     given = (x, layer, layer, 1e-5, reference.UNTILED)
-    plain = triton_ops.between(reference.linear, attended, *given)
-    for ours, theirs in zip(triton_ops.between(reference.linear, regrouped(attended), *given), plain, strict=True):
+    plain = triton_ops.layer_tail(reference.linear, attended, *given)
+    for ours, theirs in zip(triton_ops.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
         assert torch.equal(ours, theirs)
 
 

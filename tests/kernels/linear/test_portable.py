@@ -148,7 +148,7 @@ def test_pick_equals_its_twin(rows: int, normed: bool, device: str) -> None:
         logits = tile.tile_linear(x, weight, out_dtype=torch.float32, **arguments)
         scratch = torch.zeros(65, dtype=torch.int64, device=device)
         for limit in (1, 16, 33, 70, 111):
-            ids = tile.tile_pick(x, weight, limit, scratch, **arguments)
+            ids = tile.tile_argmax(x, weight, limit, scratch, **arguments)
             assert torch.equal(ids, logits[:, :limit].argmax(dim=-1)), (dtype, limit)
             assert not scratch.any(), "the scratch is left as it was found"
 
@@ -171,9 +171,9 @@ def test_pick_of_ties_and_nan(device: str) -> None:
             weight = torch.full((gap * 7, 1), -float("inf"), device=device)
             weight[: gap * len(values) : gap, 0] = torch.tensor(values, device=device)
             x = torch.ones(1, 1, device=device)
-            ids = tile.tile_pick(x, weight, gap * 4 + 1, scratch, out=torch.full((1,), -1, device=device))
+            ids = tile.tile_argmax(x, weight, gap * 4 + 1, scratch, out=torch.full((1,), -1, device=device))
             assert ids.tolist() == [wanted * gap], name
-            twin = reference.tile_pick(x, weight, gap * 4 + 1)
+            twin = reference.tile_argmax(x, weight, gap * 4 + 1)
             assert torch.equal(ids, twin), name
             assert not scratch.any()
 
@@ -185,9 +185,9 @@ def test_pick_of_zeros_of_both_signs(device: str) -> None:
     norm = torch.ones(1, device=device), 1e-5
     logits = tile.tile_linear(x, weight, norm=norm)
     assert logits.signbit().tolist() == [[True, False, False]]
-    ids = tile.tile_pick(x, weight, 3, torch.zeros(2, dtype=torch.int64, device=device), norm=norm)
+    ids = tile.tile_argmax(x, weight, 3, torch.zeros(2, dtype=torch.int64, device=device), norm=norm)
     assert ids.tolist() == [0]
-    assert torch.equal(ids, reference.tile_pick(x, weight, 3, norm=norm))
+    assert torch.equal(ids, reference.tile_argmax(x, weight, 3, norm=norm))
 
 
 @pytest.mark.gpu
@@ -198,7 +198,7 @@ def test_pick_at_real_sizes(dtype: torch.dtype) -> None:
         x, weight, arguments = product_case(rows, 50_000, 512, dtype, "cuda", "norm")
         logits = tile.tile_linear(x, weight, out_dtype=torch.float32, **arguments)
         for _ in range(20):
-            assert torch.equal(tile.tile_pick(x, weight, 49_999, scratch, **arguments), logits[:, :49_999].argmax(-1))
+            assert torch.equal(tile.tile_argmax(x, weight, 49_999, scratch, **arguments), logits[:, :49_999].argmax(-1))
         assert not scratch.any()
 
 
@@ -240,9 +240,9 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="residual"):
         tile.tile_linear(x, weight, residual=x)
     with pytest.raises(ValueError, match="limit"):
-        tile.tile_pick(x, weight, 17, scratch)
+        tile.tile_argmax(x, weight, 17, scratch)
     assert tile.tile_linear(x[:0], weight).shape == (0, 16)
-    assert tile.tile_pick(x[:0], weight, 16, scratch).shape == (0,)
+    assert tile.tile_argmax(x[:0], weight, 16, scratch).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_what_would_be_misread_is_refused(change: dict[str, Any], match: str) ->
 def test_what_a_pick_would_overrun_is_refused(change: dict[str, Any], match: str) -> None:
     x, weight, _ = product_case(2, 16, 32, torch.float32, "cpu")
     with pytest.raises(ValueError, match=match):
-        tile.tile_pick(**{"x": x, "weight": weight, "limit": 16, "scratch": torch.zeros(3).long(), **change})
+        tile.tile_argmax(**{"x": x, "weight": weight, "limit": 16, "scratch": torch.zeros(3).long(), **change})
 
 
 @pytest.mark.parametrize("compiled_only", [False, True])
@@ -286,7 +286,7 @@ def test_ids_can_be_looked_up_while_kernels_are_compiled(compiled_only: bool, mo
     token = launching._compiling.set(compiled_only)
     torch.use_deterministic_algorithms(True)  # fills new memory, with the largest number for integers
     try:
-        picked = tile.tile_pick(x, weight, 20, torch.zeros(4, dtype=torch.int64))
+        picked = tile.tile_argmax(x, weight, 20, torch.zeros(4, dtype=torch.int64))
     finally:
         torch.use_deterministic_algorithms(False)
         launching._compiling.reset(token)

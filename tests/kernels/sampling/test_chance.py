@@ -64,7 +64,7 @@ def joint_law(kinds: DecodeState, target: Tensor) -> Tensor:
     law = torch.zeros(kinds.batch, VOCAB, VOCAB, VOCAB, dtype=torch.float64, device=target.device)
     for first, second in pairs.tolist():
         drafts = torch.tensor([first, second], device=target.device).expand(kinds.batch, 2)
-        p = distribution.law(
+        p = distribution.compute_probs(
             processors.process(target.double(), kinds.processors, kinds.lengths, drafts), kinds.sampler
         )
         law[:, first, second] = (p[:, 0, first] * p[:, 1, second])[:, None] * p[:, 2]
@@ -101,8 +101,8 @@ def counted(kinds: DecodeState, rule: str, target: Tensor, draft: Tensor, law: T
         for j in range(K):
             logits = draft[:, j : j + 1]
             purpose = distribution.TARGET if rule == COUPLED else distribution.DRAFT
-            sampled_draw(logits, rows, j, work, purpose=purpose, keeps_law=rule != COUPLED)
-        sampled_commit(target, rows, scratch, work, rule=rule, certain=False)
+            sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=rule != COUPLED)
+        sampled_commit(target, rows, scratch, work, rule=rule, deterministic=False)
         counts += torch.bincount(completed(rows, law, fresh["lengths"]), minlength=law.numel())
     return counts.view_as(law)
 
@@ -191,7 +191,7 @@ def test_a_large_vocabulary_with_rare_ids(options: dict[str, float]) -> None:
     rare = torch.randperm(vocab, generator=generator, device=DEVICE)[:1000]
     rare = rare[line[rare] < -10]
     logits = line.expand(batch, 1, vocab).contiguous()
-    law = distribution.law(line.double()[None, None], rows.rows(0, 1).sampler)[0, 0]
+    law = distribution.compute_probs(line.double()[None, None], rows.rows(0, 1).sampler)[0, 0]
     assert law[rare].max() < 1e-6 or not options
     work, scratch = sampled_work(batch, 0, vocab, logits.device), scratch_of(batch, 0, logits.device)
     counts = torch.zeros(vocab, dtype=torch.int64, device=DEVICE)
@@ -199,7 +199,7 @@ def test_a_large_vocabulary_with_rare_ids(options: dict[str, float]) -> None:
         rows.seeds.copy_(torch.arange(start, start + batch))
         rows.lengths.fill_(5)
         rows.finish.zero_()
-        sampled_commit(logits, rows, scratch, work, rule=REJECTION, certain=True)
+        sampled_commit(logits, rows, scratch, work, rule=REJECTION, deterministic=True)
         counts += torch.bincount(rows.block[:, 0], minlength=vocab)
     ranked = law.argsort(descending=True)
     head, tail = ranked[:20], ranked[20:]

@@ -85,7 +85,7 @@ def law_of(records: Tensor, rows: DecodeState, logits: Tensor, first: int = 0) -
 def expected(rows: DecodeState, logits: Tensor, first: int = 0) -> Tensor:
     drafts = rows.draft_tokens[:, : first + logits.shape[1] - 1]
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
-    return distribution.law(judged, rows.sampler).masked_fill(processors.broken(judged)[..., None], 0.0)
+    return distribution.compute_probs(judged, rows.sampler).masked_fill(processors.invalid(judged)[..., None], 0.0)
 
 
 def compare(rows: DecodeState, logits: Tensor, edges: int = 0) -> Tensor:

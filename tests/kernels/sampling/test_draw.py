@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.sampling.distribution import DRAFT, TARGET, PhiloxDraws, law
+from fastspec.sampling.distribution import DRAFT, TARGET, PhiloxDraws, compute_probs
 from fastspec.sampling.rules import REJECTION
 from fastspec.state import IDLE, DecodeState
 from tests.helpers.chance import chi_square_limit
@@ -38,22 +38,22 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 
-def draw(rows: DecodeState, logits: Tensor, j: int, purpose: int = DRAFT, keeps_law: bool = True) -> None:
+def draw(rows: DecodeState, logits: Tensor, j: int, purpose: int = DRAFT, keep_draft_probs: bool = True) -> None:
     work = sampled_work(rows.batch, rows.draft_tokens.shape[1], rows.bias.shape[1], logits.device)
     work.records.fill_(-1)
     work.groups.fill_(NAN)
     work.found.fill_(-1)
-    sampled_draw(logits, rows, j, work, purpose=purpose, keeps_law=keeps_law)
+    sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=keep_draft_probs)
     assert not work.counters.any()
 
 
-def compare(rows: DecodeState, logits: Tensor, j: int, purpose: int, keeps_law: bool) -> None:
+def compare(rows: DecodeState, logits: Tensor, j: int, purpose: int, keep_draft_probs: bool) -> None:
     """Tokens to the bit and laws to rounding, in running rows; other rows and other drafts are left alone."""
     theirs = copy_of(rows)
     before = copy_of(rows)
-    draw(rows, logits, j, purpose, keeps_law)
+    draw(rows, logits, j, purpose, keep_draft_probs)
     draws = PhiloxDraws(theirs.seeds)
-    reference.sampled_draw(logits, theirs, j, purpose=purpose, keeps_law=keeps_law, draws=draws)
+    reference.sampled_draw(logits, theirs, j, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=draws)
     running = rows.running
     assert torch.equal(rows.draft_tokens[running], theirs.draft_tokens[running])
     torch.testing.assert_close(rows.draft_probs[running], theirs.draft_probs[running], **LAW)
@@ -110,7 +110,7 @@ def test_drafts_of_the_targets_own_law_are_all_accepted(options: dict[str, float
     for j in range(k):
         draw(rows, target[:, j : j + 1], j)
     work = sampled_work(batch, k, vocab, target.device)
-    sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=REJECTION, certain=False)
+    sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=REJECTION, deterministic=False)
     assert rows.accepted.tolist() == [k] * batch
     drawn = work.records.view(batch, k + 1, -1)[:, :k, 6:8]
     assert torch.equal(drawn[:, :, 0], drawn[:, :, 1])
@@ -124,9 +124,9 @@ def test_tokens_follow_their_law(device: str) -> None:
     rows.top_k.fill_(5)
     rows.temperature.fill_(0.8)
     logits = torch.tensor([0.3, -0.5, 1.1, -3.0, 0.9, 0.2], device=device).expand(draws, 1, vocab).contiguous()
-    draw(rows, logits, 0, keeps_law=False)
+    draw(rows, logits, 0, keep_draft_probs=False)
     counts = torch.bincount(rows.draft_tokens[:, 0].cpu(), minlength=vocab).double()
-    expected = law(logits[:1].double(), rows.rows(0, 1).sampler)[0, 0].cpu() * draws
+    expected = compute_probs(logits[:1].double(), rows.rows(0, 1).sampler)[0, 0].cpu() * draws
     assert counts[3] == 0
     possible = expected > 0
     statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()

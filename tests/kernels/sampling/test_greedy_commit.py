@@ -152,11 +152,11 @@ def test_a_place_where_nothing_can_be_chosen(value: float, device: str) -> None:
         if spread:
             needed = torch.tensor([-1 - place if place <= right else right for right, place in cases])
             # a NaN place's pick may equal the draft by chance: the mark is there all the same
-            broken = whole.accepted.cpu() < 0
-            assert torch.equal(broken, needed < 0)
-            assert torch.equal(whole.accepted.cpu()[broken], needed[broken])
-            assert (whole.emitted.cpu()[broken] == 0).all()
-            assert (whole.finish.cpu()[broken] == RUNNING).all()
+            invalid = whole.accepted.cpu() < 0
+            assert torch.equal(invalid, needed < 0)
+            assert torch.equal(whole.accepted.cpu()[invalid], needed[invalid])
+            assert (whole.emitted.cpu()[invalid] == 0).all()
+            assert (whole.finish.cpu()[invalid] == RUNNING).all()
 
 
 @pytest.mark.parametrize("device", devices())

@@ -70,7 +70,7 @@ def rings_of(rows: DecodeState) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (entries, torch.full((1,), 40, device=device)), details
 
 
-def end(rows: DecodeState, logits: Tensor, top: int, rule: str = GREEDY, certain: bool = True) -> tuple[Any, ...]:
+def end(rows: DecodeState, logits: Tensor, top: int, rule: str = GREEDY, deterministic: bool = True) -> tuple[Any, ...]:
     """Ends a step of `rows` by kernels: (entries, counter, details, work), all counters left at zero."""
     batch, k, vocab = rows.batch, logits.shape[1] - 1, logits.shape[2]
     ring, details = rings_of(rows)
@@ -80,7 +80,7 @@ def end(rows: DecodeState, logits: Tensor, top: int, rule: str = GREEDY, certain
         greedy_commit.verify_commit(logits, rows, scratch, ring, record)
     else:
         sampling = sampled_work(batch, k, vocab, logits.device)
-        sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, certain=certain, record=record)
+        sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, deterministic=deterministic, record=record)
     assert not work.arrivals.any()
     assert not scratch.any()
     return *ring, details, work
@@ -212,11 +212,11 @@ def test_a_line_without_a_law_leaves_the_others_alone(value: float, device: str)
     logits = likely(rows, k, vocab, 1, device)
     whole = copy_of(rows)
     end(whole, logits, top)
-    broken = logits.clone()
-    broken[1] = value
+    invalid = logits.clone()
+    invalid[1] = value
     for rule in (GREEDY, COUPLED):
         again = copy_of(rows)
-        end(again, broken, top, rule)
+        end(again, invalid, top, rule)
         assert again.emitted[1] == 0
         assert ((again.top_ids[1, : k + 1] >= 0) & (again.top_ids[1, : k + 1] < vocab)).all()
         for name in ("top_ids", "top_logprobs") + (("logprobs",) if rule == GREEDY else ()):
@@ -259,7 +259,7 @@ def test_ten_thousand_replays(rule: str) -> None:
         if rule == GREEDY:
             greedy_commit.verify_commit(logits, rows, scratch, ring, record)
         else:
-            sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, certain=True, record=record)
+            sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, deterministic=True, record=record)
         found = [rows.logprobs, rows.top_logprobs, rows.top_ids, rows.block]
         if not expected:
             expected.extend(tensor.clone() for tensor in found)
@@ -283,7 +283,7 @@ def refused(match: str, *, top: int = 2, work: Any = None, rows: DecodeState | N
     with pytest.raises(ValueError, match=match):
         sampled_commit(
             *(logits, rows, scratch_of(2, 1, logits.device), sampling),
-            rule=BLOCK, certain=True, record=Record(top, work),
+            rule=BLOCK, deterministic=True, record=Record(top, work),
         )  # fmt: skip
 
 

@@ -52,19 +52,19 @@ def junk(work: SampledWork) -> SampledWork:
 
 
 def run(
-    rows: DecodeState, logits: Tensor, rule: str, certain: bool, entry: tuple[Tensor, Tensor] | None = None
+    rows: DecodeState, logits: Tensor, rule: str, deterministic: bool, entry: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """The kernels, with poisoned work areas that must be left as they should be found."""
     batch, k = rows.batch, rows.draft_tokens.shape[1]
     scratch = scratch_of(batch, k, logits.device)
     work = junk(sampled_work(batch, k, logits.shape[2], logits.device))
-    sampled_commit(logits, rows, scratch, work, entry, rule=rule, certain=certain)
+    sampled_commit(logits, rows, scratch, work, entry, rule=rule, deterministic=deterministic)
     assert not scratch.any()
     assert not work.counters.any()
     assert not work.arrivals.any()
 
 
-def compare(whole: DecodeState, first: int, logits: Tensor, rule: str, certain: bool = False) -> None:
+def compare(whole: DecodeState, first: int, logits: Tensor, rule: str, deterministic: bool = False) -> None:
     """Kernels over rows first.. of `whole` against the definition; what is published too."""
     batch, k = len(logits), whole.draft_tokens.shape[1]
     theirs = copy_of(whole)
@@ -72,9 +72,9 @@ def compare(whole: DecodeState, first: int, logits: Tensor, rule: str, certain: 
     entries = torch.zeros(3, 1 + batch * (5 + k), dtype=torch.int64, device=logits.device)
     ring = entries, torch.full((1,), 40, device=logits.device)
     expected = entries.clone(), ring[1].clone()
-    run(rows, logits, rule, certain, ring)
+    run(rows, logits, rule, deterministic, ring)
     draws = PhiloxDraws(twins.seeds)
-    reference.sampled_commit(logits, twins, None, None, expected, rule=rule, certain=certain, draws=draws)
+    reference.sampled_commit(logits, twins, None, None, expected, rule=rule, deterministic=deterministic, draws=draws)
     assert_same_step(whole, theirs)
     assert torch.equal(ring[1], expected[1])
     ours, other = (table[:, 1:].view(3, batch, 5 + k) for table in (entries, expected[0]))
@@ -83,12 +83,12 @@ def compare(whole: DecodeState, first: int, logits: Tensor, rule: str, certain: 
     assert torch.equal(ours[:, :, 4:][emitted], other[:, :, 4:][emitted])
 
 
-def mixed(seed: int, rule: str, *, batch: int, k: int, vocab: int, device: str, certain: bool = False) -> None:
+def mixed(seed: int, rule: str, *, batch: int, k: int, vocab: int, device: str, deterministic: bool = False) -> None:
     whole, rows = mixed_state(seed, batch=batch, k=k, vocab=vocab, device=device, before=1, after=1)
     target, draft = logits_for(seed, batch, k, vocab, device)
-    if not certain:
+    if not deterministic:
         drafted(rows, draft, rule)
-    compare(whole, 1, target, rule, certain)
+    compare(whole, 1, target, rule, deterministic)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -103,7 +103,7 @@ def test_random_mixes_of_options(k: int, vocab: int, batch: int, rule: str, devi
 @pytest.mark.parametrize("rule", MODES)
 def test_drafts_that_were_certain(rule: str, device: str) -> None:
     for seed in range(1 if INTERPRETED else 10):
-        mixed(seed, rule, batch=6, k=2, vocab=40, device=device, certain=True)
+        mixed(seed, rule, batch=6, k=2, vocab=40, device=device, deterministic=True)
 
 
 @pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_greedy_rows_emit_what_greedy_verification_does(rule: str, device: str) 
     state.draft_probs.zero_().scatter_(2, state.draft_tokens[:, :, None], 1.0)
     theirs = copy_of(state)
     reference.verify_commit(target, theirs)
-    run(state, target, rule, certain=False)
+    run(state, target, rule, deterministic=False)
     assert torch.equal(state.tokens[:, :-1], theirs.tokens[:, :-1])
     for name in ("lengths", "emitted", "accepted", "finish"):
         assert torch.equal(getattr(state, name), getattr(theirs, name)), name
@@ -196,14 +196,14 @@ def compare_alone(batch: int, k: int, vocab: int, device: str, alone_too: range)
     together, again = copy_of(state), copy_of(state)
     works = [sampled_work(batch, k, vocab, target.device) for _ in range(2)]
     for rows, work in zip((together, again), works, strict=True):
-        sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=BLOCK, certain=False)
+        sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=BLOCK, deterministic=False)
     assert torch.equal(works[0].records, works[1].records)
     assert torch.equal(together.block, again.block)
     for row in alone_too:
         alone = copy_of(state).rows(row, row + 1)
         work = sampled_work(1, k, vocab, target.device)
         sampled_commit(
-            target[row : row + 1].clone(), alone, scratch_of(1, k, target.device), work, rule=BLOCK, certain=False
+            target[row : row + 1].clone(), alone, scratch_of(1, k, target.device), work, rule=BLOCK, deterministic=False
         )
         assert torch.equal(work.records.view(k + 1, -1), works[0].records.view(batch, k + 1, -1)[row])
         assert torch.equal(alone.block, together.block[row : row + 1])
@@ -221,7 +221,7 @@ def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.Mon
         for part in (sampled_parts, distribution, sampled_commit_module):
             monkeypatch.setattr(part, "PROGRAMS", programs)
         rows, work = copy_of(state), sampled_work(3, k, vocab, target.device)
-        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, certain=False)
+        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, deterministic=False)
         assert not work.counters.any()
         left.append((work.records, rows.block, rows.accepted))
     for name in range(3):
@@ -256,7 +256,7 @@ def test_coupled_text_does_not_depend_on_k(device: str) -> None:
         state = plain_state(4, k, vocab, device)
         target, draft = logits_for(2, 4, 2, vocab, device)
         drafted(state, draft[:, :k], COUPLED)
-        run(state, target[:, : k + 1].contiguous(), COUPLED, certain=False)
+        run(state, target[:, : k + 1].contiguous(), COUPLED, deterministic=False)
         first.append(state.block[:, 0].clone())
     assert torch.equal(*first)
 
@@ -277,7 +277,7 @@ def test_rows_that_do_not_run_are_left_alone_whatever_they_hold(device: str) -> 
         state.draft_tokens[row] = 2**40
         state.top_k[row] = -3
     before = copy_of(state)
-    run(state, target, BLOCK, certain=False)
+    run(state, target, BLOCK, deterministic=False)
     for name in ("tokens", "lengths", "finish", "output_counts", "draft_lengths"):
         for row in (0, 2):
             assert torch.equal(getattr(state, name)[row], getattr(before, name)[row]), name
@@ -290,14 +290,14 @@ def test_layout_is_checked() -> None:
     logits = torch.zeros(2, 3, 12)
     scratch, work = scratch_of(2, 2, logits.device), sampled_work(2, 2, 12, logits.device)
     with pytest.raises(ValueError, match=r"work area is too small.*sampled_work\(2, 2, 12, "):
-        sampled_commit(logits, state, scratch, sampled_work(1, 2, 12, logits.device), rule=BLOCK, certain=False)
+        sampled_commit(logits, state, scratch, sampled_work(1, 2, 12, logits.device), rule=BLOCK, deterministic=False)
     with pytest.raises(ValueError, match=r"logits is float64 .*wanted float32"):
-        sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, certain=False)
+        sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, deterministic=False)
     wide = sampled_work(2, 2, 13, logits.device)
     with pytest.raises(ValueError, match="the state knows 12 ids, the logits have 13: allocate"):
-        sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, certain=False)
+        sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, deterministic=False)
     with pytest.raises(ValueError, match=r"logits is .*strides.*at one stride"):
-        sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, certain=False)
+        sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, deterministic=False)
 
 
 @pytest.mark.parametrize("name", [*sampled_parts.SOURCE, "draft_probs"])
@@ -307,9 +307,9 @@ def test_a_state_that_would_be_misread_is_refused(name: str) -> None:
     state = replace(state, **{name: spread(getattr(state, name))})
     logits, work = torch.zeros(2, 3, 12), sampled_work(2, 2, 12, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
-        sampled_commit(logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, certain=False)
+        sampled_commit(logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, deterministic=False)
     with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
-        sampled_draw(logits[:, :1], state, 0, work, purpose=DRAFT, keeps_law=True)
+        sampled_draw(logits[:, :1], state, 0, work, purpose=DRAFT, keep_draft_probs=True)
 
 
 @triton.jit
