@@ -17,8 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
-from fastspec.inputs import options
-from fastspec.inputs import prompts as inputs
+from fastspec.inputs import options, prompts
 from fastspec.inputs.options import Options
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer, resolve
@@ -42,7 +41,7 @@ Source = str | os.PathLike[str] | PreTrainedModel
 
 
 class FastSpecGenerator:
-    """Generates text of a target model, faster with a draft model's help, and with the target's exact law.
+    """Generates text of a target model, faster with a draft model's help, and with the target's exact distribution.
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
@@ -156,11 +155,7 @@ class FastSpecGenerator:
         target_revision: str | None = None,
         draft_revision: str | None = None,
     ) -> MemoryPlan:
-        """The memory that a generator made with the same arguments will need; loads and allocates nothing.
-
-        Raises:
-            MemoryError: it does not fit; the message names what does.
-        """
+        """The memory that a generator made with the same arguments needs; allocates nothing. Raises as the class does."""
         return settings_of(
             resolve(target, role="target", revision=target_revision),
             None if draft is None else resolve(draft, role="draft", revision=draft_revision),
@@ -209,8 +204,7 @@ class FastSpecGenerator:
                 for stop_strings where it is not the checkpoint's.
 
         Returns:
-            LongTensor [B, T + new] on the prompts' device, padded after a row's end; or a GenerateOutput when
-            return_dict_in_generate is set.
+            LongTensor [B, T + new] on the prompts' device, right-padded; a GenerateOutput with return_dict_in_generate.
 
         Raises:
             ValueError: a bad prompt or option value, named with its place; nothing was launched.
@@ -282,7 +276,7 @@ class FastSpecGenerator:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
         if "max_new_tokens" not in keywords and (generation_config is None or generation_config.max_new_tokens is None):
-            longest = max(map(len, inputs.prompts_of(input_ids, attention_mask, self._target.spec.vocab_size)))
+            longest = max(map(len, prompts.prompts_of(input_ids, attention_mask, self._target.spec.vocab_size)))
             keywords["max_new_tokens"] = max(1, min(CALIBRATION_TOKENS, self.max_length - longest))
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         choice = self._drafting.every(chosen)
@@ -327,20 +321,20 @@ class FastSpecGenerator:
         self._open_engine()
         spec = self._target.spec
         tokenizer = keywords.pop("tokenizer", None)
-        prompts = inputs.prompts_of(input_ids, attention_mask, spec.vocab_size)
+        given = prompts.prompts_of(input_ids, attention_mask, spec.vocab_size)
         chosen = options.resolve(
             self._target.generation_config,
             generation_config,
             keywords,
-            num_rows=len(prompts),
-            prompt_length=calls.padded_length(input_ids, prompts),
+            num_rows=len(given),
+            prompt_length=calls.padded_length(input_ids, given),
             vocab_size=spec.vocab_size,
             context=min(spec.max_length, self.max_length),
         )
         self._drafting.of(chosen)
         if chosen.stop_strings and tokenizer is None:
             tokenizer = self.tokenizer
-        return calls.requests_of(prompts, chosen, tokenizer, self.max_length), chosen
+        return calls.requests_of(given, chosen, tokenizer, self.max_length), chosen
 
     @contextmanager
     def _in_use(self) -> Iterator[Engine]:

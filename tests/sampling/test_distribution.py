@@ -84,7 +84,7 @@ def race_counts(probs: Tensor, draws: int, purpose: int = TARGET) -> Tensor:
     return counts
 
 
-def test_the_race_follows_its_compute_probs() -> None:
+def test_the_race_follows_its_law() -> None:
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.009, 0.001, 0.0])
     draws = 1_000_000
     counts = race_counts(probs, draws)
@@ -160,7 +160,7 @@ def rows(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 
     )
 
 
-def transformers_compute_probs(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def transformers_law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -178,7 +178,7 @@ def transformers_compute_probs(logits: Tensor, temperature: float, top_k: int, t
 def test_filters_equal_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(top_k)) * 3
     ours = compute_probs(logits[:, None], rows(temperature, top_k, top_p, min_p, 6))[:, 0]
-    theirs = transformers_compute_probs(logits, temperature, top_k, top_p, min_p)
+    theirs = transformers_law(logits, temperature, top_k, top_p, min_p)
     assert torch.equal(ours > 0, theirs > 0)
     # two fp32 softmaxes over 111 values: a few ulp (1.2e-7) of one
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -188,7 +188,7 @@ def test_top_k_keeps_ties_as_transformers_does() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     ours = compute_probs(logits[:, None], rows(1.0, top_k=2))[0, 0]
     assert (ours > 0).tolist() == [True, True, True, True, False]
-    assert torch.equal(ours > 0, transformers_compute_probs(logits, 1.0, 2, 1.0, 0.0)[0] > 0)
+    assert torch.equal(ours > 0, transformers_law(logits, 1.0, 2, 1.0, 0.0)[0] > 0)
 
 
 def test_greedy_rows_are_one_hot_on_the_lowest_of_equals() -> None:

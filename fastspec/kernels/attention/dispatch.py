@@ -1,4 +1,4 @@
-"""Attention of a layer from its fused product on, for CUDA: head norms, rotation, K/V append, attention; one launch.
+"""Attention of a layer, for CUDA, in one launch: head norms, rotary embedding, K/V append, attention.
 
     out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
@@ -18,9 +18,8 @@ the keys at positions s * split_keys and up. It stores the new K/V that fall amo
 from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
 `uses_fragments` names does the same out of registers and without groups: by way of plan_short.py as
-decode_mma.py or, with several splits to a program, as decode_mma_batch.py; rows at `attend_long.FROM` and later, by
-way of plan_long.py, as decode_tma_sm90.py or decode_stream.py. A pass that has room for both launches both, each of
-which
+decode_mma.py or, with several splits to a program, as decode_mma_batch.py; rows at `plan_long.FROM` and later, by
+way of plan_long.py, as decode_tma_sm90.py or decode_stream.py. A pass that has room for both launches both, and each
 leaves the other's rows alone. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one launch
 (rope.py) and attends in a second (prefill.py).
 

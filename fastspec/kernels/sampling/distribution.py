@@ -1,5 +1,4 @@
-"""The laws of a sampled step in short, by two launches and without a sort: processors, temperature, top-k, top-p,
-min-p.
+"""Sampling distributions in two launches and without a sort: processors, temperature, top-k, top-p, min-p.
 
 The law is `sampling.law` of `processors.process`. The first launch (groups.py) reads the logits once. In the
 second, a line's programs find between which logits its threshold lies (bounds.py). Where few groups of ids

@@ -27,7 +27,7 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
         scratch = room(170, device)
         for rows in (1, 5, 13, 40, 64, 70, 170):
             x, weight, arguments = case(rows, vocab, k, torch.bfloat16, device, epilogue)
-            logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
+            logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
             for limit in (1, 2, 100, vocab, 10**6):
                 picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device])
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
@@ -40,13 +40,13 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         scratch = room(200, "cpu")
         cases = [(17, 304, 1), (40, 304, 132), (64, 16384, 132), (70, 304, 132), (150, 304, 132), (200, 16384, 132)]
         for rows, many, multiprocessors in cases:
-            monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", many)
-            monkeypatch.setattr(packed.launch, "ONE_EACH", multiprocessors)
-            tile = packed.launch.tile_of(304, 512, rows, (9, 0), True)
-            assert isinstance(tile, packed.launch.Ring)
+            monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
+            monkeypatch.setattr(packed.plan, "ONE_EACH", multiprocessors)
+            tile = packed.plan.tile_of(304, 512, rows, (9, 0), True)
+            assert isinstance(tile, packed.plan.Ring)
             assert (tile.weight_rows < tile.room) == (multiprocessors == 1 or rows == 70 or many > 304)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
-            logits = packed.linear.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
+            logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
             for limit in (1, 100, 304):
                 picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=True)
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)

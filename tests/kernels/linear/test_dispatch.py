@@ -76,7 +76,7 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
     with modules(device) as packed:
         for rows, n, k in ((1, 48, 896), (6, 160, 128), (12, 32, 1024), (20, 144, 384), (40, 272, 640)):
             x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
-            ours = packed.linear.packed_linear(x, weight, **arguments, pdl=PDL[device])
+            ours = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
             assert ours.dtype == arguments.get("out_dtype", dtype)
             assert ours.shape == (rows, n // 2 if "gated" in epilogue else n)
             error, bound = error_and_bound(ours, x, weight, arguments)
@@ -88,15 +88,15 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
     """For every split: alone, in every kernel and tile that rows come in; large weights, clusters and none."""
     with modules("cpu", capability) as packed:
-        for split in {split for split, _ in packed.launch.NARROW} | {packed.launch.Split(8, 64, 2)}:
-            monkeypatch.setattr(packed.launch, "split_of", lambda n, k, split=split: split)
+        for split in {split for split, _ in packed.plan.NARROW} | {packed.plan.Split(8, 64, 2)}:
+            monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, 144, 1408, torch.bfloat16, "cpu", epilogue)
-            whole = packed.linear.packed_linear(x, weight, **arguments, pdl=True)
+            whole = packed.dispatch.packed_linear(x, weight, **arguments, pdl=True)
             for many in (16384, 1):
-                monkeypatch.setattr(packed.launch, "MANY_WEIGHT_ROWS", many)
+                monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
                 for rows in (1, 3, 9, 17, 40):
                     some, given = some_rows(x, arguments, slice(70 - rows, None))
-                    ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
+                    ours = packed.dispatch.packed_linear(some, weight, **given, pdl=True)
                     assert torch.equal(ours, whole[70 - rows :]), (split, many, rows)
 
 
@@ -108,14 +108,14 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     several, and not all of them as many.
     """
     with modules("cpu") as packed:
-        launch = packed.launch
+        launch = packed.plan
         ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
         ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1408)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
-            whole = torch.cat([packed.linear.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
+            whole = torch.cat([packed.dispatch.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
             tiles = [
                 (9, launch.Ring(16, 64, 4, 2)),
                 (38, launch.Ring(32, 128, 4, 3, 8)),
@@ -134,7 +134,7 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
             for rows, tile in tiles:
                 monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
-                ours = packed.linear.packed_linear(some, weight, **given, pdl=True)
+                ours = packed.dispatch.packed_linear(some, weight, **given, pdl=True)
                 assert torch.equal(ours, whole[70 - rows :]), (split, n, tile)
             monkeypatch.undo()
 
@@ -144,7 +144,7 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
 def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int], monkeypatch: Any) -> None:
     """Each way's sum is what is left of a row that is zero elsewhere: these, added up here, are the row's."""
     with modules("cpu", capability) as packed:
-        launch = packed.launch
+        launch = packed.plan
         monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
         x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
         # ways of the ring's kernel one by one, those that belong together, and all in one program
@@ -157,7 +157,7 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
                 assert taken == (None if many == 1 else together if alone else 1)
 
             def product(x: Tensor, rows: int = rows) -> Tensor:
-                found: Tensor = packed.linear.packed_linear(x[:rows], weight, pdl=True, out_dtype=torch.float32)
+                found: Tensor = packed.dispatch.packed_linear(x[:rows], weight, pdl=True, out_dtype=torch.float32)
                 return found
 
             way = torch.arange(1408) // 64 % 8
@@ -172,7 +172,7 @@ def test_copies_may_land_at_any_time(late: bool) -> None:
         for rows, n, k in ((17, 144, 128), (33, 16, 4096), (64, 48, 896)):
             x, weight, arguments = case(rows, n, k, torch.bfloat16, "cpu", "norm+residual")
             error, bound = error_and_bound(
-                packed.linear.packed_linear(x, weight, **arguments, pdl=True), x, weight, arguments
+                packed.dispatch.packed_linear(x, weight, **arguments, pdl=True), x, weight, arguments
             )
             assert error <= bound, (rows, n, k)
 
@@ -184,10 +184,10 @@ def test_values_that_are_not_numbers_stay_where_they_belong(epilogue: str, devic
     with modules(device) as packed:
         for rows in (5, 12, 40):
             x, weight, arguments = case(rows, 64, 512, torch.bfloat16, device, epilogue)
-            clean = packed.linear.packed_linear(x, weight, **arguments, pdl=PDL[device])
+            clean = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
             x[3, 500] = NAN
             weight[1, 9, 5, 31] = NAN  # row 21; of an interleaved weight the gate of column 13
-            dirty = packed.linear.packed_linear(x, weight, **arguments, pdl=PDL[device])
+            dirty = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
             column = 13 if "gated" in epilogue else 21
             assert dirty[3].isnan().all()
             assert dirty[:, column].isnan().all()
@@ -275,17 +275,17 @@ def test_a_chain_started_early_equals_one_that_waits(rows: int) -> None:
 def test_nothing_is_launched_for_no_rows() -> None:
     with modules("cpu") as packed:
         x, weight, _ = case(0, 16, 128, torch.bfloat16, "cpu")
-        assert packed.linear.packed_linear(x, weight, pdl=False).shape == (0, 16)
-        assert packed.linear.packed_linear(x.view(2, 0, 128), weight, pdl=False).shape == (2, 0, 16)
+        assert packed.dispatch.packed_linear(x, weight, pdl=False).shape == (0, 16)
+        assert packed.dispatch.packed_linear(x.view(2, 0, 128), weight, pdl=False).shape == (2, 0, 16)
 
 
 def test_leading_dimensions_are_kept() -> None:
     with modules("cpu") as packed:
         x, weight, arguments = case(6, 32, 256, torch.bfloat16, "cpu", "norm+residual")
-        flat = packed.linear.packed_linear(x, weight, **arguments, pdl=False)
+        flat = packed.dispatch.packed_linear(x, weight, **arguments, pdl=False)
         arguments["residual"] = arguments["residual"].view(2, 3, 32)
         assert torch.equal(
-            packed.linear.packed_linear(x.view(2, 3, 256), weight, **arguments, pdl=False), flat.view(2, 3, 32)
+            packed.dispatch.packed_linear(x.view(2, 3, 256), weight, **arguments, pdl=False), flat.view(2, 3, 32)
         )
 
 
@@ -308,7 +308,7 @@ def test_leading_dimensions_are_kept() -> None:
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], error: type[Exception], match: str) -> None:
     x, weight, _ = case(3, 32, 256, torch.bfloat16, "cpu")
     with modules("cpu") as packed, pytest.raises(error, match=match):
-        packed.linear.packed_linear(**{"x": x, "weight": weight, "pdl": False, **change})
+        packed.dispatch.packed_linear(**{"x": x, "weight": weight, "pdl": False, **change})
 
 
 MODELS = [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3072, 2048), (2048, 8192), (151936, 896)]
@@ -319,7 +319,7 @@ MODELS += [(896, 4864), (9728, 896), (3584, 18944), (4608, 3584), (6144, 1024), 
 @pytest.mark.parametrize(("n", "k"), MODELS)
 def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) -> None:
     with modules("cpu") as packed:
-        launch = packed.launch
+        launch = packed.plan
         split = launch.split_of(n, k)
         steps = -(-k // (split.ways * split.slab))
         assert split.ways % split.together == 0
@@ -354,6 +354,6 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
 
 def test_which_gpus_are_supported() -> None:
     with modules("cpu") as packed:
-        assert [packed.launch.supported(each) for each in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))] == [False] + [
+        assert [packed.plan.supported(each) for each in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))] == [False] + [
             True
         ] * 4

@@ -58,12 +58,12 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
     next_layer = layers[1] if len(layers) > 1 else None
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
-        found: Tensor = packed.linear.packed_linear(x, weight, bias, pdl=pdl, **options)
+        found: Tensor = packed.dispatch.packed_linear(x, weight, bias, pdl=pdl, **options)
         return found
 
     weights = [layers[0].o, layers[0].gate_up, layers[0].down, layers[-1].qkv]
-    assert packed.layer.in_a_ring(weights, rows)
-    chain = packed.layer.layer_tail(attended, x, layers[0], next_layer, 1e-5, pdl)
+    assert packed.layer_tail.in_a_ring(weights, rows)
+    chain = packed.layer_tail.layer_tail(attended, x, layers[0], next_layer, 1e-5, pdl)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
     one_by_one = reference.layer_tail(linear, attended, x, layers[0], next_layer, 1e-5, reference.UNTILED)
@@ -82,7 +82,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:
-            monkeypatch.setattr(packed.launch, "ONE_EACH", 132 if many > 256 else 2)
+            monkeypatch.setattr(packed.plan, "ONE_EACH", 132 if many > 256 else 2)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
                 attended, given = inputs(layers[0], rows)
@@ -111,11 +111,11 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
 def test_few_rows_and_other_weights_go_elsewhere() -> None:
     with modules("cpu") as packed:
         weight = packing.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
-        assert packed.layer.in_a_ring([weight], 9)
-        assert not packed.layer.in_a_ring([weight], 8)
-        assert not packed.layer.in_a_ring([weight, torch.zeros(128, 128, dtype=torch.bfloat16)], 17)
+        assert packed.layer_tail.in_a_ring([weight], 9)
+        assert not packed.layer_tail.in_a_ring([weight], 8)
+        assert not packed.layer_tail.in_a_ring([weight, torch.zeros(128, 128, dtype=torch.bfloat16)], 17)
     with modules("cpu", (8, 0)) as packed:
-        assert not packed.layer.in_a_ring([weight], 17)
+        assert not packed.layer_tail.in_a_ring([weight], 17)
 
 
 @pytest.mark.gpu
@@ -129,7 +129,7 @@ def test_real_sizes_on_a_gpu(hidden: int, inner: int, heads: int, qkv: int) -> N
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the ring's kernel needs sm_90")
-    packed = SimpleNamespace(layer=layer_tail, linear=dispatch)
+    packed = SimpleNamespace(layer_tail=layer_tail, dispatch=dispatch)
     layers = [a_layer(hidden, inner, heads, qkv, "cuda", seed, torch.bfloat16, seed == 0) for seed in range(2)]
     for rows in (9, 16, 17, 40, 64, 100, 160):
         attended, x = inputs(layers[0], rows)
