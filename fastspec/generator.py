@@ -155,7 +155,7 @@ class FastSpecGenerator:
         target_revision: str | None = None,
         draft_revision: str | None = None,
     ) -> MemoryPlan:
-        """The memory that a generator made with the same arguments needs; allocates nothing. Raises as the class does."""
+        """The memory that a generator made with the same arguments needs; allocates nothing. Raises as the class."""
         return settings_of(
             resolve(target, role="target", revision=target_revision),
             None if draft is None else resolve(draft, role="draft", revision=draft_revision),

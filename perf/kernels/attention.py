@@ -28,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from fastspec.kernels import reference
 from fastspec.kernels.attention import dispatch as attention
 from fastspec.kernels.attention import plan_long
+from fastspec.shapes import KEY_BLOCK
 from perf import timing
 from perf.kernels import linear
 
@@ -98,8 +99,8 @@ class Case:
             q_norm=None,
             k_norm=None,
             eps=1e-5,
-            num_blocks=-(-self.context // reference.KEY_BLOCK),
-            first_block=(self.context - self.queries) // reference.KEY_BLOCK,  # as of calls with long prompts alone
+            num_blocks=-(-self.context // KEY_BLOCK),
+            first_block=(self.context - self.queries) // KEY_BLOCK,  # as of calls with long prompts alone
             window=None,
             work=self.work,
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.shapes import KEY_BLOCK
 from tests.helpers.layouts import spread
 
 NAN = float("nan")
@@ -91,7 +92,7 @@ def case(
     }
     norms = {name: 1 + 0.1 * normal(dim) if norm else None for name in ("q_norm", "k_norm")}
     moved = {name: None if x is None else x.to(device) for name, x in (given | norms).items()}
-    return {**moved, "num_heads": heads, "eps": EPS, "num_blocks": -(-max(lengths) // reference.KEY_BLOCK)}
+    return {**moved, "num_heads": heads, "eps": EPS, "num_blocks": -(-max(lengths) // KEY_BLOCK)}
 
 
 def copied(given: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.models import config
+from fastspec.shapes import KEY_BLOCK
 from tests.helpers.devices import devices
 from tests.helpers.layouts import spread
 
@@ -61,7 +62,7 @@ def case(
 
 
 def blocks(given: dict[str, Tensor]) -> int:
-    return -(-(int(given["positions"].max()) + 1) // reference.KEY_BLOCK)
+    return -(-(int(given["positions"].max()) + 1) // KEY_BLOCK)
 
 
 def both(given: dict[str, Tensor], window: int | None = None) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
         one = {
             name: x[row : row + 1] if name in ("query", "block_table", "positions") else x for name, x in given.items()
         }
-        need = -(-lengths[row] // reference.KEY_BLOCK)
+        need = -(-lengths[row] // KEY_BLOCK)
         alone = attention.paged_attention(**one, num_blocks=need, window=window)
         assert torch.equal(alone[0], whole[row])
         for query in (0, 4, 8):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
+from fastspec.shapes import UNTILED
 from tests.helpers.products import product_case
 from tests.kernels.linear.test_dispatch import modules
 
@@ -66,7 +67,7 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
     chain = packed.layer_tail.layer_tail(attended, x, layers[0], next_layer, 1e-5, pdl)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
-    one_by_one = reference.layer_tail(linear, attended, x, layers[0], next_layer, 1e-5, reference.UNTILED)
+    one_by_one = reference.layer_tail(linear, attended, x, layers[0], next_layer, 1e-5, UNTILED)
     return [*chain, *one_by_one]
 
 
@@ -102,7 +103,7 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
     assert torch.equal(packing.in_order(regrouped(attended)), attended)
     for name in ("o", "gate_up", "down", "qkv"):
         setattr(layer, name, packing.unpack(getattr(layer, name), name == "gate_up"))
-    given = (x, layer, layer, 1e-5, reference.UNTILED)
+    given = (x, layer, layer, 1e-5, UNTILED)
     plain = triton_ops.layer_tail(reference.linear, attended, *given)
     for ours, theirs in zip(triton_ops.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
         assert torch.equal(ours, theirs)
