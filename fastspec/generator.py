@@ -31,7 +31,8 @@ from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
-from fastspec.runtime.scheduler import Request, lengths_of
+from fastspec.runtime.request import Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range, settings_of
 from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
@@ -136,6 +137,7 @@ class FastSpecGenerator:
             nvtx=nvtx,
             progress=progress,
         )
+        self._scheduler = Scheduler(self._engine)
         self.warmup()
 
     @classmethod
@@ -283,7 +285,7 @@ class FastSpecGenerator:
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
             warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            return calibrate(engine, requests, chosen.stop_ids, choice)
+            return calibrate(self._scheduler, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -353,7 +355,7 @@ class FastSpecGenerator:
         with self._in_use() as engine:
             rows = min(len(requests), self._settings.layout.batch)
             warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            yield from decode(engine, requests, chosen.stop_ids, choice)
+            yield from decode(self._scheduler, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 
     def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:

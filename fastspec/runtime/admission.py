@@ -60,7 +60,7 @@ def fill(
     for name, value in numbers.items():
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait
     if sampler == FULL:
-        _fill_tables(state, row, ids, options)
+        fill_tables(state, row, len(prompt), options)
 
 
 def draft_limit(options: RowOptions, most: int) -> int:
@@ -68,8 +68,9 @@ def draft_limit(options: RowOptions, most: int) -> int:
     return most if options.draft_limit is None else min(options.draft_limit, most)
 
 
-def _fill_tables(state: DecodeState, row: int, prompt: Tensor, options: RowOptions) -> None:
-    """Biases, and counts of a row that has emitted nothing."""
+def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:
+    """Biases, and counts of a row that has emitted nothing, or whose options do not ask for counts."""
+    prompt = state.tokens[row, :prompt_length]
     state.output_counts[row].zero_()
     state.in_prompt[row].zero_().index_fill_(0, prompt, True)
     state.unbiased[row].fill_(options.allowed is None and not options.bias)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.adaptive.estimates import tokens_per_step
 from fastspec.runtime.draft_plan import Choice
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler, lengths_of
+from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
 
 CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
 ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
@@ -186,11 +186,11 @@ class _Fixed:
         return [count for step in self.steps for count in step.accepted]
 
 
-def calibrate(engine: Engine, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice) -> Calibration:
+def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice) -> Calibration:
     """Runs the requests with every k of a choice, and times drafting and scoring by themselves.
 
     Args:
-        engine: ready for the choice.
+        scheduler: its engine is ready for the choice.
         requests: as a call has them; they stay as they are.
         stop_ids: end a row.
         choice: its controller learns what was found.
@@ -198,11 +198,13 @@ def calibrate(engine: Engine, requests: list[Request], stop_ids: tuple[int, ...]
     Raises:
         ValueError: the texts end too early to time a step.
     """
+    engine = scheduler.engine
     runs = {k: _Fixed(k) for k in choice.ks}
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
-            loop = Scheduler(engine, _again(requests), stop_ids, choice.sampler, lambda made: 0, policy=runs[k])
-            for _ in loop:
+            again = _again(requests)
+            call = Call(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(again))
+            for _ in scheduler.run(again, call):
                 pass
     bucket = engine.bucket(min(len(requests), engine.state.batch))
     for k, run in runs.items():
@@ -213,7 +215,7 @@ def calibrate(engine: Engine, requests: list[Request], stop_ids: tuple[int, ...]
             )
     if choice.controller is not None:
         choice.controller.learn([step for run in runs.values() for step in run.steps], bucket)
-    parts = _parts(engine, requests, choice, bucket)
+    parts = _parts(scheduler, requests, choice, bucket)
     return _summary(runs, parts, bucket, str(engine.state.lengths.device))
 
 
@@ -221,12 +223,16 @@ def _again(requests: list[Request]) -> list[Request]:
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
-def _parts(engine: Engine, requests: list[Request], choice: Choice, bucket: int) -> dict[int, tuple[float, float]]:
+def _parts(
+    scheduler: Scheduler, requests: list[Request], choice: Choice, bucket: int
+) -> dict[int, tuple[float, float]]:
     """(drafting, scoring) seconds by k, over rows in the middle of their texts."""
+    engine = scheduler.engine
     rows = _again(requests)[: engine.state.batch]
-    loop = iter(Scheduler(engine, rows, (), choice.sampler, lambda made: choice.ks[-1]))
+    call = Call((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
+    running = scheduler.run(rows, call)
     for _ in range(_LIVE_STEPS):
-        next(loop, None)
+        next(running, None)
     found, lengths = {}, lengths_of(requests)
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits
 from fastspec.inputs.options import Options
 from fastspec.output import GenerateOutput, Stats
-from fastspec.runtime.scheduler import Request
+from fastspec.runtime.request import Request
 from fastspec.text.stop_strings import StopWatch
 
 _NAMED = 8  # rows that an error names

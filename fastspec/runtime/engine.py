@@ -121,6 +121,10 @@ class Engine:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
         return self.ring.count(lambda: self.runner.run(self.key_of(rows, shape), self._body(rows, shape)))
 
+    def ready(self, rows: int, shape: StepShape) -> bool:
+        """Whether such a step can be launched."""
+        return self.runner.ready(self.key_of(rows, shape))
+
     def capture(self, rows: int, shape: StepShape) -> None:
         """Makes the runner ready for such a step."""
         self.runner.capture(self.key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))

@@ -8,7 +8,8 @@ from tqdm import tqdm
 
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
 
 
 def warm_up_for(
@@ -43,14 +44,13 @@ def warm_up_for(
 
 
 def decode(
-    engine: Engine, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
+    scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
 ) -> Iterator[dict[int, list[int]]]:
     """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
     if choice.controller is not None:
         choice.controller.begin()
-    yield from Scheduler(
-        engine, requests, stop_ids, choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller
-    )
+    settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
+    yield from scheduler.run(requests, Call(stop_ids, *settings))
 
 
 def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:

@@ -13,7 +13,7 @@ from hypothesis.errors import Flaky
 from fastspec import FastSpecGenerator
 from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission, calls
-from fastspec.runtime.scheduler import Request
+from fastspec.runtime.request import Request
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
 from fastspec.state import IDLE, DecodeState

@@ -11,9 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from fastspec.adaptive.controller import Controller, Observation, StepContext
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.shapes import GREEDY
 from tests.helpers.devices import needs_idle_gpu
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ class ToPlain(Switching):
 def loop_with(engine: Engine, controller: Controller, new: int = 3000) -> Iterator[dict[int, list[int]]]:
     capture_all(engine, set(KS), GREEDY)
     requests = [Request([1, 2, 3], new, GREEDY_ROW), Request([4], new, GREEDY_ROW)]
-    return iter(Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=controller))
+    return iter(run_all(engine, requests, (), GREEDY, lambda made: 0, policy=controller))
 
 
 def engine_of(**options: int) -> Engine:
@@ -123,7 +124,7 @@ def test_text_stays_and_a_run_adapts() -> None:
         engine = tiny_engine(batch=2, device="cuda", graphs=True, depth=2)
         capture_all(engine, set(KS), GREEDY)
         requests = [Request([1, 2, 3], 150, GREEDY_ROW), Request([4], 100, GREEDY_ROW)]
-        for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=controller):
+        for _ in run_all(engine, requests, (), GREEDY, lambda made: 0, policy=controller):
             pass
         texts.append([request.new_tokens for request in requests])
     assert texts[0] == texts[1] == texts[2] == texts[3]

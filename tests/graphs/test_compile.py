@@ -10,9 +10,10 @@ import torch
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels.attention import dispatch
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ def texts(engine: Engine, seed: int, *, k: int, temperature: float = 0.0) -> lis
     ]
     sampler = FULL if temperature else GREEDY
     capture_all(engine, {k}, sampler)
-    for _ in Scheduler(engine, requests, (), sampler, lambda made: k):
+    for _ in run_all(engine, requests, (), sampler, lambda made: k):
         pass
     return [request.new_tokens for request in requests]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine, chunks_of
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices

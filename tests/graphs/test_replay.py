@@ -11,9 +11,10 @@ import torch
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.shapes import FULL, GREEDY
 from fastspec.state import DecodeState
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,7 @@ def compare_runs(
     for engine in engines:
         capture_all(engine, set(ks), sampler, top)
     loops = [
-        Scheduler(engine, requests_of(seed, sampler != GREEDY), stop_ids, sampler, lambda made: ks[made % len(ks)], top)
+        run_all(engine, requests_of(seed, sampler != GREEDY), stop_ids, sampler, lambda made: ks[made % len(ks)], top)
         for engine in engines
     ]
     for count, (ours, theirs) in enumerate(zip(*map(iter, loops), strict=True)):
@@ -119,7 +120,7 @@ def ran(engine: Engine) -> list[Request]:
     """Prompts of one token, which need no prefill and no catching up."""
     capture_all(engine, {4}, GREEDY)
     requests = [Request([index], 20, RowOptions(0.0, 0, 1.0, 0.0, seed=0)) for index in range(4)]
-    for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 4):
+    for _ in run_all(engine, requests, (), GREEDY, lambda made: 4):
         if engine.parts.target.spec is None:  # type: ignore[attr-defined]
             engine.parts.proposer.catch_up = None  # type: ignore[union-attr, method-assign, assignment]
     return requests

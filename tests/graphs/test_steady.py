@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -19,11 +22,11 @@ STEPS = 200
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
-def steady(engine: Engine, k: int) -> Scheduler:
+def steady(engine: Engine, k: int) -> Iterator[dict[int, list[int]]]:
     """A loop of many more steps than are looked at."""
     capture_all(engine, {k}, GREEDY)
     requests = [Request([1, 2, 3], 3000, GREEDY_ROW), Request([4], 3000, GREEDY_ROW)]
-    return Scheduler(engine, requests, (), GREEDY, lambda made: k)
+    return run_all(engine, requests, (), GREEDY, lambda made: k)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -48,7 +51,7 @@ def test_admission_does_not_wait_either() -> None:
 
     def run() -> None:
         requests = [Request(list(range(length)), 20 + length, GREEDY_ROW) for length in (1, 40, 3, 70, 2, 9)]
-        for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 4):
+        for _ in run_all(engine, requests, (), GREEDY, lambda made: 4):
             pass
 
     run()  # kernels of prompts are compiled at their first use
@@ -68,7 +71,7 @@ def test_the_mode_sees_a_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def calls_of(loop: Scheduler) -> Counter[str]:
+def calls_of(loop: Iterator[dict[int, list[int]]]) -> Counter[str]:
     """Runtime and driver calls of STEPS steps, by name."""
     steps = iter(loop)
     next(steps)

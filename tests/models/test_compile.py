@@ -18,10 +18,11 @@ from fastspec.kernels.compiled_ops import PerShape, attend_op, compiled
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 
 
@@ -30,7 +31,7 @@ def results(
 ) -> list[tuple[list[int], int]]:
     """New tokens of every prompt, and how many drafts were accepted: which only a draft that drafts alike repeats."""
     requests = [Request(list(row), new, RowOptions(temperature, 0, 1.0, 0.0, seed)) for seed, row in enumerate(prompts)]
-    for _ in Scheduler(engine, requests, (), FULL if temperature else GREEDY, lambda made: k):
+    for _ in run_all(engine, requests, (), FULL if temperature else GREEDY, lambda made: k):
         pass
     return [(request.new_tokens, request.accepted) for request in requests]
 

@@ -17,10 +17,11 @@ from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.ngram import NGram
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES
 from fastspec.shapes import FULL
 from tests.helpers.devices import devices
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
 from tests.runtime.test_scheduler import prompts, run, sampled_row, texts
@@ -106,7 +107,7 @@ def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4)
     assert isinstance(target, Decoder)
     assert isinstance(draft, Decoder)
     length, equal = len(row), True
-    for emitted in Scheduler(engine, [request], (), FULL, lambda steps: k):
+    for emitted in run_all(engine, [request], (), FULL, lambda steps: k):
         at = torch.arange(len(row), length + k - 1)
         pages = engine.state.block_table[0, at // engine.pages.page_size]
         for ours, theirs in ((target.cache.keys, draft.cache.keys), (target.cache.values, draft.cache.values)):

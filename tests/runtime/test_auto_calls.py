@@ -12,11 +12,12 @@ import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, NGram, SyntheticAcceptance
 from fastspec.adaptive.controller import Controller, Observation, StepContext
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import tiny_engine
 from tests.runtime.test_scheduler import GREEDY_ROW, prompts
 
@@ -235,7 +236,7 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
 
     turns = Turns()
     requests = [Request(row, 30, GREEDY_ROW) for row in prompts(4)]
-    for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=turns):
+    for _ in run_all(engine, requests, (), GREEDY, lambda made: 0, policy=turns):
         pass
     emitted = sum(sum(step.accepted) + len(step.accepted) for step in turns.steps)
     dropped = sum(request.dropped for request in requests)
@@ -278,11 +279,11 @@ def test_a_look_drafts_in_few_rows(depth: int, device: str) -> None:
     """The others go on plainly, and when they draft again the draft has taken in what it missed."""
     rows = prompts(5, seed=3)
     plain = [Request(row, 60, GREEDY_ROW) for row in rows]
-    for _ in Scheduler(tiny_engine(batch=3, device=device), plain, (), GREEDY, lambda made: 0):
+    for _ in run_all(tiny_engine(batch=3, device=device), plain, (), GREEDY, lambda made: 0):
         pass
     engine, policy = tiny_engine(batch=3, device=device, same=True, depth=depth), FewAtTimes()
     looked = [Request(row, 60, GREEDY_ROW) for row in rows]
-    for _ in Scheduler(engine, looked, (), GREEDY, lambda made: 0, policy=policy):
+    for _ in run_all(engine, looked, (), GREEDY, lambda made: 0, policy=policy):
         pass
     assert [request.new_tokens for request in looked] == [request.new_tokens for request in plain]
     assert all(request.accepted == request.drafted for request in looked)  # the draft is the target
@@ -298,7 +299,7 @@ def test_a_row_keeps_its_own_limit_after_a_look() -> None:
     options = dataclasses.replace(GREEDY_ROW, draft_limit=2)
     requests = [Request([1, 2, 3], 60, GREEDY_ROW), Request([4], 60, options)]
     engine = tiny_engine(batch=2, same=True)
-    for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 0, policy=FewAtTimes()):
+    for _ in run_all(engine, requests, (), GREEDY, lambda made: 0, policy=FewAtTimes()):
         pass
     assert max(index for index, count in enumerate(requests[1].histogram) if count) == 2
     assert max(index for index, count in enumerate(requests[0].histogram) if count) == 4

@@ -15,12 +15,13 @@ from fastspec import FastSpecGenerator
 from fastspec.graphs.runner import EagerRunner
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler, lengths_of
+from fastspec.runtime.request import Request, lengths_of
 from fastspec.sampling.rules import MODES
 from fastspec.shapes import EARLY_BLOCKS, FULL, GREEDY
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.fuzz_calls import DRAFTS, Call, calls
 from tests.helpers.fuzzing import CI, Pair
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import tiny_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the pair has no tokenizers
@@ -144,7 +145,7 @@ def test_long_rows_have_steps_of_their_own() -> None:
     requests = [Request([1, 2], cap, ROWS[0]) for cap in (3, 5000)]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, requests[1].limit):
         engine.capture(rows, shape)
-    loop = iter(Scheduler(engine, requests, (), GREEDY, lambda made: 4))
+    loop = iter(run_all(engine, requests, (), GREEDY, lambda made: 4))
     for _ in range(5):
         next(loop)
     assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16384 positions"}
@@ -175,7 +176,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     assert isinstance(runner, Recorder)
     for prompts, key in (((5, 5000), keys[0][0]), ((5000, 6000), keys[1][0])):
         runner.ran.clear()
-        next(iter(Scheduler(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
+        next(iter(run_all(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
         assert {each for each in runner.ran if "rows" in each} == {key}
 
 
@@ -195,7 +196,7 @@ def test_options_compile_nothing_anew() -> None:
     engine = compiled_engine(batch=2, k=2)
 
     def run(*rows: RowOptions) -> None:
-        for _ in Scheduler(engine, [Request([1, 2, 3], 8, row) for row in rows], (), FULL, lambda made: 2):
+        for _ in run_all(engine, [Request([1, 2, 3], 8, row) for row in rows], (), FULL, lambda made: 2):
             pass
 
     run(ROWS[0])

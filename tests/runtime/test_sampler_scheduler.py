@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
 from fastspec.shapes import FULL, GREEDY
 from fastspec.state import RUNNING, DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 
 NEW = 40
@@ -47,7 +48,7 @@ def run(
     given = prompts(len(rows)) if given is None else given
     requests = [Request(list(prompt), NEW, row) for prompt, row in zip(given, rows, strict=True)]
     stop_ids, sampler = loop.get("stop_ids", ()), loop.get("sampler", FULL)
-    for _ in Scheduler(engine, requests, stop_ids, sampler, lambda made: k):
+    for _ in run_all(engine, requests, stop_ids, sampler, lambda made: k):
         engine.pages.check_integrity()
     assert engine.pages.num_free == engine.pages.num_pages - 1
     return requests
@@ -85,7 +86,7 @@ def test_counts_are_those_of_the_text_after_every_step(same: bool, device: str) 
     engine = tiny_engine(batch=3, device=device, same=same)
     requests = [Request(list(prompt), NEW, row) for prompt, row in zip(prompts(seed=3), ROWS, strict=True)]
     state, checked = engine.state, 0
-    for _ in Scheduler(engine, requests, (), FULL, lambda made: 4):
+    for _ in run_all(engine, requests, (), FULL, lambda made: 4):
         for row in (state.finish == RUNNING).nonzero().flatten().tolist():
             text = state.tokens[row, : state.lengths[row]].cpu()
             prompt, output = text[: state.limits[row] - NEW], text[state.limits[row] - NEW :]
@@ -246,7 +247,7 @@ def test_a_watch_ends_a_row_inside_a_step() -> None:
         for cut in (1, 2, 3, 4, 5, 9):
             requests = [Request(list(prompt), NEW, row) for prompt, row in zip(prompts(5), rows, strict=True)]
             requests[0].watch = Cut(cut)
-            for _ in Scheduler(engine, requests, (), GREEDY, lambda made: 4):
+            for _ in run_all(engine, requests, (), GREEDY, lambda made: 4):
                 engine.pages.check_integrity()
             assert requests[0].new_tokens == expected[0][:cut]
             assert requests[0].finish_reason == "stop"
@@ -268,7 +269,7 @@ def test_a_row_that_the_host_ended_writes_no_more() -> None:
 
     def decode(batch: int, num_pages: int) -> list[Request]:
         requests = made(batch)
-        for _ in Scheduler(tiny_engine(batch=batch, k=2, num_pages=num_pages), requests, (), GREEDY, lambda made: 1):
+        for _ in run_all(tiny_engine(batch=batch, k=2, num_pages=num_pages), requests, (), GREEDY, lambda made: 1):
             pass
         return requests
 

@@ -11,9 +11,11 @@ import torch
 from fastspec.graphs.results import ResultRing
 from fastspec.inputs.options import RowOptions, derive_seed
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request, Scheduler
+from fastspec.runtime.request import Request
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import FULL, GREEDY, StepShape
 from tests.helpers.devices import devices
+from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 
 GREEDY_ROW = RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -42,7 +44,7 @@ def run(
     chosen = options or [GREEDY_ROW] * len(rows)
     requests = [Request(list(row), cap, option) for row, cap, option in zip(rows, caps, chosen, strict=True)]
     sampler = FULL if options else GREEDY
-    loop = Scheduler(engine, requests, stop_ids, sampler, k if callable(k) else lambda steps: k)
+    loop = run_all(engine, requests, stop_ids, sampler, k if callable(k) else lambda steps: k)
     streamed: dict[int, list[int]] = {index: [] for index in range(len(rows))}
     for emitted in loop:
         engine.pages.check_integrity()
@@ -193,7 +195,7 @@ def test_logprobs_are_the_raw_targets(device: str) -> None:
     found = {}
     for k in (0, 4):
         request = Request(list(row), 40, options[0])
-        for _ in Scheduler(engine, [request], (), FULL, lambda steps, k=k: k, top_logprobs=3):  # type: ignore[misc]
+        for _ in run_all(engine, [request], (), FULL, lambda steps, k=k: k, top_logprobs=3):  # type: ignore[misc]
             pass
         assert len(request.logprobs) == len(request.top_logprobs) == 40
         for token, logprob, top in zip(request.new_tokens, request.logprobs, request.top_logprobs, strict=True):
@@ -244,7 +246,7 @@ def test_abandoned_loop_leaves_nothing_behind() -> None:
     expected = texts(run(engine, rows, 50))
     for steps in (0, 1, 3):
         requests = [Request(list(row), 50, GREEDY_ROW) for row in rows]
-        loop = iter(Scheduler(engine, requests, (), GREEDY, lambda made: 4))
+        loop = iter(run_all(engine, requests, (), GREEDY, lambda made: 4))
         for _ in range(steps):
             next(loop)
         del loop
@@ -253,7 +255,7 @@ def test_abandoned_loop_leaves_nothing_behind() -> None:
 
 def test_inference_mode_does_not_leak_between_steps() -> None:
     engine = tiny_engine()
-    for _ in Scheduler(engine, [Request([1, 2], 20, GREEDY_ROW)], (), GREEDY, lambda made: 4):
+    for _ in run_all(engine, [Request([1, 2], 20, GREEDY_ROW)], (), GREEDY, lambda made: 4):
         assert not torch.is_inference_mode_enabled()
         assert torch.is_grad_enabled()
 
@@ -276,7 +278,7 @@ def test_launching_ahead_changes_nothing(depth: int, device: str) -> None:
 def test_log_probabilities_do_not_depend_on_the_depth(depth: int) -> None:
     def recorded(depth: int) -> list[Request]:
         requests = [Request(row, 20, GREEDY_ROW) for row in prompts(5, seed=15)]
-        for _ in Scheduler(tiny_engine(batch=2, depth=depth), requests, (), GREEDY, lambda made: 4, 3):
+        for _ in run_all(tiny_engine(batch=2, depth=depth), requests, (), GREEDY, lambda made: 4, 3):
             pass
         return requests
 

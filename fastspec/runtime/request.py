@@ -1,0 +1,166 @@
+"""One prompt on its way through the scheduler, and what the requests of one call have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastspec.graphs.results import RowResult
+from fastspec.inputs.options import RowOptions
+from fastspec.output import RowStats
+from fastspec.runtime.step_timer import DraftLengthPolicy
+from fastspec.shapes import FULL
+from fastspec.state import RUNNING, STOPPED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What the requests of one call have in common.
+
+    Attributes:
+        stop_ids: end a row.
+        sampler: kind of the steps that its rows need: GREEDY or FULL.
+        choose_k: drafts for the next step, given the number of steps made; at most engine.max_drafts.
+        top_logprobs: as in StepShape.
+        policy: chooses instead of choose_k, and is told what every step did.
+        lengths: tokens that the longest of its rows may get, and those of its shortest prompt.
+    """
+
+    stop_ids: tuple[int, ...]
+    sampler: str
+    choose_k: Callable[[int], int]
+    top_logprobs: int | None = None
+    policy: DraftLengthPolicy | None = None
+    lengths: tuple[int, int] = (0, 0)
+
+    @property
+    def full(self) -> bool:
+        """Whether its rows need everything that options can ask for."""
+        return self.sampler == FULL
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way through the scheduler.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: cap on new tokens.
+        options: sampling options and seed.
+        watch: told the new tokens of each step, says how many of them there are up to the end of the row, or None
+            when it goes on; for ends that the device does not see.
+        new_tokens: emitted so far.
+        finish_reason: "stop" or "length" once finished, "error" when no token could be chosen or the device's work was
+            interrupted, "cancelled" when the request was cancelled.
+        invalid_at: the position that no token could be chosen for.
+        logprobs: of new_tokens, when recorded.
+        top_logprobs: the most probable (id, log-probability) pairs at each new token, when recorded.
+        draft_length: the host's copy of DecodeState.draft_lengths.
+        draft_lag: a step without drafts was launched since the draft last caught up.
+        draft_limit: the host's copy of DecodeState.draft_limits.
+        has_tables: the row's biases and counts are filled, which steps of the full sampler read.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    options: RowOptions
+    watch: Callable[[list[int]], int | None] | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    invalid_at: int | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    steps: int = 0
+    plain_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    dropped: int = 0
+    histogram: list[int] = field(default_factory=list)
+    steps_at: list[int] = field(default_factory=list)
+    draft_length: int = 0
+    draft_lag: bool = False
+    draft_limit: int = 0
+    has_tables: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt) + len(self.new_tokens)
+
+    @property
+    def limit(self) -> int:
+        """Largest length."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def begin(self, max_drafts: int) -> None:
+        """Makes room for the counts of steps of up to `max_drafts` drafts."""
+        self.histogram = [0] * (max_drafts + 1)
+        self.steps_at = [0] * (max_drafts + 1)
+
+    def stats(self) -> RowStats:
+        """What happened to this row."""
+        return RowStats(
+            self.steps,
+            self.plain_steps,
+            self.drafted,
+            self.accepted,
+            len(self.new_tokens),
+            self.dropped,
+            tuple(self.histogram),
+            tuple(self.steps_at),
+        )
+
+    def record(self, result: RowResult, k: int) -> list[int]:
+        """Counts one step of k drafts; returns its tokens."""
+        if result.finish == RUNNING and result.accepted < 0:
+            self.invalid_at = self.length - 1 - result.accepted
+            self.finish_reason = "error"
+            return []
+        tokens = result.block[: result.emitted]
+        end = self.watch(tokens) if self.watch else None
+        tokens = tokens[:end]
+        if result.drafted:
+            self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
+        self.new_tokens += tokens
+        self.steps += 1
+        self.plain_steps += not result.drafted
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+        self.dropped += result.accepted + 1 - len(tokens)
+        self.histogram[result.accepted] += 1
+        self.steps_at[k] += 1
+        if result.finish != RUNNING:
+            self.finish_reason = "stop" if result.finish == STOPPED else "length"
+        if end is not None:
+            self.finish_reason = "stop"
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step whose results were not read yet.
+
+    Attributes:
+        sequence: its number in the result ring.
+        requests: by the row each had when it was launched.
+        k: drafts.
+        bucket: rows it covers.
+        resumed: passes of catching up that were queued before it, when the step before it was a plain one or there
+            were any; else None.
+        timed: only such passes, or nothing, came between it and the step before it.
+        drafting: rows that could draft.
+    """
+
+    sequence: int
+    requests: dict[int, Request]
+    k: int
+    bucket: int
+    resumed: float | None
+    timed: bool
+    drafting: frozenset[int]
+
+
+def lengths_of(requests: list[Request]) -> tuple[int, int]:
+    """Tokens that the longest of their rows may get, and those of the shortest prompt."""
+    longest = max((request.limit for request in requests), default=0)
+    return longest, min((len(request.prompt) for request in requests), default=0)
