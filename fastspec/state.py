@@ -6,9 +6,11 @@ slots are never zeroed or copied, they lie above the length and are masked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,75 +40,140 @@ class Outbox:
     counter: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeState:
-    """Buffers of B rows (slots), at most K drafts a step, V target ids, T tokens and P pages a row.
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """What one field of `DecodeState` holds.
 
-    | field         | shape, dtype      | meaning                                                       | written by              |
-    |---------------|-------------------|---------------------------------------------------------------|-------------------------|
-    | tokens        | [B, T] int64      | prompt and emitted tokens; the last column takes junk writes  | admit, commit           |
-    | lengths       | [B] int64         | tokens that count; the last of them is not in any cache yet   | admit, commit           |
-    | limits        | [B] int64         | lengths may not pass this                                     | admit                   |
-    | draft_lengths | [B] int64         | positions 0.. that the draft's cache holds                    | admit, catch-up, commit |
-    | finish        | [B] int64         | RUNNING, STOPPED, AT_LIMIT or IDLE                            | admit, commit           |
-    | stop_ids      | [B, 64] int64     | ids that end the row, padded with -1                          | admit                   |
-    | block_table   | [B, P] int64      | cache pages of the row                                        | admit                   |
-    | temperature   | [B] fp32          | 0 is greedy                                                   | admit                   |
-    | top_k         | [B] int64         | 0 keeps all                                                   | admit                   |
-    | top_p         | [B] fp32          | 1 keeps all                                                   | admit                   |
-    | min_p         | [B] fp32          | 0 keeps all                                                   | admit                   |
-    | seeds         | [B] int64         | the row's randomness                                          | admit                   |
-    | repetition    | [B] fp32          | penalty of ids in prompt or output; 1 is none                 | admit                   |
-    | presence      | [B] fp32          | penalty of ids in the output; 0 is none                       | admit                   |
-    | frequency     | [B] fp32          | penalty for each time an id is in the output; 0 is none       | admit                   |
-    | bias          | [B, V] fp32       | added to logits; -inf bans an id                              | admit                   |
-    | unbiased      | [B] bool          | bias is known to be 0 for all ids, and need not be read       | admit                   |
-    | in_prompt     | [B, V] bool       | ids of the prompt                                             | admit                   |
-    | output_counts | [B, V] int32      | how often each id was emitted                                 | admit, commit           |
-    | min_lengths   | [B] int64         | no stop id comes while lengths is below this                  | admit                   |
-    | draft_limits  | [B] int64         | drafts of the row that may count in a step                    | admit                   |
-    | draft_tokens  | [B, K] int64      | this step's drafts                                            | propose                 |
-    | draft_probs   | [B, K, V] fp32    | the law each draft was drawn from (0 above the draft's ids)   | propose                 |
-    | draft_counts  | [B] int64         | how many of this step's drafts count; 0 where none were made  | propose, step           |
-    | block         | [B, K+1] int64    | accepted drafts and one more token                            | commit                  |
-    | emitted       | [B] int64         | how many tokens of `block` were emitted by the last step      | commit                  |
-    | accepted      | [B] int64         | drafts accepted by the last step; -1: the row did not step.   | commit                  |
-    |               |                   | A row that still runs: -1 - p, nothing could be chosen at p   |                         |
-    | logprobs      | [B, K+1] fp32     | log-probability of each token of `block` under the raw target | commit                  |
-    | top_ids       | [B, K+1, N] int64 | the N most probable ids at each place of `block`              | commit                  |
-    | top_logprobs  | [B, K+1, N] fp32  | their log-probabilities                                       | commit                  |
+    Attributes:
+        shape: letters as `StateSizes` explains them, separated by spaces; "K+1" is one more than K.
+        dtype: of the elements.
+        fill: value in a row that was never admitted; a letter stands for its size.
+        written_by: the stages that write to it.
+        meaning: one line.
+        reset: `DecodeState.reset` fills it again. Admission fills the others before they are read.
+        prefill: a pass over a prompt reads it, so `PrefillSlot` copies it.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    limits: Tensor
-    draft_lengths: Tensor
-    finish: Tensor
-    stop_ids: Tensor
-    block_table: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    bias: Tensor
-    unbiased: Tensor
-    in_prompt: Tensor
-    output_counts: Tensor
-    min_lengths: Tensor
-    draft_limits: Tensor
-    draft_tokens: Tensor
-    draft_probs: Tensor
-    draft_counts: Tensor
-    block: Tensor
-    emitted: Tensor
-    accepted: Tensor
-    logprobs: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    shape: str
+    dtype: torch.dtype
+    fill: float | str
+    written_by: str
+    meaning: str
+    reset: bool = False
+    prefill: bool = False
+
+    def sizes(self, letters: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers."""
+        axes = (axis.partition("+") for axis in self.shape.split())
+        return tuple(letters[letter] + int(more or 0) for letter, _, more in axes)
+
+    def fill_value(self, letters: Mapping[str, int]) -> float:
+        """The fill as a number."""
+        return letters[self.fill] if isinstance(self.fill, str) else self.fill
+
+    def nbytes(self, letters: Mapping[str, int]) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.sizes(letters)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Sizes of a `DecodeState`.
+
+    Attributes:
+        batch: B, rows.
+        max_drafts: K, drafts a step at most.
+        max_length: T, tokens a row at most.
+        pages_per_row: P, cache pages.
+        vocab_size: V, target ids.
+        keep_draft_probs: whether `draft_probs` has room for distributions: Q is V if so, else 0.
+    """
+
+    batch: int
+    max_drafts: int
+    max_length: int
+    pages_per_row: int
+    vocab_size: int
+    keep_draft_probs: bool = True
+
+    @property
+    def letters(self) -> dict[str, int]:
+        """Sizes by the letters of shapes; also S, stop ids, and N, top log-probabilities."""
+        return {
+            "B": self.batch,
+            "K": self.max_drafts,
+            "T": self.max_length,
+            "P": self.pages_per_row,
+            "V": self.vocab_size,
+            "Q": self.vocab_size if self.keep_draft_probs else 0,
+            "S": MAX_STOP_IDS,
+            "N": min(MAX_TOP_LOGPROBS, self.vocab_size),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `DecodeState.allocate` takes."""
+        return sum(each.nbytes(self.letters) for each in BUFFERS.values())
+
+
+def _buffer(
+    shape: str,
+    dtype: torch.dtype,
+    fill: float | str,
+    written_by: str,
+    meaning: str,
+    *,
+    reset: bool = False,
+    prefill: bool = False,
+) -> Any:
+    """A dataclass field that a `Buffer` describes."""
+    return field(metadata={"buffer": Buffer(shape, dtype, fill, written_by, meaning, reset, prefill)})
+
+
+INT64, INT32, FP32, BOOL = torch.int64, torch.int32, torch.float32, torch.bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeState:
+    """Every buffer of B rows (slots), each declared once: allocation, reset and memory plans read this table.
+
+    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step, and -1 - p in a row that
+    did step but has invalid logits (NaN or infinite) at place p, so that nothing was emitted.
+    """
+
+    # fmt: off
+    #                               shape      dtype  fill  written by                 meaning
+    tokens: Tensor        = _buffer("B T+1",   INT64, 0,    "admit, commit",           "prompt and emitted tokens; last column: junk writes", prefill=True)
+    lengths: Tensor       = _buffer("B",       INT64, 1,    "admit, commit",           "tokens that count; the last is in no cache yet", reset=True, prefill=True)
+    limits: Tensor        = _buffer("B",       INT64, 1,    "admit",                   "lengths may not pass this", reset=True)
+    draft_lengths: Tensor = _buffer("B",       INT64, 0,    "admit, catch-up, commit", "positions from 0 on that the draft's cache holds", reset=True, prefill=True)
+    finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT or IDLE", reset=True, prefill=True)
+    stop_ids: Tensor      = _buffer("B S",     INT64, -1,   "admit",                   "ids that end the row, padded with -1", reset=True)
+    block_table: Tensor   = _buffer("B P",     INT64, 0,    "admit",                   "cache pages of the row", reset=True, prefill=True)
+    temperature: Tensor   = _buffer("B",       FP32,  0,    "admit",                   "0 is greedy", reset=True)
+    top_k: Tensor         = _buffer("B",       INT64, 0,    "admit",                   "0 keeps all")
+    top_p: Tensor         = _buffer("B",       FP32,  1.0,  "admit",                   "1 keeps all")
+    min_p: Tensor         = _buffer("B",       FP32,  0,    "admit",                   "0 keeps all")
+    seeds: Tensor         = _buffer("B",       INT64, 0,    "admit",                   "the row's randomness")
+    repetition: Tensor    = _buffer("B",       FP32,  1.0,  "admit",                   "penalty of ids in prompt or output; 1 is none")
+    presence: Tensor      = _buffer("B",       FP32,  0,    "admit",                   "penalty of ids in the output; 0 is none")
+    frequency: Tensor     = _buffer("B",       FP32,  0,    "admit",                   "penalty per occurrence in the output; 0 is none")
+    bias: Tensor          = _buffer("B V",     FP32,  0,    "admit",                   "added to logits; -inf bans an id")
+    unbiased: Tensor      = _buffer("B",       BOOL,  0,    "admit",                   "bias is known to be 0 for all ids, and need not be read")
+    in_prompt: Tensor     = _buffer("B V",     BOOL,  0,    "admit",                   "ids of the prompt")
+    output_counts: Tensor = _buffer("B V",     INT32, 0,    "admit, commit",           "how often each id was emitted")
+    min_lengths: Tensor   = _buffer("B",       INT64, 0,    "admit",                   "no stop id comes while lengths is below this")
+    draft_limits: Tensor  = _buffer("B",       INT64, "K",  "admit",                   "drafts of the row that may count in a step")
+    draft_tokens: Tensor  = _buffer("B K",     INT64, 0,    "propose",                 "this step's drafts")
+    draft_probs: Tensor   = _buffer("B K Q",   FP32,  0,    "propose",                 "distribution of each draft (0 above the draft's ids)")
+    draft_counts: Tensor  = _buffer("B",       INT64, 0,    "propose, step",           "how many of this step's drafts count; 0 where none were made")
+    block: Tensor         = _buffer("B K+1",   INT64, 0,    "commit",                  "accepted drafts and one more token")
+    emitted: Tensor       = _buffer("B",       INT64, 0,    "commit",                  "how many tokens of `block` were emitted by the last step")
+    accepted: Tensor      = _buffer("B",       INT64, -1,   "commit",                  "drafts accepted by the last step; negative: see above")
+    logprobs: Tensor      = _buffer("B K+1",   FP32,  0,    "commit",                  "log-probability of each token of `block` under the raw target")
+    top_ids: Tensor       = _buffer("B K+1 N", INT64, 0,    "commit",                  "the N most probable ids at each place of `block`")
+    top_logprobs: Tensor  = _buffer("B K+1 N", FP32,  0,    "commit",                  "their log-probabilities")
+    # fmt: on
 
     @classmethod
     def allocate(
@@ -118,53 +185,30 @@ class DecodeState:
         pages_per_row: int,
         vocab_size: int,
         device: torch.device,
-        prob_dtype: torch.dtype = torch.float32,
+        prob_dtype: torch.dtype = FP32,
         keep_draft_probs: bool = True,
     ) -> DecodeState:
-        """Allocates the buffers of `batch` idle rows; draft_probs of no width where no law is to be kept."""
+        """Allocates the buffers of `batch` idle rows; sizes as in `StateSizes`, prob_dtype is that of draft_probs."""
+        letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
-        def ints(*shape: int, fill: int = 0) -> Tensor:
-            return torch.full(shape, fill, dtype=torch.int64, device=device)
+        def new(name: str, each: Buffer) -> Tensor:
+            dtype = prob_dtype if name == "draft_probs" else each.dtype
+            return torch.full(each.sizes(letters), each.fill_value(letters), dtype=dtype, device=device)
 
-        def floats(*shape: int, fill: float = 0.0) -> Tensor:
-            return torch.full(shape, fill, dtype=torch.float32, device=device)
+        return cls(**{name: new(name, each) for name, each in BUFFERS.items()})
 
-        return cls(
-            tokens=ints(batch, max_length + 1),
-            lengths=ints(batch, fill=1),
-            limits=ints(batch, fill=1),
-            draft_lengths=ints(batch),
-            finish=ints(batch, fill=IDLE),
-            stop_ids=ints(batch, MAX_STOP_IDS, fill=-1),
-            block_table=ints(batch, pages_per_row),
-            temperature=floats(batch),
-            top_k=ints(batch),
-            top_p=floats(batch, fill=1.0),
-            min_p=floats(batch),
-            seeds=ints(batch),
-            repetition=floats(batch, fill=1.0),
-            presence=floats(batch),
-            frequency=floats(batch),
-            bias=floats(batch, vocab_size),
-            unbiased=torch.zeros(batch, dtype=torch.bool, device=device),
-            in_prompt=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
-            output_counts=torch.zeros(batch, vocab_size, dtype=torch.int32, device=device),
-            min_lengths=ints(batch),
-            draft_limits=ints(batch, fill=max_drafts),
-            draft_tokens=ints(batch, max_drafts),
-            draft_probs=torch.zeros(batch, max_drafts, vocab_size * keep_draft_probs, dtype=prob_dtype, device=device),
-            draft_counts=ints(batch),
-            block=ints(batch, max_drafts + 1),
-            emitted=ints(batch),
-            accepted=ints(batch, fill=-1),
-            logprobs=floats(batch, max_drafts + 1),
-            top_ids=ints(batch, max_drafts + 1, top := min(MAX_TOP_LOGPROBS, vocab_size)),
-            top_logprobs=floats(batch, max_drafts + 1, top),
-        )
+    def one_row(self) -> DecodeState:
+        """New buffers of one idle row, as wide as these."""
+        letters = {"K": self.draft_tokens.shape[1]}
+
+        def new(name: str, each: Buffer) -> Tensor:
+            return torch.full_like(getattr(self, name)[:1], each.fill_value(letters))
+
+        return DecodeState(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def rows(self, start: int, stop: int) -> DecodeState:
         """The same buffers, seen through views of rows start..stop-1."""
-        return DecodeState(**{field.name: getattr(self, field.name)[start:stop] for field in fields(self)})
+        return DecodeState(**{name: getattr(self, name)[start:stop] for name in BUFFERS})
 
     @property
     def batch(self) -> int:
@@ -179,33 +223,24 @@ class DecodeState:
     @property
     def sampler(self) -> SamplerRows:
         """The sampling options of the rows."""
-        return SamplerRows(self.temperature, self.top_k, self.top_p, self.min_p)
+        return SamplerRows(*(getattr(self, each.name) for each in fields(SamplerRows)))
 
     @property
     def processors(self) -> ProcessorRows:
         """What the rows do to logits before they are sampled from."""
-        return ProcessorRows(
-            self.bias,
-            self.in_prompt,
-            self.output_counts,
-            self.repetition,
-            self.presence,
-            self.frequency,
-            self.stop_ids,
-            self.min_lengths,
-        )
+        return ProcessorRows(*(getattr(self, each.name) for each in fields(ProcessorRows)))
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""
-        for field in fields(self):
-            values = getattr(self, field.name)
+        for name in BUFFERS:
+            values = getattr(self, name)
             values[place].copy_(values[source])
         self.finish[source].fill_(IDLE)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        return sum(getattr(self, name).nbytes for name in BUFFERS)
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
@@ -219,10 +254,9 @@ class DecodeState:
 
     def reset(self) -> None:
         """Makes every row idle; what it held before no longer matters."""
-        self.finish.fill_(IDLE)
-        self.lengths.fill_(1)
-        self.limits.fill_(1)
-        self.draft_lengths.zero_()
-        self.block_table.zero_()
-        self.stop_ids.fill_(-1)
-        self.temperature.zero_()
+        for name, each in BUFFERS.items():
+            if each.reset:
+                getattr(self, name).fill_(each.fill)
+
+
+BUFFERS: Mapping[str, Buffer] = {each.name: each.metadata["buffer"] for each in fields(DecodeState)}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastspec.inputs.row_options import NUMBERS
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
 from fastspec.text.stop_strings import first_end
@@ -39,15 +40,9 @@ Drafter = Annotated[
     ),
 ]
 
-_DRAWING = ("top_k", "top_p", "min_p")
-_SHAPING = (
-    *_DRAWING,
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "seed",
-)
+_NUMBERS = [each for each in NUMBERS if each.name != "temperature"]
+_DRAWING = tuple(each.name for each in _NUMBERS if not each.changes_greedy)
+_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed")
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +51,7 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         typer.BadParameter: a flag that cannot be read, or that would have no effect.
     """
-    options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags[name] is not None}
+    options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags.get(name) is not None}
     for name in ("allowed_token_ids", "suppress_tokens"):
         if flags[name] is not None:
             options[name] = _ids(flags[name], _flag(name))

@@ -17,21 +17,18 @@ from transformers import GenerationConfig
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
-from fastspec.inputs.row_options import RowOptions, derive_seed, rows_of
+from fastspec.inputs.row_options import NUMBERS, RowOptions, derive_seed, rows_of
 from fastspec.inputs.values import flag, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
 __all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed", "resolve"]
 
+_SHARED_NUMBERS = tuple(each.name for each in NUMBERS if each.in_transformers)
 SUPPORTED = (
     "max_new_tokens",
     "max_length",
     "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
+    *_SHARED_NUMBERS,
     "sequence_bias",
     "bad_words_ids",
     "suppress_tokens",
@@ -48,13 +45,12 @@ OWN = (
     "seed",
     "num_speculative_tokens",
     "logprobs",
-    "presence_penalty",
-    "frequency_penalty",
+    *(each.name for each in NUMBERS if not each.in_transformers),
     "logit_bias",
     "allowed_token_ids",
 )
 # one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
-PER_ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+PER_ROW = (*_SHARED_NUMBERS, "min_new_tokens")
 _IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
 MAX_RETURN_SEQUENCES = 2**16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,11 +19,58 @@ _IN_WORDS = 10  # ids named in an error
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A numeric option of a row, declared at its field of `RowOptions`: everything but its formula.
+
+    Attributes:
+        name: keyword of `generate`, and attribute of `RowOptions`.
+        fills: the field of `DecodeState` that admission sets to the value.
+        neutral: the value that changes nothing; None from the caller means it.
+        low, high: least and largest value. An int `neutral` admits whole numbers only.
+        in_transformers: a field of transformers' GenerationConfig. Otherwise the option is ours.
+        changes_greedy: it changes logits, so a greedy row's tokens too. Otherwise it acts on the distribution alone.
+    """
+
+    name: str
+    fills: str
+    neutral: float
+    low: float
+    high: float
+    in_transformers: bool
+    changes_greedy: bool
+
+    def read(self, value: Any) -> float:
+        """The checked value of what a caller gave.
+
+        Raises:
+            ValueError: it is no number, or out of range.
+        """
+        if isinstance(self.neutral, int):
+            given = self.neutral if value is None else value
+            return values.whole(self.name, given, low=int(self.low), high=int(self.high))
+        return values.real(self.name, value, self.neutral, low=self.low, high=self.high)
+
+
+def _number(
+    fills: str, neutral: float, low: float, high: float, *, in_transformers: bool = True, changes_greedy: bool = False
+) -> dict[str, Any]:
+    """Metadata of a field of `RowOptions`: a `Number` but for its name."""
+    return {"number": (fills, neutral, low, high, in_transformers, changes_greedy)}
+
+
+_REPETITION = _number("repetition", 1.0, 1 / MAX_REPETITION, MAX_REPETITION, changes_greedy=True)
+_PRESENCE, _FREQUENCY = (
+    _number(fills, 0.0, -MAX_PENALTY, MAX_PENALTY, in_transformers=False, changes_greedy=True)
+    for fills in ("presence", "frequency")
+)
+
+
+@dataclass(frozen=True, slots=True)
 class RowOptions:
     """Options of one row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token.
 
     Attributes:
-        temperature, top_k, top_p, min_p: as in `fastspec.sampling.distribution.law`.
+        temperature, top_k, top_p, min_p: as in `fastspec.sampling.distribution.compute_probs`.
         seed: of the row's randomness.
         repetition_penalty, presence_penalty, frequency_penalty: as in `fastspec.sampling.processors.ProcessorRows`.
         bias: (id, bias) pairs, each id once; -inf bans.
@@ -32,14 +79,14 @@ class RowOptions:
         draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    temperature: float = field(metadata=_number("temperature", 1.0, 0.0, MAX_TEMPERATURE))
+    top_k: int = field(metadata=_number("top_k", 0, 0, 2**31 - 1))
+    top_p: float = field(metadata=_number("top_p", 1.0, 0.0, 1.0))
+    min_p: float = field(metadata=_number("min_p", 0.0, 0.0, 1.0))
     seed: int
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = field(default=1.0, metadata=_REPETITION)
+    presence_penalty: float = field(default=0.0, metadata=_PRESENCE)
+    frequency_penalty: float = field(default=0.0, metadata=_FREQUENCY)
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     min_new_tokens: int = 0
@@ -48,13 +95,16 @@ class RowOptions:
     @property
     def processed(self) -> bool:
         """Whether anything but temperature and filters changes the logits."""
-        neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1.0, 0.0, 0.0)
-        return not neutral or bool(self.bias) or self.allowed is not None or self.min_new_tokens > 0
+        changed = any(getattr(self, each.name) != each.neutral for each in NUMBERS if each.changes_greedy)
+        return changed or bool(self.bias) or self.allowed is not None or self.min_new_tokens > 0
 
     @property
     def plain(self) -> bool:
         """Whether the row takes the model's largest logit, as it is."""
         return self.temperature == 0 and not self.processed
+
+
+NUMBERS = tuple(Number(each.name, *each.metadata["number"]) for each in fields(RowOptions) if each.metadata)
 
 
 def rows_of(
@@ -82,50 +132,29 @@ def rows_of(
         ValueError: a value out of range, a list of another length, or no id left that a row could begin with.
         UnsupportedOption: a banned or biased sequence of several ids.
     """
-    columns = {name: values.column(name, given[name], num_rows) for name in _PLAIN}
+    columns = {name: values.column(name, given[name], num_rows) for name in _COLUMNS}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
     seeds = _seeds(given["seed"], num_rows, copies)
     rows = []
     for index in range(num_rows):
-        fields = {name: columns[name][index] for name in _PLAIN}
-        options = _numbers(fields, do_sample, max_new_tokens) | ids.of_row(index)
+        row = {name: columns[name][index] for name in _COLUMNS}
+        options = _numbers(row, do_sample, max_new_tokens) | ids.of_row(index)
         _check_choice(index, options, vocab_size, stop_ids)
         rows += [RowOptions(**options, seed=seed) for seed in seeds[index * copies : (index + 1) * copies]]
     return tuple(rows)
 
 
-_PLAIN = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "num_speculative_tokens",
-)
+_COLUMNS = (*(each.name for each in NUMBERS), "min_new_tokens", "num_speculative_tokens")
 
 
-def _numbers(fields: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
-    """Checked fields of one row that are numbers."""
-    low, high = -MAX_PENALTY, MAX_PENALTY
-    least = values.whole("min_new_tokens", fields["min_new_tokens"] or 0, low=0)
+def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
+    """Checked options of one row that are numbers."""
+    least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")
-    return {
-        "temperature": _temperature(fields["temperature"]) if do_sample else 0.0,
-        "top_k": values.whole("top_k", 0 if (k := fields["top_k"]) is None else k, low=0, high=2**31 - 1),
-        "top_p": values.real("top_p", fields["top_p"], 1.0, low=0.0, high=1.0),
-        "min_p": values.real("min_p", fields["min_p"], 0.0, low=0.0, high=1.0),
-        "repetition_penalty": values.real(
-            "repetition_penalty", fields["repetition_penalty"], 1.0, low=1 / MAX_REPETITION, high=MAX_REPETITION
-        ),
-        "presence_penalty": values.real("presence_penalty", fields["presence_penalty"], 0.0, low=low, high=high),
-        "frequency_penalty": values.real("frequency_penalty", fields["frequency_penalty"], 0.0, low=low, high=high),
-        "min_new_tokens": least,
-        "draft_limit": _draft_limit(fields["num_speculative_tokens"]),
-    }
+    checked: dict[str, Any] = {"temperature": _temperature(row["temperature"]) if do_sample else 0.0}
+    checked |= {each.name: each.read(row[each.name]) for each in NUMBERS if each.name not in checked}
+    return checked | {"min_new_tokens": least, "draft_limit": _draft_limit(row["num_speculative_tokens"])}
 
 
 def _draft_limit(value: Any) -> int | None:

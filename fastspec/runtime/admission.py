@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastspec.inputs.row_options import RowOptions
+from fastspec.inputs.row_options import NUMBERS, RowOptions
 from fastspec.shapes import FULL
 from fastspec.state import MAX_STOP_IDS, RUNNING, DecodeState
 
@@ -45,14 +45,8 @@ def fill(
         "lengths": len(prompt),
         "limits": limit,
         "draft_lengths": 0,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
+        **{each.fills: getattr(options, each.name) for each in NUMBERS},
         "seeds": options.seed,
-        "repetition": options.repetition_penalty,
-        "presence": options.presence_penalty,
-        "frequency": options.frequency_penalty,
         "min_lengths": len(prompt) + options.min_new_tokens,
         "draft_limits": draft_limit(options, most),
         "finish": RUNNING,

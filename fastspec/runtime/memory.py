@@ -10,7 +10,7 @@ import torch
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.config import ModelSpec
-from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from fastspec.state import StateSizes
 
 _GIB = 2**30
 _LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
@@ -24,7 +24,7 @@ class MemoryPlan:
     Attributes:
         target_weights, draft_weights: weights.
         target_cache, draft_cache: K/V pages.
-        buffers: the decode state and the rotary tables.
+        buffers: the decode state, the prefill slot and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
         graphs: captured graphs themselves; the tensors inside them count as workspace.
         free: free on the device when the plan was made.
@@ -68,7 +68,7 @@ class Layout:
         target_dtype, draft_dtype: of weights and caches.
         chunks: prompt tokens that one pass may feed, ascending.
         ops: whose kernels run.
-        keeps_laws: the law of every draft is kept until it is verified.
+        keep_draft_probs: the distribution of every draft is kept until the draft is verified.
     """
 
     batch: int
@@ -102,26 +102,28 @@ class Layout:
     def plan(self, max_length: int, free: int) -> MemoryPlan:
         """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
         positions = self.num_pages(max_length) * self.page_size
+        state, slot = self.state_sizes(max_length), self.with_batch(1).state_sizes(max_length)
         return MemoryPlan(
             target_weights=weight_bytes(self.target, self.target_dtype),
             draft_weights=weight_bytes(self.draft, self.draft_dtype) if self.draft else 0,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
-            buffers=(self.batch + 1) * self._state_bytes(max_length) + self._rotary_bytes(max_length),
+            buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length),
             workspace=self._workspace_bytes(max_length),
             graphs=0,
             free=free,
         )
 
-    def _state_bytes(self, max_length: int) -> int:
-        """Bytes of DecodeState per row."""
-        k, top = self.max_drafts, min(MAX_TOP_LOGPROBS, self.target.vocab_size)
-        # scalars: lengths, limits, draft_lengths, finish, top_k, seeds, min_lengths, draft_limits, draft_counts,
-        # emitted, accepted; temperature, top_p, min_p, repetition, presence, frequency
-        ints = 11 + (max_length + 1) + MAX_STOP_IDS + self.pages_per_row(max_length) + k + (k + 1) * (1 + top)
-        floats = 6 + (k + 1) * (1 + top) + k * self.target.vocab_size * self.keep_draft_probs
-        # bias, output_counts and in_prompt: always there, for they are small beside a single draft's kept law; unbiased
-        return 8 * ints + 4 * floats + (4 + 4 + 1) * self.target.vocab_size + 1
+    def state_sizes(self, max_length: int) -> StateSizes:
+        """Sizes of the decode state of rows of up to `max_length` tokens."""
+        return StateSizes(
+            self.batch,
+            self.max_drafts,
+            max_length,
+            self.pages_per_row(max_length),
+            self.target.vocab_size,
+            self.keep_draft_probs,
+        )
 
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size

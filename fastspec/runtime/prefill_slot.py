@@ -1,20 +1,18 @@
-"""The lane: one row apart through which prompts pass, so that what is launched does not depend on a prompt's row."""
+"""The prefill slot: one extra row that prompts pass through, so that launches do not depend on a prompt's row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastspec.state import IDLE, DecodeState
-
-_OF_A_ROW = ("tokens", "lengths", "finish", "block_table", "draft_lengths")  # what a pass over a prompt reads
+from fastspec.state import BUFFERS, IDLE, DecodeState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of one row, and how far its prompt was fed.
+    """Buffers of one row, and the position up to which its prompt was passed.
 
     Attributes:
         row: a state of one row. Its K/V lies in the pages of the row that it stands for.
@@ -26,16 +24,15 @@ class PrefillSlot:
 
     @classmethod
     def beside(cls, state: DecodeState) -> PrefillSlot:
-        """An idle lane with room for any row of `state`."""
-        row = DecodeState(**{field.name: torch.zeros_like(getattr(state, field.name)[:1]) for field in fields(state)})
-        row.lengths.fill_(1)
-        row.finish.fill_(IDLE)
+        """An idle slot with room for any row of `state`."""
+        row = state.one_row()
         return cls(row, torch.zeros_like(row.lengths))
 
     def enter(self, state: DecodeState, row: int, start: int) -> None:
-        """The lane stands for row `row` of `state` from now on; passes begin at position `start`."""
-        for name in _OF_A_ROW:
-            getattr(self.row, name)[0].copy_(getattr(state, name)[row])
+        """The slot stands for row `row` of `state` from now on; passes begin at position `start`."""
+        for name, each in BUFFERS.items():
+            if each.prefill:
+                getattr(self.row, name)[0].copy_(getattr(state, name)[row])
         self.start.fill_(start)
 
     def leave(self, state: DecodeState, row: int) -> None:

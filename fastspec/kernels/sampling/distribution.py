@@ -360,8 +360,7 @@ def find_laws(
     source = list(sampled_parts.source_of(logits, rows))
     if not ragged:
         source[-2] = None
-    sizes = sampled_parts.sizes_of(logits, rows, first)
-    pdl = has_pdl(logits.device)
+    sizes, pdl = sampled_parts.sizes_of(logits, rows, first), has_pdl(logits.device)
     shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
     chunk = sampled_groups.CHUNK
     chunks = triton.cdiv(vocab, chunk)
