@@ -21,7 +21,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from fastspec import FastSpecGenerator, demo_pair
+from fastspec.graphs.keys import StepKey
 from fastspec.graphs.results import SLOTS
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
@@ -84,9 +85,9 @@ class Trial:
 
     def __init__(self, engine: Engine, prompt: list[int], new: int) -> None:
         self.engine, self._prompt, self._new = engine, prompt, new
-        self.graphs: dict[str, Any] = engine.runner._graphs  # type: ignore[attr-defined]
+        self.graphs: dict[Hashable, Any] = engine.runner._graphs  # type: ignore[attr-defined]
         shape = engine.shape(engine.max_drafts, GREEDY, None, len(prompt) + new)
-        self.key = engine.key_of(1, shape)
+        self.key = StepKey(1, shape)
         engine.capture(1, shape)
         self.plain = Step(engine._body(1, shape), self.graphs[self.key].graph)
         self.stamps = torch.zeros(STAMPS, dtype=torch.int64, device=engine.state.finish.device)
