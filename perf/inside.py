@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
@@ -19,13 +19,22 @@ def engine_of(generator: FastSpecGenerator) -> Engine:
 def around_steps(
     generator: FastSpecGenerator, around: Callable[[str], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """While it is entered, every step is launched within `around(key)`; the key says what kind of step it is."""
+    """While it is entered, every step is launched within `around(words)`, which say what kind of step it is."""
     runner = engine_of(generator).runner
     launch = runner.run
 
-    def run(key: str, body: Callable[[], None]) -> None:
-        with nullcontext() if key.startswith("prompt") else around(key):  # a pass over a prompt is no step
+    def run(key: Hashable, body: Callable[[], None]) -> None:
+        words = _in_words(key)
+        with nullcontext() if words.startswith("prompt") else around(words):  # a pass over a prompt is no step
             launch(key, body)
 
     with mock.patch.object(runner, "run", run):
         yield
+
+
+def _in_words(key: Hashable) -> str:
+    if isinstance(key, str):  # in the tree of another commit
+        return key
+    from fastspec.graphs.keys import describe
+
+    return describe(key)

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from fastspec.graphs.failures import device_failed
+from fastspec.graphs.keys import describe
 
 _WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' work areas; the second finds them there
 
@@ -34,19 +35,19 @@ class Runner(Protocol):
     static: bool
     depth: int
 
-    def run(self, key: str, body: Callable[[], None]) -> None:
+    def run(self, key: Hashable, body: Callable[[], None]) -> None:
         """Runs `body` once, or what was captured of it under `key`, without waiting for it.
 
         Raises:
             RuntimeError: nothing was captured under `key`.
         """
 
-    def ready(self, key: str) -> bool:
+    def ready(self, key: Hashable) -> bool:
         """Whether a step of that key can run."""
 
     def capture(
         self,
-        key: str,
+        key: Hashable,
         body: Callable[[], None],
         idle: Callable[[], AbstractContextManager[None]],
         *,
@@ -55,7 +56,7 @@ class Runner(Protocol):
         """Makes `key` ready to run.
 
         Args:
-            key: what `body` depends on besides the contents of its buffers.
+            key: what `body` depends on besides the contents of its buffers; `keys.describe` names it in messages.
             body: the step.
             idle: a context in which running `body` changes nothing that counts.
             warm: `body` has run here already, so that its kernels are compiled and loaded.
@@ -88,17 +89,17 @@ class EagerRunner:
         self.depth = depth
         self._stream = _StreamLease(device, self) if device.type == "cuda" else None
 
-    def run(self, key: str, body: Callable[[], None]) -> None:
+    def run(self, key: Hashable, body: Callable[[], None]) -> None:
         """Calls body."""
         body()
 
-    def ready(self, key: str) -> bool:
+    def ready(self, key: Hashable) -> bool:
         """Always."""
         return True
 
     def capture(
         self,
-        key: str,
+        key: Hashable,
         body: Callable[[], None],
         idle: Callable[[], AbstractContextManager[None]],
         *,
@@ -154,12 +155,12 @@ class GraphRunner:
         self._device = device
         self.depth = depth
         self._nvtx = nvtx
-        self._graphs: dict[str, Captured] = {}
-        self._failures: dict[str, str] = {}
+        self._graphs: dict[Hashable, Captured] = {}
+        self._failures: dict[Hashable, str] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _StreamLease(device, self)
 
-    def run(self, key: str, body: Callable[[], None]) -> None:
+    def run(self, key: Hashable, body: Callable[[], None]) -> None:
         """Replays the graph of `key`: one launch.
 
         Raises:
@@ -168,22 +169,22 @@ class GraphRunner:
         captured = self._graphs.get(key)
         if captured is None:
             raise RuntimeError(
-                f"no CUDA graph for the step ({key}): {self._failures.get(key, 'it was never captured')}. "
+                f"no CUDA graph for the step ({describe(key)}): {self._failures.get(key, 'it was never captured')}. "
                 "warmup() captures it; graphs=False launches every operation from the host instead"
             )
         try:
-            with torch.cuda.nvtx.range(f"step: {key}") if self._nvtx else nullcontext():
+            with torch.cuda.nvtx.range(f"step: {describe(key)}") if self._nvtx else nullcontext():
                 captured.graph.replay()
         except RuntimeError as error:
             raise device_failed(error) from error
 
-    def ready(self, key: str) -> bool:
+    def ready(self, key: Hashable) -> bool:
         """Whether it was captured."""
         return key in self._graphs
 
     def capture(
         self,
-        key: str,
+        key: Hashable,
         body: Callable[[], None],
         idle: Callable[[], AbstractContextManager[None]],
         *,
@@ -202,8 +203,8 @@ class GraphRunner:
             self._stream = _StreamLease(self._device, self)
             self._pool = torch.cuda.graph_pool_handle()
             raise RuntimeError(
-                f"the step ({key}) could not be captured as a CUDA graph: {error}; if it must run all the same, "
-                "graphs=False launches every operation from the host"
+                f"the step ({describe(key)}) could not be captured as a CUDA graph: {error}; if it must run all the "
+                "same, graphs=False launches every operation from the host"
             ) from error
         self._failures.pop(key, None)
 
@@ -218,16 +219,16 @@ class GraphRunner:
     def describe(self) -> str:
         """A line a graph."""
         lines = [
-            f"{key}: {captured.nodes} nodes, {captured.seconds * 1e3:.0f} ms to capture, "
+            f"{describe(key)}: {captured.nodes} nodes, {captured.seconds * 1e3:.0f} ms to capture, "
             f"{captured.bytes / 2**20:.1f} MiB"
             for key, captured in self._graphs.items()
         ]
-        lines += [f"{key}: not captured, {reason}" for key, reason in self._failures.items()]
+        lines += [f"{describe(key)}: not captured, {reason}" for key, reason in self._failures.items()]
         head = f"{len(self._graphs)} captured, one per kind of step or prompt pass; {self.depth} steps launched ahead"
         return "\n           ".join([head, *lines])
 
     def _capture(
-        self, key: str, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]], warm_ups: int
+        self, key: Hashable, body: Callable[[], None], idle: Callable[[], AbstractContextManager[None]], warm_ups: int
     ) -> Captured:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
@@ -242,7 +243,7 @@ class GraphRunner:
                 # other threads may go on calling CUDA meanwhile
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 held = torch.cuda.memory_allocated(self._device)  # with the generator's state, which is torch's own
-                with torch.cuda.nvtx.range(f"capture: {key}") if self._nvtx else nullcontext():
+                with torch.cuda.nvtx.range(f"capture: {describe(key)}") if self._nvtx else nullcontext():
                     body()
             finally:
                 if collecting:

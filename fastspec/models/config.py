@@ -98,6 +98,17 @@ class ModelSpec:
     tied: bool
     dtype: torch.dtype
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the fused weights in `dtype`."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = (heads + 2 * kv_heads) * (self.hidden_size + self.qkv_bias)
+        out = self.hidden_size * (heads + self.o_bias)
+        mlp = 2 * self.intermediate_size * (self.hidden_size + self.mlp_bias)
+        mlp += self.hidden_size * (self.intermediate_size + self.mlp_bias)
+        norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return (self.num_layers * (qkv + out + mlp + norms) + embeddings + self.hidden_size) * dtype.itemsize
+
 
 def supported_models() -> str:
     """One line that lists every supported family and setting, for error messages."""

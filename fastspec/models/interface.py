@@ -1,12 +1,80 @@
-"""What the step and the proposers need of a model."""
+"""What others need of a model: the step and the proposers of its passes, memory and settings of its sizes."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fastspec.shapes import ForwardBatch, Tiling
+
+
+class ModelInfo(Protocol):
+    """Sizes of a model, known before its weights are loaded. `ModelSpec` has them for the models of this package."""
+
+    @property
+    def family(self) -> str:
+        """The name of its architecture, for people."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that its weights are stored in."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    def max_length(self) -> int:
+        """Its context in tokens."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each with K and V in the cache."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, how many of the newest keys a query sees; None: all."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of the residual stream."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Elements between the products of the MLP."""
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights as loaded in `dtype`, a matrix that is used twice counted once."""
+
+
+class ModelSource(Protocol):
+    """Where a model comes from, as far as settings and explanations ask. `Checkpoint` is one."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def spec(self) -> ModelInfo:
+        """Its sizes."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The caller's live module, whose device is then the default; else None."""
 
 
 class CausalModel(Protocol):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from fastspec.graphs.keys import PartKey, PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
@@ -119,7 +120,7 @@ class Engine:
 
     def launch(self, rows: int, shape: StepShape) -> int:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
-        return self.ring.count(lambda: self.runner.run(self.key_of(rows, shape), self._body(rows, shape)))
+        return self.ring.count(lambda: self.runner.run(StepKey(rows, shape), self._body(rows, shape)))
 
     def ready(self, rows: int, shape: StepShape) -> bool:
         """Whether such a step can be launched."""
@@ -127,7 +128,7 @@ class Engine:
 
     def capture(self, rows: int, shape: StepShape) -> None:
         """Makes the runner ready for such a step."""
-        self.runner.capture(self.key_of(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
+        self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
 
     def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
         """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
@@ -143,7 +144,7 @@ class Engine:
         for chunk in reversed(self.chunks):
             for draft in self._fed if chunk <= _CAPTURED else ():
                 self.runner.capture(
-                    _prompt_key(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
+                    PromptKey(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
                 )
 
     def prefill_row(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
@@ -154,7 +155,7 @@ class Engine:
         self.prefill_slot.enter(self.state, row, start)
         for chunk in chunks:
             start += chunk
-            key, body = _prompt_key(chunk, draft), self._pass(start, chunk, draft)
+            key, body = PromptKey(chunk, draft), self._pass(start, chunk, draft)
             if self.runner.static and chunk > _CAPTURED:
                 body()
             elif self.runner.ready(key):
@@ -185,7 +186,7 @@ class Engine:
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes at least, when none of its rows runs; waits for the device."""
         with self._idle(rows):
-            return min(self._timed(self.key_of(rows, shape), self._body(rows, shape), repeats))
+            return min(self._timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
     def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
         """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
@@ -198,12 +199,12 @@ class Engine:
             parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
         taken = {}
         for name, part in parts.items():
-            key, body = f"{name}: {self.key_of(rows, shape)}", partial(_forget, part)
+            key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)
             self.runner.capture(key, body, lambda: self._idle(rows))
             taken[name] = statistics.median(self._timed(key, body, repeats))
         return taken.get("draft", 0.0), taken["score"]
 
-    def _timed(self, key: str, body: Callable[[], None], repeats: int) -> list[float]:
+    def _timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
         """Seconds of one run: a few means over runs in a row, after one that does not count."""
         self.runner.run(key, body)
         self.ring.resync()
@@ -237,15 +238,7 @@ class Engine:
         sizes = reversed(self.buckets(max_rows))
         shapes = [self.shape(k, sampler, top_logprobs, longest, shortest) for k in sorted(set(ks), reverse=True)]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
-        return [(rows, shape) for rows, shape in steps if not self.runner.ready(self.key_of(rows, shape))]
-
-    def key_of(self, rows: int, shape: StepShape) -> str:
-        """All that differs between captured steps of this engine."""
-        recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
-        several = self.room(0) < self._most_positions
-        room = f", {shape.num_blocks * KEY_BLOCK} positions" if several else ""
-        begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
-        return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{room}{begin}"
+        return [(rows, shape) for rows, shape in steps if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
         view = self.state.rows(0, rows)
@@ -264,10 +257,6 @@ class Engine:
 def _forget(part: Callable[[], object]) -> None:
     """Runs a part whose result nobody needs."""
     part()
-
-
-def _prompt_key(chunk: int, draft: bool) -> str:
-    return f"prompt, {chunk} tokens" + (", of the draft" if draft else "")
 
 
 def chunks_of(sizes: tuple[int, ...], tokens: int) -> list[int]:

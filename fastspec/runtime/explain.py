@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fastspec.adaptive.controller import AUTO
-from fastspec.models.weights.sources import Checkpoint
+from fastspec.models.interface import ModelSource
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.memory import Layout, weight_bytes
+from fastspec.runtime.memory import Layout
 from fastspec.runtime.settings import Settings
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 
@@ -17,8 +17,8 @@ _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 def explain(
     settings: Settings,
     engine: Engine,
-    target: Checkpoint,
-    draft: Checkpoint | None,
+    target: ModelSource,
+    draft: ModelSource | None,
     shared_vocab: int,
     drafting: DraftPlan,
 ) -> str:
@@ -47,7 +47,7 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
     if layout.draft is None or not judged or stats.auto == AUTO:  # which has seen to it
         return None
-    draft_pass = weight_bytes(layout.draft, layout.draft_dtype) / weight_bytes(layout.target, layout.target_dtype)
+    draft_pass = layout.draft.weight_bytes(layout.draft_dtype) / layout.target.weight_bytes(layout.target_dtype)
     needed = 1 + stats.drafted / stats.steps * draft_pass
     gained = stats.emitted / stats.steps
     if gained >= needed:
@@ -64,9 +64,9 @@ def _chunks(engine: Engine) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
 
 
-def _model(checkpoint: Checkpoint, dtype: str) -> str:
+def _model(checkpoint: ModelSource, dtype: str) -> str:
     spec = checkpoint.spec
-    millions = weight_bytes(spec, spec.dtype) / spec.dtype.itemsize / 1e6
+    millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
     sliding = f", {windows} of them with a sliding window" if windows else ""
     return (
@@ -76,7 +76,7 @@ def _model(checkpoint: Checkpoint, dtype: str) -> str:
 
 
 def _drafting(
-    settings: Settings, engine: Engine, target: Checkpoint, draft: Checkpoint | None, shared_vocab: int
+    settings: Settings, engine: Engine, target: ModelSource, draft: ModelSource | None, shared_vocab: int
 ) -> str:
     if not settings.layout.max_drafts:
         return "off"

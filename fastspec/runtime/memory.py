@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.config import ModelSpec
+from fastspec.models.interface import ModelInfo
 from fastspec.state import StateSizes
 
 _GIB = 2**30
@@ -74,9 +74,9 @@ class Layout:
     batch: int
     max_drafts: int
     page_size: int
-    target: ModelSpec
+    target: ModelInfo
     target_dtype: torch.dtype
-    draft: ModelSpec | None
+    draft: ModelInfo | None
     draft_dtype: torch.dtype
     chunks: tuple[int, ...]
     ops: Ops
@@ -168,20 +168,12 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def weight_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
     """Bytes of a model's fused weights."""
-    heads = spec.num_heads * spec.head_dim
-    kv_heads = spec.num_kv_heads * spec.head_dim
-    qkv = (heads + 2 * kv_heads) * (spec.hidden_size + spec.qkv_bias)
-    out = spec.hidden_size * (heads + spec.o_bias)
-    mlp = 2 * spec.intermediate_size * (spec.hidden_size + spec.mlp_bias)
-    mlp += spec.hidden_size * (spec.intermediate_size + spec.mlp_bias)
-    norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
-    return (spec.num_layers * (qkv + out + mlp + norms) + embeddings + spec.hidden_size) * dtype.itemsize
+    return spec.weight_bytes(dtype)
 
 
-def position_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
     """Bytes of K and V per cached position."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 

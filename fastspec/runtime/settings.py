@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
 from fastspec.kernels.select import ops_for
-from fastspec.models.config import ModelSpec
-from fastspec.models.weights.sources import Checkpoint
+from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
@@ -68,8 +67,8 @@ class Drafts(Protocol):
 
 
 def settings_of(
-    target: Checkpoint,
-    draft: Checkpoint | None,
+    target: ModelSource,
+    draft: ModelSource | None,
     *,
     num_speculative_tokens: int | str,
     max_batch_size: int,
@@ -140,7 +139,7 @@ def _drafts(asked: int | str) -> int:
     return asked
 
 
-def _device(device: torch.device | str | None, target: Checkpoint) -> torch.device:
+def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
     if device is None and target.module is not None:
         chosen = next(target.module.parameters()).device
     else:
@@ -179,7 +178,7 @@ def _check_compile(compile: bool, exact: bool, device: torch.device) -> None:
         raise ValueError("compile=True on CUDA needs Triton; install it (pip install triton), or leave compile unset")
 
 
-def _dtype(dtype: torch.dtype | str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
     if dtype is None:
         return spec.dtype if device.type == "cuda" else torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -71,7 +71,10 @@ def test_a_key_that_was_never_captured() -> None:
 def test_a_step_that_nobody_captured_is_never_launched() -> None:
     """Whoever asks the engine for it: an error, and no step is counted."""
     engine = tiny_engine(batch=1, device="cuda", graphs=True)
-    with engine.on_device(), pytest.raises(RuntimeError, match=r"\(1 rows, k = 3, greedy\): it was never captured"):
+    with (
+        engine.on_device(),
+        pytest.raises(RuntimeError, match=r"\(1 rows, k = 3, greedy, \d+ positions\): it was never"),
+    ):
         engine.launch(1, engine.shape(3, GREEDY, None, 5))
     engine.ring.settle()
     assert engine.ring.launched == 0
@@ -200,7 +203,9 @@ def test_a_step_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch)
             return logits
 
         monkeypatch.setattr(step, "score", reads)
-        with pytest.raises(RuntimeError, match=r"step \(1 rows, k = 4, greedy, 2 top logprobs\) could not be captured"):
+        with pytest.raises(
+            RuntimeError, match=r"step \(1 rows, k = 4, greedy, 2 top logprobs, \d+ positions\) could not be"
+        ):
             gen.generate([[5, 6]], max_new_tokens=5, logprobs=2)
         monkeypatch.undo()
         fresh = gen.generate([[5, 6]], max_new_tokens=30)

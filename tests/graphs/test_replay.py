@@ -147,7 +147,7 @@ def test_the_shipped_pair_with_and_without_graphs() -> None:
                 eager, num_speculative_tokens=0, **options
             )
         assert "captured, one per kind of step" in gen.explain()
-        assert "4 rows, k = 4, greedy: " in gen.explain()
+        assert "4 rows, k = 4, greedy, " in gen.explain()
         assert "every step runs eagerly" in eager.explain()
 
 
@@ -156,10 +156,10 @@ def test_construction_and_calls_capture_what_they_need() -> None:
     with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=2) as gen:
         text = gen.explain()
         for key in ("2 rows, k = 4", "2 rows, k = 0", "1 rows, k = 4", "1 rows, k = 0"):
-            assert f"{key}, greedy: " in text
+            assert f"{key}, greedy, " in text
         assert "4 captured" in text
         gen.generate([[5]], max_new_tokens=3, do_sample=True, top_k=0)
-        assert "1 rows, k = 4, full: " in gen.explain()
+        assert "1 rows, k = 4, full, " in gen.explain()
         assert "5 captured" in gen.explain()
         gen.warmup(2)
         assert "7 captured" in gen.explain()  # k = 2 in both buckets; k = 0 was there

@@ -279,7 +279,7 @@ def test_torch_profiler_sees_a_range_around_every_step(tmp_path: Path) -> None:
             assert phases.advance(stream, 1000) > 0
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     recording = of_chrome(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
-    assert [event.name for event in recording.ranges] == ["step: 1 rows, k = 2, greedy"] * 5
+    assert [event.name for event in recording.ranges] == ["step: 1 rows, k = 2, greedy, 256 positions"] * 5
     row = rows_of(recording, steps=1)
     assert row["traced_steps"] == 5
     assert row["status"] == "failed: 0.0 graph launches per step, wanted 1"  # as a step is that runs from the host

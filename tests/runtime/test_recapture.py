@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest import mock
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from fastspec import FastSpecGenerator
+from fastspec.graphs.keys import StepKey, describe
 from fastspec.graphs.runner import EagerRunner
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
@@ -34,15 +35,15 @@ class Recorder(EagerRunner):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.keys: list[str] = []
-        self.ran: list[str] = []
+        self.keys: list[Hashable] = []
+        self.ran: list[Hashable] = []
 
-    def ready(self, key: str) -> bool:
+    def ready(self, key: Hashable) -> bool:
         return key in self.keys
 
     def capture(
         self,
-        key: str,
+        key: Hashable,
         body: Callable[[], None],
         idle: Callable[[], AbstractContextManager[None]],
         *,
@@ -54,10 +55,15 @@ class Recorder(EagerRunner):
             body()
         self.keys.append(key)
 
-    def run(self, key: str, body: Callable[[], None]) -> None:
-        assert key in self.keys, f"{key} was not captured"
+    def run(self, key: Hashable, body: Callable[[], None]) -> None:
+        assert key in self.keys, f"{describe(key)} was not captured"
         self.ran.append(key)
         body()
+
+
+def steps_of(runner: Recorder) -> set[str]:
+    """The steps that ran, without the passes over prompts."""
+    return {describe(key) for key in runner.ran if isinstance(key, StepKey)}
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +94,10 @@ def with_all_drafts(call: Call) -> Call:
 )
 def test_options_change_no_key(pair: Pair, verification: str, proposer: str) -> None:
     gen, runner = recorded(pair, verification, proposer)
-    steps = {f"{rows} rows, k = {k}, {kind}" for rows in (1, 2, 4) for k in (0, DRAFTS) for kind in (GREEDY, FULL)}
-    assert {key for key in runner.keys if "rows" in key} == steps
+    steps = {(rows, k, kind) for rows in (1, 2, 4) for k in (0, DRAFTS) for kind in (GREEDY, FULL)}
+    made = [key for key in runner.keys if isinstance(key, StepKey)]
+    assert len(made) == len(steps)
+    assert {(key.rows, key.shape.num_drafts, key.shape.sampler) for key in made} == steps
     expected = set(runner.keys)  # with the passes over prompts
 
     @settings(CI, max_examples=25)
@@ -140,7 +148,7 @@ def test_long_rows_have_steps_of_their_own() -> None:
         engine.capture(rows, shape)
     assert engine.missing(1, {4}, GREEDY, None, 1020) == []
     assert len(engine.missing(1, {4}, GREEDY, None, 1021)) == 1, "the drafts are positions, too"
-    assert runner.keys == ["1 rows, k = 4, greedy, 1024 positions"]
+    assert [describe(key) for key in runner.keys] == ["1 rows, k = 4, greedy, 1024 positions"]
 
     requests = [Request([1, 2], cap, ROWS[0]) for cap in (3, 5000)]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, requests[1].limit):
@@ -148,7 +156,7 @@ def test_long_rows_have_steps_of_their_own() -> None:
     loop = iter(run_all(engine, requests, (), GREEDY, lambda made: 4))
     for _ in range(5):
         next(loop)
-    assert {key for key in runner.ran if "rows" in key} == {"1 rows, k = 4, greedy, 16384 positions"}
+    assert steps_of(runner) == {"1 rows, k = 4, greedy, 16384 positions"}
     short = tiny_engine(batch=1, max_length=5000)
     assert [short.room(positions) for positions in (0, 1025, 4096, 4097)] == [1024, 4096, 4096, 5005]
     assert [tiny_engine(batch=1, max_length=most).room(0) for most in (1100, 1500)] == [1105, 1024]
@@ -167,7 +175,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     for prompts in ((5, 5000), (5000, 6000)):
         requests = [Request([1] * length, 8, ROWS[0]) for length in prompts]
         missing = engine.missing(2, {4}, GREEDY, None, *lengths_of(requests))
-        keys.append([engine.key_of(rows, shape) for rows, shape in missing])
+        keys.append([describe(StepKey(rows, shape)) for rows, shape in missing])
         for rows, shape in missing:
             engine.capture(rows, shape)
     wide = "k = 4, greedy, 16384 positions"
@@ -177,7 +185,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     for prompts, key in (((5, 5000), keys[0][0]), ((5000, 6000), keys[1][0])):
         runner.ran.clear()
         next(iter(run_all(engine, [Request([1] * n, 8, ROWS[0]) for n in prompts], (), GREEDY, lambda made: 4)))
-        assert {each for each in runner.ran if "rows" in each} == {key}
+        assert steps_of(runner) == {key}
 
 
 def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:

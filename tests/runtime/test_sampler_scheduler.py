@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastspec.graphs.keys import PromptKey, describe
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
@@ -228,14 +230,14 @@ def test_an_unmarked_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def test_options_change_nothing_that_a_step_is_captured_for() -> None:
     """One key per rows, k and kind; whatever the rows' options are, the full sampler is one kind."""
     engine = tiny_engine(batch=1)
-    keys: set[str] = set()
+    keys: set[Hashable] = set()
     original = engine.runner.run
     engine.runner.run = lambda key, body: keys.add(key) or original(key, body)  # type: ignore
-    prompt_passes = {"prompt, 32 tokens", "prompt, 32 tokens, of the draft"}
+    prompt_passes = {PromptKey(32, False), PromptKey(32, True)}
     for row in ROWS:
         if row.draft_limit != 0:
             run(engine, [row])
-    assert keys - prompt_passes == {"1 rows, k = 4, full"}
+    assert {describe(key) for key in keys - prompt_passes} == {"1 rows, k = 4, full, 256 positions"}
 
 
 def test_a_watch_ends_a_row_inside_a_step() -> None:
