@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.common.launch import described, launch
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.large_m import wide_kernel
 from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.small_m import narrow_kernel
@@ -243,7 +244,7 @@ class Call:
     """Operands of one product, x [M, K] contiguous; None is absent."""
 
     x: Tensor
-    weight: Tensor
+    weight: Weight
     out: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
@@ -262,7 +263,7 @@ def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
-    n = call.weight.shape[0] * 16
+    n, _ = call.weight.shape
     tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None, call.gated)
     split = split_of(n, k)
     if isinstance(tile, Ring):
@@ -280,7 +281,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    words = (call.x.view(torch.int32), call.weight.view(torch.int32))
+    words = (call.x.view(torch.int32), call.weight.words())
     steps = triton.cdiv(k, split.ways * split.slab)
     if isinstance(tile, Narrow):
         grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
@@ -303,10 +304,10 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 
 def given_to(
-    weight: Tensor, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
+    weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`given_rows` for a product of the ring's kernel with `weight`."""
-    split = split_of(weight.shape[0] * 16, weight.shape[1] * 32)
+    split = split_of(*weight.shape)
     return given_rows(x, norm, (split.ways, split.slab), GLUON_TYPE[x.dtype], pdl, parts, bias)
 
 
@@ -329,7 +330,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
     """
     rows, k = call.x.shape
-    n = call.weight.shape[0] * 16
+    n, _ = call.weight.shape
     split = split_of(n, k)
     ways, parts = split.together, None
     if tile.ways is not None:
@@ -339,7 +340,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.keys is None else call.out.stride(0)
-    words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
+    words = call.weight.words(n // 16, k // 4, 32)
     shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
     shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
     shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
