@@ -65,11 +65,10 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """A launch of the wide kernel: groups of 32 rows of x, steps in shared memory, programs of a cluster."""
+    """A launch of the wide kernel: groups of 32 rows of x, steps in shared memory."""
 
     groups: int
     depth: int
-    cluster: int
     weight_rows: int = WIDE_ROWS
     rows: int = 32
     warps: int = 4
@@ -165,7 +164,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     split = split_of(n, k)
     if rows > narrow_rows(capability):
         ring = capability == (9, 0)
-        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(n, rows, split, capability, whole)
+        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(rows, split, capability)
     block = 8 if rows <= 8 else 16
     steps = triton.cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
@@ -181,14 +180,11 @@ def narrow_rows(capability: tuple[int, int]) -> int:
     return 8 if capability == (9, 0) else 16
 
 
-def _wide_of(n: int, rows: int, split: Split, capability: tuple[int, int], whole: bool) -> Wide:
-    """The wide kernel's tile: a program of a cluster for every way, or all of them in one program."""
-    cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
+def _wide_of(rows: int, split: Split, capability: tuple[int, int]) -> Wide:
+    """The wide kernel's tile: one program does all of K for its weight rows."""
     roomy = capability in ROOMY
-    groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
-    alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
     tight = not roomy and split.together > 1  # whose sums need room of their own
-    return Wide(groups, 8 if alone else 3 if tight else 4, cluster)
+    return Wide(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
 def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
@@ -293,14 +289,10 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
-    parts = None
-    if tile.cluster > 1:
-        size = tile.cluster * tile.groups * tile.rows * tile.weight_rows
-        parts = call.x.new_empty(grid[0] * grid[1] * size, dtype=torch.float32)
     turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
-    shape |= {"C": tile.cluster, "GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
-    options |= {"num_warps": tile.warps, "num_ctas": tile.cluster}
-    launch(wide_kernel, grid, *words, *ends, parts, rows, n, *numbers, turns, **shape, **options)
+    shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
+    options |= {"num_warps": tile.warps}
+    launch(wide_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
 
 
 def given_to(
