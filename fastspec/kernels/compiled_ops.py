@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
 
@@ -100,7 +101,7 @@ def attend(
     first_block: int = 0,
     window: int | None,
     work: Work,
-    product: Tensor | None = None,
+    product: Weight | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
     """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here."""
@@ -117,7 +118,7 @@ def compiled(ops: Ops) -> Ops:
     return replace(
         ops,
         name="compiled",
-        store=lambda weight, gated: weight,
+        store=lambda rows, gated: Weight(rows),
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         linear=reference.linear,

@@ -2,7 +2,7 @@
 
 | argument | shape, dtype                                                   | notes                       |
 |----------|----------------------------------------------------------------|-----------------------------|
-| weight   | [V, H], or packed [V/16, H/32, 16, 32]: 16 rows by 32 columns  | contiguous, any float dtype |
+| weight   | `Weight` [V, H], as rows or packed                             | contiguous, any float dtype |
 | ids      | [B, Q] int64                                                   | contiguous; clamped to the table |
 """
 
@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.weights import Weight
 
 BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
 
@@ -52,40 +53,32 @@ def _embed_kernel(
     _copy_row(weight_ptr, out_ptr, tl.load(ids_ptr + row), row, rows, width, PACKED, BLOCK)
 
 
-def embed(weight: Tensor, ids: Tensor) -> Tensor:
+def embed(weight: Weight, ids: Tensor) -> Tensor:
     """As `reference.embed`, which defines it.
 
     Raises:
         ValueError: a tensor is not as above.
     """
-    rows, width, packed = table_shape(weight)
+    rows, width = weight.shape
+    if not weight.data.is_contiguous():
+        raise ValueError(
+            f"the embedding is {told(weight.data)}; wanted contiguous [V, H]: pass it as `Ops.store` made it"
+        )
     check("ids", ids, ids.shape, torch.int64)
     out = torch.empty(*ids.shape, width, dtype=weight.dtype, device=weight.device)
     pdl = has_pdl(weight.device)
     launch(
         _embed_kernel,
         (ids.numel(), triton.cdiv(width, BLOCK)),
-        weight,
+        weight.data,
         ids,
         out,
         rows,
         width,
-        PACKED=packed,
+        PACKED=weight.format == "packed",
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,
     )
     return out
-
-
-def table_shape(weight: Tensor) -> tuple[int, int, bool]:
-    """(rows, columns, whether packed) of an embedding table; ValueError where it is none."""
-    if not weight.is_contiguous() or not (weight.dim() == 2 or (weight.dim() == 4 and weight.shape[2:] == (16, 32))):
-        raise ValueError(
-            f"the embedding is {told(weight)}; wanted contiguous [V, H], or [V/16, H/32, 16, 32]: pass it as it is "
-            "stored, or as `packing.pack` makes it"
-        )
-    if weight.dim() == 2:
-        return weight.shape[0], weight.shape[1], False
-    return weight.shape[0] * 16, weight.shape[1] * 32, True

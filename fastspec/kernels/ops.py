@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Ops:
 
     Attributes:
         name: "triton" or "torch".
-        store: (weight, gated) -> the form in which `linear`, `pick` and `embed` want it.
+        store: (rows [N, K], gated) -> the `Weight` in whose format `linear`, `argmax` and `embed` want it. Gated: the
+            first N/2 rows are a gate, the others go up.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -32,12 +34,12 @@ class Ops:
     """
 
     name: str
-    store: Callable[[Tensor, bool], Tensor]
+    store: Callable[[Tensor, bool], Weight]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    embed: Callable[[Tensor, Tensor], Tensor]
+    embed: Callable[[Weight, Tensor], Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
@@ -56,7 +58,7 @@ class Ops:
 
 TORCH_OPS = Ops(
     name="torch",
-    store=lambda weight, gated: weight,
+    store=lambda rows, gated: Weight(rows),
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     commit_scratch=lambda batch, max_drafts, device: None,

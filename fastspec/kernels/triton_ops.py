@@ -15,6 +15,7 @@ from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.launch import compiling, has_pdl
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -64,21 +65,21 @@ def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tup
     return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
-def store(weight: Tensor, gated: bool) -> Tensor:
+def store(rows: Tensor, gated: bool) -> Weight:
     """A weight [N, K] as the products here want it: packed where it can be, else as it is."""
-    if packing.can_pack(weight.shape, weight.dtype) and supported(torch.cuda.get_device_capability(weight.device)):
-        return packing.pack(weight, gated)
-    return weight
+    if packing.can_pack(rows.shape, rows.dtype) and supported(torch.cuda.get_device_capability(rows.device)):
+        return Weight.pack(rows, gated)
+    return Weight(rows)
 
 
-def attend(*tensors: Tensor, work: Workspace, product: Tensor | None = None, **options: Any) -> Tensor:
+def attend(*tensors: Tensor, work: Workspace, product: Weight | None = None, **options: Any) -> Tensor:
     """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can."""
     positions = tensors[6]
     regroup = product is not None and in_a_ring([product], positions.numel())
     return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
     """As `reference.linear`, which defines it, for what `store` returned.
 
     A packed weight has kernels for the passes of steps, which are faster for short chunks of prompts, too, and one for
@@ -89,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
     """
     prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
-    if weight.dim() == 4:
+    if weight.format == "packed":
         prompt = prompt and not read_once([weight], x.shape[0] * x.shape[1])
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
@@ -100,7 +101,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling
         if wide and tiling.rows is not None:
             check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)
-    return tile_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
+    return tile_linear(x, weight.data, bias, pdl=has_pdl(x.device), **options)
 
 
 def layer_tail(
@@ -130,7 +131,7 @@ def layer_tail(
 
 def argmax(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     limit: int,
     tiling: Tiling = UNTILED,
     *,
@@ -139,12 +140,12 @@ def argmax(
     out: Tensor,
 ) -> None:
     """As `reference.pick`, which defines it."""
-    if weight.dim() == 4:
+    if weight.format == "packed":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
     elif tiling.rows is None:
         reference.argmax(x, weight, limit, tiling, norm=norm, out=out)
     else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
-        out.copy_(tile_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
+        out.copy_(tile_argmax(x, weight.data, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
 
 
 TRITON_OPS = Ops(

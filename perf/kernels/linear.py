@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl
-from fastspec.kernels.common.packing import unpack
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS
@@ -59,13 +59,15 @@ FUSED = {"norm", "gated", "residual"}
 GPU_ONLY = True  # for perf.bench
 
 
-def packed_weights(product: Product, count: int) -> list[Tensor]:
+def packed_weights(product: Product, count: int) -> list[Weight]:
     """Random weights, packed as they are drawn."""
     shape = (product.n // 16, product.k // 32, 16, 32)
-    return [torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=product.k**-0.5) for _ in range(count)]
+    gated = "gated" in product.fused
+    drawn = [torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=product.k**-0.5) for _ in range(count)]
+    return [Weight(data, "packed", gated) for data in drawn]
 
 
-def call_of(product: Product, rows: int, plain: bool) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
+def call_of(product: Product, rows: int, plain: bool) -> tuple[Callable[[Weight], object], Callable[[Tensor], object]]:
     """Ours and F.linear as functions of a weight: packed, and as rows."""
     fused = set(product.fused) - FUSED if plain else set(product.fused)
     device = torch.device("cuda")
@@ -93,14 +95,14 @@ def product_rows(
     for count in rows:
         ours, theirs = call_of(product, count, plain)
         # cuBLAS's time does not depend on values: the same memory read as rows
-        plain_rows = [weight.view(product.n, product.k) for weight in weights]
+        plain_rows = [weight.data.view(product.n, product.k) for weight in weights]
         mine = timing.graph_time([partial(ours, weight) for weight in weights], repeats=repeats)
         torchs = timing.graph_time([partial(theirs, weight) for weight in plain_rows], repeats=repeats)
         records.append(record(f"{model} {product.name}", [product], count, mine, torchs, ceiling))
     return records
 
 
-def layers_of(products: list[Product], weights: list[list[Tensor]]) -> list[Any]:
+def layers_of(products: list[Product], weights: list[list[Weight]]) -> list[Any]:
     """Layers as `Ops.layer_tail` takes them, without biases."""
     names = [product.name for product in products]
     norm = torch.ones(products[0].k, device="cuda").bfloat16()
@@ -114,7 +116,7 @@ def in_turn(layers: list[Any], x: Tensor, attend: Callable[[int, Tensor], Tensor
     ops, eps = TRITON_OPS, 1e-5
     qkv = ops.linear(x, layers[0].qkv, None, UNTILED, norm=(layers[0].input_norm, eps))
     for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
-        x, qkv = ops.between(ops.linear, attend(index, qkv), x, layer, following, eps, UNTILED)
+        x, qkv = ops.layer_tail(ops.linear, attend(index, qkv), x, layer, following, eps, UNTILED)
 
 
 def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats: int) -> list[dict[str, Any]]:
@@ -134,7 +136,7 @@ def chain_rows(model: str, rows: list[int], ceiling: float, plain: bool, repeats
             for place in range(layers):
                 for product, call, each in zip(products, calls, weights, strict=True):
                     weight = each[place]
-                    call[which](weight if which == 0 else weight.view(product.n, product.k))
+                    call[which](weight if which == 0 else weight.data.view(product.n, product.k))
 
         chain = partial(in_turn, chained, start, lambda index, qkv, attended=attended: attended)
         mine = timing.graph_time(partial(one_by_one, 0) if plain else chain, repeats=repeats)
@@ -166,7 +168,7 @@ def right(product: Product, rows: int) -> bool:
     (weight,) = packed_weights(product, 1)
     x = torch.randn(rows, product.k, device="cuda").bfloat16()
     ours = packed_linear(x, weight, pdl=False, out_dtype=torch.float32)
-    exact = x.float() @ unpack(weight).float().T
+    exact = x.float() @ weight.unpack().float().T
     return bool((ours - exact).norm() / exact.norm() < 2**-8)
 
 

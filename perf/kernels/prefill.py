@@ -10,7 +10,8 @@ Usage: python -m perf.kernels.prefill [--rows 256 1024 2048] [--only qkv o] [--r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import prefill_sm90 as hopper
 from fastspec.kernels.linear.prefill import prefill_linear
 from perf import timing
@@ -32,22 +34,17 @@ PRODUCTS = {
 }
 
 
-def packed(weight: Tensor) -> Tensor:
-    n, k = weight.shape
-    return weight.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous()
-
-
-def time(call: Callable[[Tensor], object], weights: list[Tensor], repeats: int) -> float:
+def time(call: Callable[[Any], object], weights: Sequence[Weight | Tensor], repeats: int) -> float:
     return timing.graph_time([partial(call, weight) for weight in weights], repeats=repeats).us
 
 
-def sweep(x: Tensor, weights: list[Tensor], gated: bool, repeats: int) -> str:
+def sweep(x: Tensor, weights: list[Weight], gated: bool, repeats: int) -> str:
     """Every tile's time, fastest first."""
-    n = weights[0].shape[0] * 16
+    n, _ = weights[0].shape
     out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=x.dtype, device=x.device)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
 
-    def call(tile: hopper.Tile, weight: Tensor) -> None:
+    def call(tile: hopper.Tile, weight: Weight) -> None:
         hopper.run(x, weight, None, None, out, gated, tile, programs)
 
     times = sorted((time(partial(call, tile), weights, repeats), tile) for tile in hopper.TILES)
@@ -57,13 +54,15 @@ def sweep(x: Tensor, weights: list[Tensor], gated: bool, repeats: int) -> str:
 def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """For `python -m perf kernels`."""
     for name, (n, k, gated) in PRODUCTS.items():
-        weights = [packed((torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16))]
-        weights += [weights[0].clone() for _ in range(min(8, timing.copies_for(n * k * 2)) - 1)]
+        weights = [Weight.pack((torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16), gated)]
+        weights += [
+            replace(weights[0], data=weights[0].data.clone()) for _ in range(min(8, timing.copies_for(n * k * 2)) - 1)
+        ]
         for count in (1024,) if quick else (256, 1024, 2048):
             x = torch.randn(count, k, device=device).to(torch.bfloat16)
             calls = [partial(prefill_linear, x, weight, gated=gated) for weight in weights]
             took = timing.graph_time(calls, repeats=9)
-            torchs = time(partial(F.linear, x), [weight.view(n, k) for weight in weights], 9)
+            torchs = time(partial(F.linear, x), [weight.data.view(n, k) for weight in weights], 9)
             yield {
                 "op": f"8b {name}, prompt",
                 "shape": f"{n}x{k}",
@@ -89,7 +88,7 @@ def main() -> None:
         n, k, gated = PRODUCTS[name]
         count = min(8, timing.copies_for(n * k * 2))
         plain = [(torch.randn(n, k, device=device) / k**0.5).to(torch.bfloat16) for _ in range(count)]
-        weights = [packed(rows) for rows in plain]
+        weights = [Weight.pack(rows, gated) for rows in plain]
         for rows in given.rows:
             x = torch.randn(rows, k, device=device).to(torch.bfloat16)
             torchs = time(partial(F.linear, x), plain, given.repeats)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.reference.step import Record
@@ -110,8 +111,8 @@ def starts_of_a_pass(state: DecodeState, k: int, hidden: int = 4096, vocab: int 
     shape = {"first": -1, "queries": k + 1, "limit": TOKENS, "vocab": vocab}
     return {
         "feed_rows": lambda _: feed_rows(*rows, **shape),
-        "feed_rows, embed": lambda _: embed(weight, feed_rows(*rows, **shape)[0]),
-        "torch: feed_rows, embed": lambda _: reference.embed(weight, reference.feed_rows(*rows, **shape)[0]),
+        "feed_rows, embed": lambda _: embed(Weight(weight), feed_rows(*rows, **shape)[0]),
+        "torch: feed_rows, embed": lambda _: reference.embed(Weight(weight), reference.feed_rows(*rows, **shape)[0]),
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec.generator import FastSpecGenerator
+from fastspec.kernels.common.weights import Weight
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.weights.load import DecoderWeights
@@ -148,7 +149,7 @@ def test_its_own_draft_is_always_accepted(oracle: Oracle, device: str) -> None:
 
 
 def without_attention(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:
-    layers = tuple(dataclasses.replace(layer, o=torch.zeros_like(layer.o)) for layer in weights.layers)
+    layers = tuple(dataclasses.replace(layer, o=Weight(torch.zeros_like(layer.o.data))) for layer in weights.layers)
     return spec, dataclasses.replace(weights, layers=layers)
 
 

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import layer_tail, plan, split_k
 from fastspec.kernels.linear import norm as packed_norm
 from fastspec.kernels.linear.plan import Call
@@ -66,7 +67,7 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
 
     call = Call(
         empty(rows, k),
-        empty(n // 16, k // 32, 16, 32),
+        Weight(empty(n // 16, k // 32, 16, 32), "packed", "gated" in words),
         empty(rows, of=out_dtype) if "pick" in words else empty(rows, width, of=out_dtype),
         empty(n) if "bias" in words else None,
         (empty(k), 1e-5) if "norm" in words else None,
@@ -80,12 +81,12 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
 def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launch]:
     """What lies between two attentions, on sm_90, caught in the same way."""
 
-    def weight(n: int, k: int) -> Tensor:
-        return torch.empty(n // 16, k // 32, 16, 32, dtype=torch.bfloat16, device="meta")
+    def weight(n: int, k: int) -> Weight:
+        return Weight(torch.empty(n // 16, k // 32, 16, 32, dtype=torch.bfloat16, device="meta"), "packed")
 
     x, norm = (torch.empty(*shape, hidden, dtype=torch.bfloat16, device="meta") for shape in ((rows, 1), ()))
     names = {"o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (qkv, hidden)}
-    given: dict[str, Tensor | None] = {name: weight(*shape) for name, shape in names.items()}
+    given: dict[str, Weight | Tensor | None] = {name: weight(*shape) for name, shape in names.items()}
     given |= {f"{name}_bias": None for name in names} | {"input_norm": norm, "post_norm": norm}
     layer: Any = SimpleNamespace(**given)
     return _caught(lambda: layer_tail.layer_tail(x, x, layer, layer, 1e-5, True), 90)

@@ -19,7 +19,7 @@ from fastspec.kernels.linear import prefill_sm90
 from tests.helpers import compile_kernels, compile_packed_linear, compile_prefill_hopper
 from tests.helpers.compile_packed_linear import LAYERS, Launch, distinct
 
-ARCHITECTURES = (90, 100, 80)  # by warp groups, by clusters, by neither
+ARCHITECTURES = (90, 100, 80)  # by warp groups, by neither
 KINDS = ("norm", "norm+gated", "residual", "norm+pick")  # of what is fused with a product
 ROWS = (8, 16, 40)  # a norm on the way, a kernel of its own, and kernels for many rows
 HIDDEN, INNER, QKV = 4096, 14336, 6144

@@ -41,7 +41,7 @@ KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
 ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
 MODULES = [
     "epilogue",
-    "cluster",
+    "k_steps",
     "small_m",
     "large_m",
     "tma_sm90",
@@ -198,7 +198,7 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
     """The few instructions that the kernels spell out, told by their names."""
     if "ex2.approx" in text:
         return Values(np.exp2(given[0].array), "float32")
-    if "fence.proxy" in text or "barrier.cluster" in text or "griddepcontrol" in text or "prefetch" in text:
+    if "fence.proxy" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
     kind = "bfloat16" if "bf16x2" in text else "float16"
     halves = [[np.ascontiguousarray(each.array).view(KINDS[kind])[..., half::2] for half in (0, 1)] for each in given]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastspec.kernels.common.weights import Weight
 
 
 def product_case(
@@ -45,7 +48,9 @@ def product_case(
 
 
 def widened(value: Any) -> Any:
-    """A tensor, or a norm's weight and epsilon, in fp64; anything else as it is."""
+    """A tensor, a `Weight`, or a norm's weight and epsilon, in fp64; anything else as it is."""
+    if isinstance(value, Weight):
+        return replace(value, data=value.data.double())
     if isinstance(value, Tensor):
         return value.double()
     return (value[0].double(), value[1]) if isinstance(value, tuple) else value

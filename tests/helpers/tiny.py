@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
@@ -61,28 +62,31 @@ def random_weights(spec: ModelSpec, seed: int, device: torch.device, std: float 
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) * std).to(device)
 
+    def matrix(*shape: int) -> Weight:
+        return Weight(normal(*shape))
+
     def layer() -> LayerWeights:
         heads = spec.num_heads * spec.head_dim
         return LayerWeights(
             input_norm=1 + normal(spec.hidden_size),
             post_norm=1 + normal(spec.hidden_size),
-            qkv=normal(heads + 2 * spec.num_kv_heads * spec.head_dim, spec.hidden_size),
+            qkv=matrix(heads + 2 * spec.num_kv_heads * spec.head_dim, spec.hidden_size),
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
-            o=normal(spec.hidden_size, heads),
+            o=matrix(spec.hidden_size, heads),
             o_bias=None,
-            gate_up=normal(2 * spec.intermediate_size, spec.hidden_size),
+            gate_up=matrix(2 * spec.intermediate_size, spec.hidden_size),
             gate_up_bias=None,
-            down=normal(spec.hidden_size, spec.intermediate_size),
+            down=matrix(spec.hidden_size, spec.intermediate_size),
             down_bias=None,
         )
 
     return DecoderWeights(
-        embed=normal(spec.vocab_size, spec.hidden_size),
+        embed=matrix(spec.vocab_size, spec.hidden_size),
         layers=tuple(layer() for _ in range(spec.num_layers)),
         norm=1 + normal(spec.hidden_size),
-        head=normal(spec.vocab_size, spec.hidden_size),
+        head=matrix(spec.vocab_size, spec.hidden_size),
     )
 
 

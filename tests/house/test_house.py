@@ -63,6 +63,24 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+# how a weight lies in memory is known to `Weight` and to `packing`: everyone else asks for its format and its shape
+GUESSES_A_FORMAT = re.compile(
+    r"\b(\w*weights?(\[\w+\])?|head|table|embed|qkv|o|gate_up|down)\.(dim\(\) [=!]= 4|shape\[[01]\] \* (8|16|32)\b)"
+)
+KNOW_FORMATS = {"fastspec/kernels/common/packing.py", "fastspec/kernels/common/weights.py"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_source_guesses_the_format_of_a_weight(path: Path) -> None:
+    if relative(path) not in KNOW_FORMATS:
+        assert [found[0] for found in GUESSES_A_FORMAT.finditer(path.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize("planted", ["if weight.dim() == 4:", "n = weights[0].shape[0] * 16", "layer.o.shape[1] * 32"])
+def test_a_planted_guess_at_a_format_is_found(planted: str) -> None:
+    assert GUESSES_A_FORMAT.search(planted)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_source_keeps_the_rules(path: Path) -> None:
     source = path.read_text(encoding="utf-8")

@@ -200,7 +200,9 @@ def test_compiled_ops_leave_what_stands_outside_of_passes() -> None:
     ops = compiled(TORCH_OPS)
     assert ops.name == "compiled"
     weight = torch.ones(16, 128)
-    assert ops.store(weight, True) is weight
+    stored = ops.store(weight, True)
+    assert stored.data is weight
+    assert stored.format == "rows"
     for name in ("feed_rows", "verify_commit", "commit", "publish", "commit_scratch"):
         assert getattr(ops, name) is getattr(TORCH_OPS, name)
 

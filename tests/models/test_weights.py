@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.kernels.common.weights import Weight
 from fastspec.models.weights import load as weights_module
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights, tensor_shapes
 from fastspec.models.weights.sources import Checkpoint, resolve
@@ -30,12 +31,12 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, **options: 
 
 
 def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
-    found = {"embed": weights.embed, "norm": weights.norm, "head": weights.head}
+    found = {"embed": weights.embed.data, "norm": weights.norm, "head": weights.head.data}
     for index, layer in enumerate(weights.layers):
         for field in fields(LayerWeights):
             tensor = getattr(layer, field.name)
             if tensor is not None:
-                found[f"{index}.{field.name}"] = tensor
+                found[f"{index}.{field.name}"] = tensor.data if isinstance(tensor, Weight) else tensor
     return found
 
 
@@ -269,7 +270,7 @@ def test_values_beyond_float16_are_refused_not_made_infinite(tmp_path: Path) -> 
     checkpoint = resolve(tmp_path, role="target")
     with pytest.raises(CheckpointError, match=f"{GATE} in model.safetensors has values beyond float16"):
         load(checkpoint, torch.float16)
-    assert load(checkpoint, torch.bfloat16).layers[0].gate_up[0, 0] > 9e5
+    assert load(checkpoint, torch.bfloat16).layers[0].gate_up.data[0, 0] > 9e5
 
 
 def test_other_dtypes_are_refused(tmp_path: Path) -> None:

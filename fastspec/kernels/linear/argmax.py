@@ -5,7 +5,7 @@
 | argument | shape, dtype                    | notes                                            |
 |----------|---------------------------------|--------------------------------------------------|
 | x        | [R, K] bf16 or fp16             |                                                  |
-| weight   | [V/16, K/32, 16, 32], x's dtype | packed, not gated                                |
+| weight   | `Weight` [V, K] in x's dtype    | packed, not gated                                |
 | scratch  | int64 [R + 1] or more           | zero before and after, for one launch at a time  |
 | out      | int64 [R], any stride           |                                                  |
 
@@ -19,13 +19,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.dispatch import checked_rows
 from fastspec.kernels.linear.plan import Call, run
 
 
 def packed_argmax(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     limit: int,
     scratch: Tensor,
     *,

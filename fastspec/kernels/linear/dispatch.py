@@ -5,7 +5,7 @@
 | argument | shape, dtype                            | notes                                             |
 |----------|-----------------------------------------|---------------------------------------------------|
 | x        | [..., K] bf16 or fp16                   | any number of rows                                |
-| weight   | [N/16, K/32, 16, 32], x's dtype         | `packing.pack`, gated or not as the call is       |
+| weight   | `Weight` [N, K] in x's dtype            | packed, gated or not as the call is               |
 | bias     | [N], x's dtype                          | gate first, as in the weight before packing       |
 | norm     | (gamma [K] in x's dtype, eps)           | of x, arXiv 1910.07467                            |
 | residual | [..., N or N/2], x's dtype              |                                                   |
@@ -24,12 +24,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.plan import GLUON_TYPE, Call, run
 
 
 def packed_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -49,7 +50,7 @@ def packed_linear(
         ValueError: shapes that do not, or a weight that is not packed.
     """
     rows = checked_rows(x, weight, norm)
-    n = weight.shape[0] * 16
+    n, _ = weight.shape
     width = n // 2 if gated else n
     if out_dtype not in (None, x.dtype, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}; it can be x's own, {x.dtype}, or float32")
@@ -65,15 +66,13 @@ def packed_linear(
     return out
 
 
-def checked_rows(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> Tensor:
     """x [..., K] as contiguous rows [M, K]; what the kernels are given must go together."""
-    if weight.dim() != 4 or weight.shape[2:] != (16, 32) or not weight.is_contiguous():
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; pack it first: `packing.pack` gives [N/16, K/32, 16, 32]"
-        )
+    if weight.format != "packed":
+        raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
     if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
-    k = weight.shape[1] * 32
+    _, k = weight.shape
     if k % 128 != 0:
         raise ValueError(f"weight has K = {k}; packed products need a multiple of 128, see `packing.can_pack`")
     if x.shape[-1] != k:

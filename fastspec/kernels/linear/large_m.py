@@ -1,9 +1,7 @@
 """Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
 
 Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same. There each of
-S warps takes every S-th slab of K; here that is one program of a cluster, which also keeps what it reads of x an S-th
-(a cluster owns R weight rows, partial tiles meet in `parts` behind its barrier, and each program finishes its share),
-or, for weights with enough rows to keep a device busy, one pass of S over K by one program. A warp has 32 weight rows.
+S warps takes every S-th slab of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
 
 Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
 """
@@ -18,20 +16,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.gluon_compat import copy_to_shared
-from fastspec.kernels.linear.cluster import (
-    WORDS,
-    arrive,
-    await_all,
-    cluster_bases,
-    handed_over,
-    mma_layout,
-    place_of,
-    share_layout,
-    shared_layout,
-    stage_layout,
-    steps_of,
-    taken_over,
-)
 from fastspec.kernels.linear.epilogue import (
     addends,
     enter_keys,
@@ -41,34 +25,62 @@ from fastspec.kernels.linear.epilogue import (
     weight_operand,
     write_tile,
 )
+from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
 
 
 @gluon.constexpr_function
-def _copy_layout(S, R, W, warps):
-    """Of weights [S, R, W] on their way: a warp copies 512 bytes in one piece."""
+def _mma_layout(warps):
+    """Of sums [1, R, BM]: warps divide the rows of the weight."""
+    return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _stage_layout(BM, W, warps):
+    """Of x [1, BM, W] on its way: a lane holds the 2 x 4 words of a row that a lane of the product multiplies."""
+    rows = [1 << bit for bit in range(BM.bit_length() - 1)]
+    runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
+    lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
+    over = [[0, row, 0] for row in rows[3 : 2 + warps.bit_length()]]
+    over += [[0, 0, 0]] * (warps.bit_length() - 1 - len(over))
+    held = [[0, 0, 1], [0, 0, 2], [0, 0, 16]] + runs + [[0, row, 0] for row in rows[2 + warps.bit_length() :]]
+    return gl.DistributedLinearLayout(held, lanes, over, [], [1, BM, W])
+
+
+@gluon.constexpr_function
+def _shared_layout(BM, W):
+    """Rows of words such that 16 bytes hold the operands of two products, in an order free of bank conflicts."""
+    bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
+    # odd rows swap their halves of 32 bytes: 2 rows by 4 lanes lie in different banks
+    bits += [[0, 1, 2]] + [[0, 1 << bit, 0] for bit in range(1, BM.bit_length() - 1)]
+    return gl.SharedLinearLayout(bits)
+
+
+@gluon.constexpr_function
+def _copy_layout(R, W, warps):
+    """Of weights [1, R, W] on their way: a warp copies 512 bytes in one piece."""
     steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
     held = 5 + warps.bit_length() - 1
     each = [[0, 0, 1], [0, 0, 2], *steps[held:]]
-    return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], cluster_bases(S, 3), [S, R, W])
+    return gl.DistributedLinearLayout(each, steps[:5], steps[5:held], [], [1, R, W])
 
 
 @gluon.constexpr_function
-def _weight_layout(S, R, W):
+def _weight_layout(R, W):
     """Weights in shared memory lie as they do in memory: what a warp loads of a fragment is one piece of 512 bytes."""
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     bits += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
-    return gl.SharedLinearLayout(bits, cluster_bases(S, 3))
+    return gl.SharedLinearLayout(bits)
 
 
 @gluon.jit
-def _buffers(C: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Shared memory for what a step needs of each group of rows of x."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
-        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [C, GROUP, WORDS], shared_layout(C, GROUP, WORDS)),)
+        buffers = buffers + (gl.allocate_shared_memory(gl.int32, [1, GROUP, WORDS], _shared_layout(GROUP, WORDS)),)
     return buffers
 
 
@@ -79,20 +91,22 @@ def _turns(depth):
 
 
 @gluon.jit
-def _copied(
-    to, at, of, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, C: gl.constexpr
-):
-    """Sends for the weights of a step; zeros come where there is none, of the pass or of K."""
+def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+    """Sends for the weights of a step; zeros come where there is none, of the pass or of K.
+
+    Args:
+        zero: of shape [1, 1, 1], for a mask must be a tensor.
+    """
     place = place_of(step, STEPS, SLAB, S)
-    there = (s * SLAB + place < K // 2) & (step < S // C * STEPS)
+    there = (zero + place < K // 2) & (step < S * STEPS)
     copy_to_shared(to, at + place * 16 + of, mask=there)
 
 
 @gluon.jit
-def _fetched(at, of, valid, s, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
-    """Words of each group of rows of x, [C, GROUP, WORDS]; zero where there is no row and beyond K."""
+def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+    """Words of each group of rows of x, [1, GROUP, WORDS]; zero where there is no row and beyond K."""
     place = place_of(step, STEPS, SLAB, S)
-    there = s * SLAB + place < K // 2
+    there = place < K // 2
     loaded = ()
     for i in gl.static_range(len(valid)):
         loaded = loaded + (gl.load(at + place + of[i], mask=valid[i] & there, other=0),)
@@ -124,8 +138,7 @@ def _passed(
     w_of,
     x_of,
     valid,
-    w_s,  # which of the ways a program takes, for weights
-    x_s,  # and for x
+    zero,  # as in `_copied`
     ring,
     shared,
     nil,
@@ -135,7 +148,6 @@ def _passed(
     STEPS: gl.constexpr,
     SLAB: gl.constexpr,
     S: gl.constexpr,
-    C: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
     """One pass over K: its sums, and x for the first step of the next."""
@@ -148,9 +160,9 @@ def _passed(
                 here[j].store(rows[j])
             # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is read
             async_copy.wait_group(D - 2)
-            _copied(ring[(i + D - 1) % D], w_at, w_of, w_s, first + (i + D - 1), K, STEPS, SLAB, S, C)
+            _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, SLAB, S)
             async_copy.commit_group()
-            rows = _fetched(x_at, x_of, valid, x_s, first + (i + 1), K, STEPS, SLAB, S)
+            rows = _fetched(x_at, x_of, valid, first + (i + 1), K, STEPS, SLAB, S)
             accs = _products(accs, ring[i], here, nil, left, right, DTYPE)
     return accs, rows
 
@@ -193,8 +205,7 @@ def wide_kernel(
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, width] or None
     out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [M + 1] or None; C is 1 then
-    parts_ptr,  # fp32 [blocks of rows, tiles, GROUPS, S, GROUP, R], None where C is 1
+    keys_ptr,  # int64 [M + 1] or None
     M,
     N,
     limit,
@@ -202,7 +213,6 @@ def wide_kernel(
     turns,  # of D steps in a pass: a compiler that knew would unroll them
     K: gl.constexpr,
     S: gl.constexpr,
-    C: gl.constexpr,  # programs of a cluster: S, or 1 for S passes over K
     KT: gl.constexpr,
     TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
@@ -214,91 +224,69 @@ def wide_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One program, or one cluster of C, of the wide kernel: R weight rows by GROUPS * GROUP rows of x."""
-    mma: gl.constexpr = mma_layout(C, WARPS)
+    """One program of the wide kernel: R weight rows by GROUPS * GROUP rows of x."""
+    mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     SLAB: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, D)
-    copy: gl.constexpr = _copy_layout(C, R, WORDS, WARPS)
-    stage: gl.constexpr = stage_layout(C, GROUP, WORDS, WARPS)
+    copy: gl.constexpr = _copy_layout(R, WORDS, WARPS)
+    stage: gl.constexpr = _stage_layout(GROUP, WORDS, WARPS)
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * (GROUP * GROUPS)
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, copy))), 1), 2)
+    zero = gl.full([1, 1, 1], 0, gl.int32, layout=copy)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy))), 0), 1)
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
     w_at = weight_ptr + tile.to(gl.int64) * (R * K // 2)
-    w_of = group * (8 * K) + (s * (SLAB * 16) + k // 16 * 256 + r % 16 * 16 + k % 16)
-    w_s = s
+    w_of = group * (8 * K) + (k // 16 * 256 + r % 16 * 16 + k % 16)
 
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, stage))), 1), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, stage))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, stage))), 0), 1)
     x_at = x_ptr + first_row.to(gl.int64) * (K // 2)
     x_of, valid, zeros, ring, shared = (), (), (), (), ()
     for i in gl.static_range(GROUPS):
-        x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + s * SLAB + k),)
+        x_of = x_of + (m * (K // 2) + (i * (GROUP * K // 2) + k),)
         valid = valid + (m < M - first_row - i * GROUP,)
-        zeros = zeros + (gl.zeros([C, R, GROUP], gl.float32, mma),)
+        zeros = zeros + (gl.zeros([1, R, GROUP], gl.float32, mma),)
     for _i in gl.static_range(D):
-        ring = ring + (gl.allocate_shared_memory(gl.int32, [C, R, WORDS], _weight_layout(C, R, WORDS)),)
+        ring = ring + (gl.allocate_shared_memory(gl.int32, [1, R, WORDS], _weight_layout(R, WORDS)),)
     for _i in gl.static_range(_turns(D)):
-        shared = shared + (_buffers(C, GROUP, GROUPS),)
+        shared = shared + (_buffers(GROUP, GROUPS),)
 
     for i in gl.static_range(D - 1):
-        _copied(ring[i], w_at, w_of, w_s, i, K, STEPS, SLAB, S, C)
+        _copied(ring[i], w_at, w_of, zero, i, K, STEPS, SLAB, S)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    rows = _fetched(x_at, x_of, valid, s, 0, K, STEPS, SLAB, S)
-    if S == C:
-        totals, rows = _passed(
-            *(zeros, rows, 0, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
-            *(left, right, K, STEPS, SLAB, S, C, DTYPE),
-        )
-    else:
-        stashes = _stashes(zeros)
-        some = stashes  # of ways that are added up first
+    rows = _fetched(x_at, x_of, valid, 0, K, STEPS, SLAB, S)
+    stashes = _stashes(zeros)
+    some = stashes  # of ways that are added up first
+    if TOGETHER > 1:
+        some = _stashes(zeros)
+    for group in range(S // TOGETHER):
+        for each in range(TOGETHER):
+            number = group * TOGETHER + each
+            accs, rows = _passed(
+                *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, zero, ring, shared, M >> 31),
+                *(left, right, K, STEPS, SLAB, S, DTYPE),
+            )
+            _stashed(some, accs)
         if TOGETHER > 1:
-            some = _stashes(zeros)
-        for group in range(S // C // TOGETHER):
-            for each in range(TOGETHER):
-                number = group * TOGETHER + each
-                accs, rows = _passed(
-                    *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, w_s, s, ring, shared, M >> 31),
-                    *(left, right, K, STEPS, SLAB, S, C, DTYPE),
-                )
-                _stashed(some, accs)
-            if TOGETHER > 1:
-                _stashed(stashes, _unstashed(some, zeros))
-                _emptied(some, zeros)
-        totals = _unstashed(stashes, zeros)
+            _stashed(stashes, _unstashed(some, zeros))
+            _emptied(some, zeros)
+    totals = _unstashed(stashes, zeros)
     # zeros sent for steps that there are not would else land in what shared memory serves for next
     async_copy.wait_group(0)
 
-    if C > 1:
-        SIZE: gl.constexpr = S * GROUP * R
-        block = (gl.program_id(1) * gl.num_programs(0) + tile) * GROUPS
-        base = parts_ptr + block.to(gl.int64) * SIZE
-        like = gl.full([R // 16, 2, 8, GROUP], 0.0, gl.float32, layout=share_layout(S, R, GROUP, WARPS))
-        handed_over(totals, base, M - first_row)
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
-        if C == 1:
-            like = gl.reshape(totals[i], [R // 16, 2, 8, GROUP])
-        loaded = addends(like, tile, row, bias_ptr, residual_ptr, M, N, GATED)
-        if C > 1:
-            if i == 0:
-                arrive()
-                await_all()
-            total = taken_over(like, base + i * SIZE, M - row, S, TOGETHER)
-        else:
-            total = like
+        total = gl.reshape(totals[i], [R // 16, 2, 8, GROUP])
+        loaded = addends(total, tile, row, bias_ptr, residual_ptr, M, N, GATED)
         if scale_ptr is not None:
-            total = total * loaded_factor(scale_ptr, row, M, like)
+            total = total * loaded_factor(scale_ptr, row, M, total)
         if keys_ptr is not None:
             enter_keys(total, tile, row, keys_ptr, M, N, limit)
         else:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.weights import Weight, is_packed
 from fastspec.kernels.linear.plan import (
-    GLUON_TYPE,
     RING_ROWS,
     Call,
     Norm,
@@ -27,13 +27,12 @@ from fastspec.kernels.linear.plan import (
 from fastspec.kernels.reference.layer import Layer
 
 
-def in_a_ring(weights: list[Tensor], rows: int) -> bool:
+def in_a_ring(weights: list[Weight], rows: int) -> bool:
     """Whether all these are packed, and rows so many that the ring's kernel multiplies them."""
-    packed = all(weight.dim() == 4 and weight.dtype in GLUON_TYPE for weight in weights)
-    return packed and all(isinstance(_tile(weight, rows), Ring) for weight in weights)
+    return is_packed(weights) and all(isinstance(_tile(weight, rows), Ring) for weight in weights)
 
 
-def read_once(weights: list[Tensor], rows: int) -> bool:
+def read_once(weights: list[Weight], rows: int) -> bool:
     """Whether they are, and no program's rows are so many that another has to read the weights again."""
     return rows <= RING_ROWS and in_a_ring(weights, rows)
 
@@ -47,25 +46,24 @@ def layer_tail(
     given = attended.reshape(rows, -1).contiguous()
     if attended.dim() == 3:
         _, given, _ = given_to(layer.o, given, None, pdl)
-    post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] * 8)
+    post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] // 2)
     x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
     call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
     ring(_tile(layer.gate_up, rows, gated=True), call, squares, pdl, regroup_out=True)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
-    norm, qkv = (next_layer.input_norm, eps), x.new_empty(rows, next_layer.qkv.shape[0] * 16)
+    norm, qkv = (next_layer.input_norm, eps), x.new_empty(rows, next_layer.qkv.shape[0])
     x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl)
     call = Call(given, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
     whole_ring(_tile(next_layer.qkv, rows), call, squares, pdl)
     return x.view(shape), qkv.view(*shape[:-1], -1)
 
 
-def _tile(weight: Tensor, rows: int, gated: bool = False) -> Ring:
-    n, k = weight.shape[0] * 16, weight.shape[1] * 32
-    return tile_of(n, k, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
+def _tile(weight: Weight, rows: int, gated: bool = False) -> Ring:
+    return tile_of(*weight.shape, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
 
 
-def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
+def _summed(given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
     """residual + the product with `given` rows [+ bias]."""
     out = torch.empty_like(residual)
     whole_ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
@@ -73,7 +71,7 @@ def _summed(given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 
 def _added(
-    given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, next_layer: Tensor, pdl: bool
+    given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm: Norm, next_layer: Weight, pdl: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`_summed`, and what `given_to` makes of it for a product with `following`."""
     tile = _tile(weight, len(given))

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.common.launch import described, launch
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.large_m import wide_kernel
 from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.small_m import narrow_kernel
@@ -64,11 +65,10 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """A launch of the wide kernel: groups of 32 rows of x, steps in shared memory, programs of a cluster."""
+    """A launch of the wide kernel: groups of 32 rows of x, steps in shared memory."""
 
     groups: int
     depth: int
-    cluster: int
     weight_rows: int = WIDE_ROWS
     rows: int = 32
     warps: int = 4
@@ -164,7 +164,7 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
     split = split_of(n, k)
     if rows > narrow_rows(capability):
         ring = capability == (9, 0)
-        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(n, rows, split, capability, whole)
+        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(rows, split, capability)
     block = 8 if rows <= 8 else 16
     steps = triton.cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
@@ -180,14 +180,11 @@ def narrow_rows(capability: tuple[int, int]) -> int:
     return 8 if capability == (9, 0) else 16
 
 
-def _wide_of(n: int, rows: int, split: Split, capability: tuple[int, int], whole: bool) -> Wide:
-    """The wide kernel's tile: a program of a cluster for every way, or all of them in one program."""
-    cluster = split.ways if capability >= (9, 0) and n < MANY_WEIGHT_ROWS and not whole else 1
+def _wide_of(rows: int, split: Split, capability: tuple[int, int]) -> Wide:
+    """The wide kernel's tile: one program does all of K for its weight rows."""
     roomy = capability in ROOMY
-    groups = 2 if rows > 32 and (roomy or cluster > 1) else 1
-    alone = roomy and cluster > 1 and triton.cdiv(n, WIDE_ROWS) * cluster <= ONE_EACH
     tight = not roomy and split.together > 1  # whose sums need room of their own
-    return Wide(groups, 8 if alone else 3 if tight else 4, cluster)
+    return Wide(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
 def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
@@ -243,7 +240,7 @@ class Call:
     """Operands of one product, x [M, K] contiguous; None is absent."""
 
     x: Tensor
-    weight: Tensor
+    weight: Weight
     out: Tensor
     bias: Tensor | None = None
     norm: Norm | None = None
@@ -262,7 +259,7 @@ def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
-    n = call.weight.shape[0] * 16
+    n, _ = call.weight.shape
     tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None, call.gated)
     split = split_of(n, k)
     if isinstance(tile, Ring):
@@ -280,7 +277,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    words = (call.x.view(torch.int32), call.weight.view(torch.int32))
+    words = (call.x.view(torch.int32), call.weight.words())
     steps = triton.cdiv(k, split.ways * split.slab)
     if isinstance(tile, Narrow):
         grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
@@ -292,21 +289,17 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
     grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
-    parts = None
-    if tile.cluster > 1:
-        size = tile.cluster * tile.groups * tile.rows * tile.weight_rows
-        parts = call.x.new_empty(grid[0] * grid[1] * size, dtype=torch.float32)
     turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
-    shape |= {"C": tile.cluster, "GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
-    options |= {"num_warps": tile.warps, "num_ctas": tile.cluster}
-    launch(wide_kernel, grid, *words, *ends, parts, rows, n, *numbers, turns, **shape, **options)
+    shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
+    options |= {"num_warps": tile.warps}
+    launch(wide_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
 
 
 def given_to(
-    weight: Tensor, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
+    weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`given_rows` for a product of the ring's kernel with `weight`."""
-    split = split_of(weight.shape[0] * 16, weight.shape[1] * 32)
+    split = split_of(*weight.shape)
     return given_rows(x, norm, (split.ways, split.slab), GLUON_TYPE[x.dtype], pdl, parts, bias)
 
 
@@ -329,7 +322,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
     """
     rows, k = call.x.shape
-    n = call.weight.shape[0] * 16
+    n, _ = call.weight.shape
     split = split_of(n, k)
     ways, parts = split.together, None
     if tile.ways is not None:
@@ -339,7 +332,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.keys is None else call.out.stride(0)
-    words = call.weight.view(torch.int32).view(n // 16, k // 4, 32)
+    words = call.weight.words(n // 16, k // 4, 32)
     shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
     shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
     shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}

@@ -5,8 +5,7 @@
 | argument | shape, dtype                     | notes                                                          |
 |----------|----------------------------------|----------------------------------------------------------------|
 | x        | [..., K] bf16 or fp16            | any number of rows, never a cause to compile again             |
-| weight   | [N/16, K/32, 16, 32], x's dtype  | contiguous; W[n, k] is weight[n // 16, k // 32, n % 16, k % 32] |
-|          |                                  | gated: in every 16 rows 8 gate rows, then their 8 up rows      |
+| weight   | `Weight` [N, K] in x's dtype     | packed, gated or not as the call is                            |
 | bias     | [N], any float dtype             | added in fp32; not with `gated`                                |
 | norm     | gamma [K], eps                   | an RMSNorm of x in front (arXiv 1910.07467), a kernel of its own |
 | residual | [..., N], any float dtype        | added in fp32; not with `gated`                                |
@@ -27,6 +26,7 @@ from torch import Tensor
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.launch import has_warp_groups, multiprocessors, shared_memory
 from fastspec.kernels.common.launch import launch as start
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import prefill_sm90 as hopper
 
 
@@ -149,7 +149,7 @@ def launch_of(num_rows: int, shared: int) -> Launch:
 
 def prefill_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -161,7 +161,7 @@ def prefill_linear(
 
     Args:
         x: [..., K].
-        weight: packed [N/16, K/32, 16, 32], K a multiple of 64; with `gated` of interleaved rows.
+        weight: packed, K a multiple of 64; with `gated` of interleaved rows.
         bias: [N], contiguous.
         norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
         residual: [..., N].
@@ -174,7 +174,7 @@ def prefill_linear(
     _check(x, weight, norm)
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")
-    n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    n, k = weight.shape
     if bias is not None:
         check("bias", bias, (n,))
     rows = x.reshape(-1, k).contiguous()
@@ -199,7 +199,7 @@ def prefill_linear(
 
 def run(
     rows: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -207,19 +207,19 @@ def run(
     launch: Launch,
 ) -> None:
     """One launch of the product at any tile: what a sweep of tiles calls."""
-    n, k = weight.shape[0] * 16, weight.shape[1] * 32
+    n, k = weight.shape
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
     start(_prefill_kernel, (tiles,),
-        rows, weight, bias, residual, out, rows.shape[0],
+        rows, weight.data, bias, residual, out, rows.shape[0],
         N=n, K=k, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
-def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None:
-    if weight.dim() != 4 or weight.shape[2:] != (16, 32) or not weight.is_contiguous():
-        raise ValueError(f"weight is {tuple(weight.shape)}; wanted packed and contiguous [N/16, K/32, 16, 32]")
-    k = weight.shape[1] * 32
+def _check(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> None:
+    if weight.format != "packed":
+        raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
+    _, k = weight.shape
     if k % 64 or x.shape[-1] != k:
         raise ValueError(f"x is {tuple(x.shape)}, the weight's K {k}; wanted [..., K], K a multiple of 64")
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):

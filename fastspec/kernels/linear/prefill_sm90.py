@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 from fastspec.kernels.common.launch import described
 from fastspec.kernels.common.launch import launch as start
+from fastspec.kernels.common.weights import Weight
 
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
 
@@ -204,7 +205,7 @@ def tile_of(num_rows: int, n: int, programs: int) -> Tile:
 
 def run(
     rows: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -213,8 +214,8 @@ def run(
     programs: int,
 ) -> None:
     """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes."""
-    n, k = weight.shape[0] * 16, weight.shape[1] * 32
-    pairs = weight.view(n // 16, k // 4, 64)
+    n, k = weight.shape
+    pairs = weight.data.view(n // 16, k // 4, 64)
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
     warps = tile.rows // 16
     start(_hopper_kernel, (min(tiles, programs),),

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.gluon_compat import load_block
-from fastspec.kernels.linear.cluster import WORDS, place_of, steps_of
 from fastspec.kernels.linear.epilogue import (
     STAYS,
     addends,
@@ -40,6 +39,7 @@ from fastspec.kernels.linear.epilogue import (
     ways_scale,
     write_tile,
 )
+from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
 
 
 @gluon.constexpr_function

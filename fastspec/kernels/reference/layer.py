@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fastspec.kernels.common.weights import Weight
 from fastspec.shapes import Tiling
 
 
@@ -15,13 +16,13 @@ class Layer(Protocol):
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from fastspec.shapes import UNTILED, Tiling
 
 
@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     tiling: Tiling = UNTILED,
     *,
@@ -37,7 +37,7 @@ def linear(
 
     Args:
         x: [..., K].
-        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows.
+        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows, as `Weight.unpack` has them.
         bias: [N].
         tiling: `tiling.rows` rows a product.
         norm: weight [K] and epsilon of an RMSNorm of x.
@@ -47,7 +47,7 @@ def linear(
     """
     if norm is not None:
         x = rms_norm(x, *norm)
-    product = _product(x, weight, bias, tiling, out_dtype)
+    product = _product(x, weight.unpack(), bias, tiling, out_dtype)
     if gated:
         product = silu_mul(product)
     return product if residual is None else residual + product
@@ -55,7 +55,7 @@ def linear(
 
 def argmax(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     limit: int,
     tiling: Tiling = UNTILED,
     *,
@@ -109,18 +109,18 @@ def tile_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear`, rows taken all at once."""
-    return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
+    """`linear` with a weight [N, K] as rows; rows of x taken all at once."""
+    return linear(x, Weight(weight), bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
     """int64 [R]: the lowest id of the largest of `linear`'s first `limit` logits in fp32; NaN counts as largest."""
-    return linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
+    return linear(x, Weight(weight), norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
 
 def prefill_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -128,14 +128,13 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` with a packed weight [N/16, K/32, 16, 32]; with `gated` 8 gate rows, then their 8 up rows, and so on."""
-    rows = packing.unpack(weight, gated)
-    return linear(x, rows, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
+    """`linear` with a packed weight; `gated` goes with one whose rows are interleaved."""
+    return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def packed_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -148,7 +147,7 @@ def packed_linear(
     rows = x.to(wide)
     if norm is not None:
         rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(wide)
-    out = F.linear(rows, packing.unpack(weight, gated).to(wide), None if bias is None else bias.to(wide))
+    out = F.linear(rows, weight.unpack().to(wide), None if bias is None else bias.to(wide))
     if gated:
         out = silu_mul(out)
     if residual is not None:
@@ -156,6 +155,6 @@ def packed_linear(
     return out.to(out_dtype or x.dtype)
 
 
-def packed_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+def packed_argmax(x: Tensor, weight: Weight, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
     """int64 [R]: the lowest id of the largest of a packed head's first `limit` logits; NaN counts as the largest."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

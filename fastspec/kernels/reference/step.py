@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from fastspec.sampling import processors, verify
 
 
@@ -73,11 +73,9 @@ def feed_rows(
     return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), write_mask
 
 
-def embed(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows [..., H] of an embedding [V, H], or packed [V/16, H/32, 16, 32], at int64 ids clamped to the table."""
-    if weight.dim() == 2:
-        return weight[ids.clamp(0, weight.shape[0] - 1)]
-    return packing.embed_rows(weight, ids.clamp(0, weight.shape[0] * 16 - 1))
+def embed(weight: Weight, ids: Tensor) -> Tensor:
+    """Rows [..., H] of an embedding [V, H] at int64 ids clamped to the table."""
+    return weight.embed(ids.clamp(0, weight.shape[0] - 1))
 
 
 def verify_commit(

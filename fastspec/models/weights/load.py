@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.kernels.common.weights import Weight
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.shards import ShardTensors, TensorInfo
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
     from fastspec.models.weights.sources import Checkpoint
 
-    Store = Callable[[Tensor, bool], Tensor]
+    Store = Callable[[Tensor, bool], Weight]
 
 EMBED: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
@@ -55,15 +56,15 @@ class LayerWeights:
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -75,17 +76,17 @@ class DecoderWeights:
         embed: [V, hidden]. norm: [hidden], the final RMSNorm. head: [V, hidden]; `head is embed` when tied.
     """
 
-    embed: Tensor
+    embed: Weight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Weight
 
     def nbytes(self) -> int:
         """Bytes of device memory that the weights take; a tied head is counted once."""
-        held: list[Tensor | None] = [self.embed, self.norm, self.head]
+        held: list[Weight | Tensor | None] = [self.embed, self.norm, self.head]
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
-        return sum({t.data_ptr(): t.nbytes for t in held if t is not None}.values())
+        return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
 
 class TensorSource(Protocol):
@@ -232,7 +233,7 @@ def load_weights(
     device: torch.device,
     progress: bool = True,
     release_source: bool = False,
-    store: Store = lambda weight, gated: weight,
+    store: Store = lambda rows, gated: Weight(rows),
 ) -> DecoderWeights:
     """Loads all weights of a checkpoint, fused, in `dtype` on `device`.
 
@@ -244,7 +245,7 @@ def load_weights(
         release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
             once its copy is made, and the module cannot be used again, also if loading fails half way.
             Without it the module is left as it was. Means nothing for a directory.
-        store: puts a matrix into the form in which it is used; gated tells gate over up from any other.
+        store: makes a `Weight` of rows [N, K], in the format in which it is used; gated: gate rows over up rows.
 
     Returns:
         Contiguous tensors that share no memory with the source.

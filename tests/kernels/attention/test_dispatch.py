@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels.attention import dispatch as attention
 from fastspec.kernels.attention import plan_long, plan_short
 from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.shapes import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
@@ -355,7 +356,7 @@ def test_bits_in_a_chain_of_early_launches(queries: int, kind: str, monkeypatch:
         def chain(passes: list[dict[str, Any]] = passes, work: attention.AttendWork = work) -> Tensor:
             outs = []
             for one in passes:
-                embed(table, ids)  # as at the start of every pass: what follows it may read the cache at once
+                embed(Weight(table), ids)  # as at the start of every pass: what follows it may read the cache at once
                 outs.append(run(attention.attend, one, work))
             return torch.cat(outs, dim=1)
 

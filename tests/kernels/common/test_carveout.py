@@ -106,11 +106,12 @@ def test_an_error_of_the_driver_is_one_here(driver):
 
 @pytest.mark.gpu
 def test_the_driver_holds_what_a_launch_asked_for(monkeypatch):
+    from fastspec.kernels.common.weights import Weight
     from fastspec.kernels.linear.dispatch import packed_linear
 
     seen = []
     monkeypatch.setattr(device, "divide", lambda *given: (carveout.divide(*given), seen.append(given[0])))
-    weight = torch.randn(4, 8, 16, 32, device="cuda", dtype=torch.bfloat16)
+    weight = Weight(torch.randn(4, 8, 16, 32, device="cuda", dtype=torch.bfloat16), "packed")
     packed_linear(torch.randn(1, 256, device="cuda", dtype=torch.bfloat16), weight, pdl=False)
     (kernel,) = seen
     value = ctypes.c_int()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastspec.kernels import reference
-from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
 from tests.kernels.linear.test_dispatch import NAN, PDL, case, modules
 
@@ -53,14 +53,14 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert not scratch.any()
 
 
-def rigged(values: dict[int, float], device: str, vocab: int = 160) -> tuple[torch.Tensor, torch.Tensor]:
+def rigged(values: dict[int, float], device: str, vocab: int = 160) -> tuple[torch.Tensor, Weight]:
     """x [3, 128] of ones and a packed head whose logits are -1, or `values` by id."""
     head = torch.full((vocab, 128), 0.0)
     head[:, 0] = -1.0
     for token, value in values.items():
         head[token, 0] = value
     x = torch.ones(3, 128, dtype=torch.bfloat16, device=device)
-    return x, packing.pack(head.bfloat16().to(device))
+    return x, Weight.pack(head.bfloat16().to(device))
 
 
 @pytest.mark.parametrize("device", devices())

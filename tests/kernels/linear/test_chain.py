@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from tests.helpers import attention as cases
 from tests.helpers.products import product_case
 
@@ -16,12 +16,12 @@ REPLAYS = 10_000
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 512, 1024, 2, 1, 128, 2
 
 
-def weights_of_layers() -> list[list[Tensor]]:
+def weights_of_layers() -> list[list[Weight]]:
     """Packed weights of each layer: into attention, out of it, gate and up, down."""
     shapes = [((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)]
     return [
         [
-            packing.pack(product_case(1, n, k, torch.bfloat16, "cuda", seed=10 * layer + i)[1], i == 2)
+            Weight.pack(product_case(1, n, k, torch.bfloat16, "cuda", seed=10 * layer + i)[1], i == 2)
             for i, (n, k) in enumerate(shapes)
         ]
         for layer in range(LAYERS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
+from fastspec.kernels.common.weights import Weight
 from fastspec.shapes import UNTILED
 from tests.helpers.products import product_case
 from tests.kernels.linear.test_dispatch import modules
@@ -21,9 +22,9 @@ def a_layer(
 ) -> SimpleNamespace:
     """A layer's norms and packed weights: `heads` columns come out of attention, `qkv` go in."""
 
-    def product(n: int, k: int, place: int, epilogue: str = "bias") -> tuple[Tensor, Tensor | None]:
+    def product(n: int, k: int, place: int, epilogue: str = "bias") -> tuple[Weight, Tensor | None]:
         _, weight, given = product_case(1, n, k, dtype, device, epilogue, seed=10 * seed + place)
-        return packing.pack(weight, "gated" in epilogue), given["bias"] if biases else None
+        return Weight.pack(weight, "gated" in epilogue), given["bias"] if biases else None
 
     generator = torch.Generator().manual_seed(seed)
     norms = [(torch.rand(hidden, generator=generator) + 0.5).to(device, dtype) for _ in range(2)]
@@ -46,7 +47,7 @@ def a_layer(
 
 def inputs(layer: SimpleNamespace, rows: int) -> tuple[Tensor, Tensor]:
     """What attention left, and the residual stream, [1, rows, ...]."""
-    hidden, heads = packing.unpack(layer.o).shape
+    hidden, heads = layer.o.shape
     like = layer.input_norm
     widths = (heads, hidden)
     attended, x = (product_case(rows, 16, width, like.dtype, str(like.device), seed=width)[0][None] for width in widths)
@@ -58,7 +59,7 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
     rows = x.shape[1]
     next_layer = layers[1] if len(layers) > 1 else None
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
+    def linear(x: Tensor, weight: Weight, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
         found: Tensor = packed.dispatch.packed_linear(x, weight, bias, pdl=pdl, **options)
         return found
 
@@ -102,7 +103,7 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
     attended, x = inputs(layer, 18)
     assert torch.equal(packing.in_order(regrouped(attended)), attended)
     for name in ("o", "gate_up", "down", "qkv"):
-        setattr(layer, name, packing.unpack(getattr(layer, name), name == "gate_up"))
+        setattr(layer, name, Weight(getattr(layer, name).unpack()))
     given = (x, layer, layer, 1e-5, UNTILED)
     plain = triton_ops.layer_tail(reference.linear, attended, *given)
     for ours, theirs in zip(triton_ops.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
@@ -111,10 +112,10 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
 
 def test_few_rows_and_other_weights_go_elsewhere() -> None:
     with modules("cpu") as packed:
-        weight = packing.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
+        weight = Weight.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
         assert packed.layer_tail.in_a_ring([weight], 9)
         assert not packed.layer_tail.in_a_ring([weight], 8)
-        assert not packed.layer_tail.in_a_ring([weight, torch.zeros(128, 128, dtype=torch.bfloat16)], 17)
+        assert not packed.layer_tail.in_a_ring([weight, Weight(weight.unpack())], 17)
     with modules("cpu", (8, 0)) as packed:
         assert not packed.layer_tail.in_a_ring([weight], 17)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
 from tests.helpers.modules import module_output
 from tests.helpers.products import product_case, widened
@@ -300,14 +301,14 @@ def test_tf32_is_refused_where_bits_are_promised(setting: Any) -> None:
     from fastspec.shapes import UNTILED, Tiling
 
     prompt, weight, before = torch.ones(1, 64, 16), torch.ones(8, 16), setting.fp32_precision
-    expected = triton_ops.linear(prompt, weight, tiling=Tiling(64, 64))
+    expected = triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
     setting.fp32_precision = "tf32"
     try:
         with pytest.raises(RuntimeError, match=r"float32 in tf32; wanted IEEE.*'highest'.*exact=False"):
-            triton_ops.linear(prompt, weight, tiling=Tiling(64, 64))
+            triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
         few = prompt[:, :3].contiguous()
-        assert torch.equal(triton_ops.linear(few, weight, tiling=Tiling(64, 8)), expected[:, :3])
-        assert torch.equal(triton_ops.linear(prompt, weight, tiling=UNTILED), expected)
+        assert torch.equal(triton_ops.linear(few, Weight(weight), tiling=Tiling(64, 8)), expected[:, :3])
+        assert torch.equal(triton_ops.linear(prompt, Weight(weight), tiling=UNTILED), expected)
     finally:
         setting.fp32_precision = before
-    assert torch.equal(triton_ops.linear(prompt, weight, tiling=Tiling(64, 64)), expected)
+    assert torch.equal(triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64)), expected)

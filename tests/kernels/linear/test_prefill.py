@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
 from tests.helpers.modules import module_output
 from tests.helpers.products import product_case, widened
@@ -25,23 +26,23 @@ EPILOGUES = ["plain", "bias", "residual", "norm", "norm+bias+residual", "gated",
 DTYPES = {"cpu": [torch.float16], "cuda": [torch.float16, torch.bfloat16]}
 
 
-def packed(rows: Tensor) -> Tensor:
-    """[N, K] -> [N/16, K/32, 16, 32]."""
+def packed(rows: Tensor, gated: bool) -> Weight:
+    """A packed weight of rows that are interleaved already, of any dtype and any K that is a multiple of 32."""
     n, k = rows.shape
-    return rows.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous()
+    return Weight(rows.view(n // 16, 16, k // 32, 32).transpose(1, 2).contiguous(), "packed", gated)
 
 
 def case(
     rows: int, n: int, k: int, dtype: torch.dtype, device: str, epilogue: str = "plain", seed: int = 0
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Weight, dict[str, Any]]:
     """x, packed weight and keyword arguments of one call."""
     x, weight, arguments = product_case(rows, n, k, dtype, device, epilogue, seed, residual_width=n)
-    return x, packed(weight), arguments
+    return x, packed(weight, "gated" in epilogue), arguments
 
 
-def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str, Any]) -> tuple[float, float]:
+def error_and_bound(ours: Tensor, x: Tensor, weight: Weight, arguments: dict[str, Any]) -> tuple[float, float]:
     wide = {name: widened(value) for name, value in arguments.items() if name != "out_dtype"}
-    truth = reference.prefill_linear(x.double(), weight.double(), **wide)
+    truth = reference.prefill_linear(x.double(), widened(weight), **wide)
     torchs = (reference.prefill_linear(x, weight, **arguments).double() - truth).abs().max().item()
     # the rule of the house: twice what torch itself errs by; floored at a few fp32 ulp of values near four, for
     # torch's own sums may by chance be exact. Where the result is fp32 torch adds in IEEE fp32, and a tensor core cuts
@@ -53,12 +54,14 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str
 def test_the_twin_reads_packed_rows() -> None:
     """Against a loop over the definition: W[n, k] is weight[n // 16, k // 32, n % 16, k % 32]."""
     weight = torch.arange(2 * 2 * 16 * 32, dtype=torch.float32).view(2, 2, 16, 32)
-    rows = reference.prefill_linear(torch.eye(64), weight).t()
+    rows = reference.prefill_linear(torch.eye(64), Weight(weight, "packed")).t()
     for n, k in ((0, 0), (1, 0), (0, 31), (0, 32), (17, 40), (31, 63)):
         assert rows[n, k] == weight[n // 16, k // 32, n % 16, k % 32]
     gate, up = rows.view(2, 2, 8, 64).unbind(1)
     expected = torch.nn.functional.silu(gate.reshape(16, 64)) * up.reshape(16, 64)
-    assert torch.equal(reference.prefill_linear(torch.eye(64), weight, gated=True).t(), expected)
+    assert torch.equal(
+        reference.prefill_linear(torch.eye(64), Weight(weight, "packed", True), gated=True).t(), expected
+    )
 
 
 @pytest.mark.parametrize("device", devices())
@@ -87,7 +90,7 @@ def test_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
 def test_every_tile_of_the_table(device: str) -> None:
     """What one device never takes by its rows or its memory."""
     x, weight, _arguments = case(150, 304, 128, torch.float16, device)
-    truth = reference.prefill_linear(x.double(), weight.double())
+    truth = reference.prefill_linear(x.double(), widened(weight))
     for launch in {entry for table in prefill.LAUNCH.values() for _, entry in table}:
         out = torch.full((150, 304), NAN, dtype=torch.float16, device=device)
         prefill.run(x, weight, None, None, out, False, launch)
@@ -171,11 +174,11 @@ def test_tables_fit_their_devices() -> None:
 def test_arguments_are_checked() -> None:
     x, weight, _ = case(2, 16, 64, torch.float16, "cpu")
     with pytest.raises(ValueError, match="packed"):
-        prefill.prefill_linear(x, weight.view(16, 64))
+        prefill.prefill_linear(x, Weight(weight.unpack()))
     with pytest.raises(ValueError, match="wanted both"):
-        prefill.prefill_linear(x.float(), weight.float())
+        prefill.prefill_linear(x.float(), Weight(weight.data.float(), "packed"))
     with pytest.raises(ValueError, match="K a multiple of 64"):
-        prefill.prefill_linear(x[:, :32], weight[:, :1].contiguous())
+        prefill.prefill_linear(x[:, :32], Weight(weight.data[:, :1].contiguous(), "packed"))
     with pytest.raises(ValueError, match="gated"):
         prefill.prefill_linear(x, weight, gated=True, residual=x)
     with pytest.raises(ValueError, match="residual"):

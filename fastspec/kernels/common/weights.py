@@ -1,0 +1,88 @@
+"""`Weight`: a matrix [N, K] of a model, in the format that the matrix products read.
+
+Ops are given a `Weight` and choose a kernel by its `format`. Nothing else looks at how the values lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common import packing
+
+Format = Literal["rows", "packed"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """One matrix of a model; y = x W^T.
+
+    Attributes:
+        data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`.
+        format: how `data` holds them.
+        gated: rows are interleaved, 8 of the gate and then the 8 of up that belong to them. Only packed weights are;
+            of a gated product's "rows" the gate's N/2 rows come first.
+
+    Raises:
+        ValueError: `data` does not have the shape of its format.
+    """
+
+    data: Tensor
+    format: Format = "rows"
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        shape, packed = tuple(self.data.shape), self.format == "packed"
+        if packed and (len(shape) != 4 or shape[2:] != (16, 32) or not self.data.is_contiguous()):
+            raise ValueError(f"data has shape {shape}; packed weights are contiguous [N/16, K/32, 16, 32]")
+        if not packed and (len(shape) != 2 or self.gated):
+            raise ValueError(f"data has shape {shape}, gated={self.gated}; weights as rows are [N, K], gate first")
+
+    @classmethod
+    def pack(cls, rows: Tensor, gated: bool = False) -> Weight:
+        """A packed copy of [N, K]; arguments and errors as those of `packing.pack`."""
+        return cls(packing.pack(rows, gated), "packed", gated)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), whatever the format."""
+        if self.format == "packed":
+            return self.data.shape[0] * 16, self.data.shape[1] * 32
+        return self.data.shape[0], self.data.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return self.data.nbytes
+
+    def unpack(self) -> Tensor:
+        """The matrix as rows [N, K], the gate's first: `data` itself, or a copy of packed values."""
+        return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows [..., K] at int64 ids [...] in 0..N-1; of a gated weight, in the order in which they are stored."""
+        return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]
+
+    def words(self, *shape: int) -> Tensor:
+        """A packed weight of 16-bit values as int32 words of two values each, viewed as `shape` if that is given."""
+        words = self.data.view(torch.int32)
+        return words.view(shape) if shape else words
+
+
+def is_packed(weights: Sequence[Weight], dtypes: Sequence[torch.dtype] = packing.DTYPES) -> bool:
+    """Whether all weights are packed values of one of these dtypes."""
+    return all(weight.format == "packed" and weight.dtype in dtypes for weight in weights)
