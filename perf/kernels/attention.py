@@ -8,7 +8,7 @@ bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and not
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
        [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--flex]
-       [--kernel tiles | fragments | stream]
+       [--kernel tiles | fragments | ring]
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def timed(calls: list[Any], repeats: int) -> float:
 
 def without_early_launches(case: Case, repeats: int) -> float:
     kept = attention.has_pdl, attention.uses_fragments
-    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim)
+    capacity = case.table.shape[1] * PAGE_SIZE
+    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim, PAGE_SIZE, capacity)
     attention.has_pdl, attention.uses_fragments = (lambda device: False), (lambda *args: fragments)
     try:
         return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
@@ -251,13 +252,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    kernels = ["tiles", "fragments", "stream", "ring"]
+    kernels = ["tiles", "fragments", "ring"]
     parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
         attention.uses_fragments = lambda *args: given.kernel != "tiles"
-        plan_long.FROM = 0 if given.kernel in ("stream", "ring") else 2**30  # every row, or none
-        plan_long.rings = lambda *args: given.kernel == "ring"
+        plan_long.FROM = 0 if given.kernel == "ring" else 2**30  # every row, or none
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

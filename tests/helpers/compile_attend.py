@@ -10,8 +10,6 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from fastspec.kernels.attention import dispatch, plan_long, plan_short, prefill, rope
 from fastspec.kernels.attention.combine import gather_kernel
-from fastspec.kernels.attention.decode_stream import stream_kernel
-from fastspec.kernels.attention.decode_tma_sm90 import ROWS as RING_ROWS
 from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from tests.helpers.compile_kernels import PDL_FROM, Entry
@@ -62,20 +60,15 @@ def entries(arch: int) -> Iterator[Entry]:
             kernel, _, constants, options = plan_short.short_launch(rows, dim, pairs, splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
                 yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
-        behind = [RING_ROWS.value] if arch == RING_ARCH else []
-        for rows in (8, 16):
-            constants, options = plan_long.stream_launch(rows, dim)
-            behind.append(8 * constants["G"])
-            for variant in (PLAIN, FULL):
-                yield _entry(stream_kernel, 2, constants, options, variant, arch)
-        for tiles in (8, 64) if arch == RING_ARCH else ():
+    for dim in (64, 128) if arch == RING_ARCH else ():
+        constants, options = plan_long.gather_launch(dim)
+        late = [(gather_kernel, constants, options)]
+        for tiles in (8, 64):
             _, constants, options = plan_long.ring_launch(dim, tiles)
+            late.append((shares_kernel, constants, options))
+        for kernel, constants, options in late:
             for variant in (PLAIN, FULL):
-                yield _entry(shares_kernel, 2, constants, options, variant, arch)
-        for tile in behind:
-            constants, options = plan_long.gather_launch(tile, dim)
-            for variant in (PLAIN, FULL):
-                yield _entry(gather_kernel, 2, constants, options, variant, arch)
+                yield _entry(kernel, 2, constants, options, variant, arch)
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:

@@ -19,8 +19,9 @@ from the cache in blocks, and leaves the average of what it saw and its weight. 
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. What
 `uses_fragments` names does the same out of registers and without groups: by way of plan_short.py as
 decode_mma.py or, with several splits to a program, as decode_mma_batch.py; rows at `plan_long.FROM` and later, by
-way of plan_long.py, as decode_tma_sm90.py or decode_stream.py. A pass that has room for both launches both, and each
-leaves the other's rows alone. `_decode_kernel` here is for all else. A prompt chunk (more rows) appends in one launch
+way of plan_long.py, as decode_tma_sm90.py. A pass that has room for both launches both, and each leaves the other's
+rows alone. `_decode_kernel` here is for all else, and for all rows of a cache with room beyond FROM where
+decode_tma_sm90.py cannot run. A prompt chunk (more rows) appends in one launch
 (rope.py) and attends in a second (prefill.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
@@ -321,10 +322,15 @@ def attend(
     return _decode(*tensors, num_heads=num_heads, eps=eps, blocks=blocks, window=window, work=work, regroup=regroup)
 
 
-def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether a model's decoding passes run out of registers, from sm_90 on: never by what a pass holds."""
+def uses_fragments(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
+    """Whether a model's decoding passes run out of registers, from sm_90 on: never by what a pass holds.
+
+    Args:
+        capacity: positions that a row's block table has room for. Where some lie at `plan_long.FROM` or later, the
+            device and the pages must allow decode_tma_sm90.py, which decodes those.
+    """
     fits = dtype.itemsize == 2 and dim in FRAGMENT_DIMS
-    return fits and has_pdl(device)
+    return fits and has_pdl(device) and (capacity <= plan_long.FROM or plan_long.rings(device, page_size))
 
 
 def tile_launch(dtype: torch.dtype, dim: int) -> tuple[dict[str, int], dict[str, Any]]:
@@ -353,7 +359,8 @@ def _decode(
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     begin, room = (block * KEY_BLOCK for block in blocks)
     row_size, pdl = batch * num_queries * num_heads * (dim + 1), has_pdl(qkv.device)
-    if uses_fragments(qkv.device, qkv.dtype, dim):
+    capacity = max(block_table.shape[1] * page_size, room)
+    if uses_fragments(qkv.device, qkv.dtype, dim, page_size, capacity):
         near, far = plan_short.near_and_far(begin, room)
         counters, sums = batch * kv_heads * triton.cdiv(num_queries * group, 8), plan_short.sums(near, far)
         _check_room(work, counters, row_size * sums)

@@ -1,7 +1,4 @@
-"""Decoding passes over long rows: which rows, where their keys are split, which kernel, and the two launches.
-
-On sm_90 decode_tma_sm90.py, where pages allow it; elsewhere decode_stream.py.
-"""
+"""Decoding passes over long rows on sm_90: which rows, where their keys are split, and the two launches."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ import triton
 from torch import Tensor
 
 from fastspec.kernels.attention.combine import GATHER_WARPS, gather_kernel
-from fastspec.kernels.attention.decode_stream import stream_kernel
 from fastspec.kernels.attention.decode_tma_sm90 import ROWS, WARPS, shares_kernel
-from fastspec.kernels.attention.mma_layouts import PARTS
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from fastspec.kernels.common.launch import described, has_warp_groups, launch, multiprocessors
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
@@ -25,8 +20,6 @@ __all__ = [
     "rungs",
     "shares_kernel",
     "splits_for",
-    "stream_kernel",
-    "stream_launch",
 ]
 
 # position: rows at this one and later ones are decoded here, earlier ones by plan_short.py alone. A block behind
@@ -35,8 +28,6 @@ FROM = EARLY_BLOCKS * KEY_BLOCK
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
 # The bits of a row depend on all of it but not on how long a cache or a pass is
 LADDER: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
-STREAM_GROUPS = 2  # of 8 query rows in a program at most: from block to block, the sums of no more fit into registers
-STREAM_REGISTERS = 255
 RING_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
 # (programs on a multiprocessor, bytes of keys and values on their way to each): for passes of up to FEW_TILES tiles,
 # which have few splits for many programs, and of more, where one of two reads while the other one begins or ends
@@ -68,21 +59,14 @@ def groups_of(num_rows: int, most: int) -> int:
     return -(-eights // -(-eights // most))
 
 
-def stream_launch(num_rows: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(constants, options) of decode_stream.py for num_rows = Q * H / Hkv; all give a row the same bits."""
-    groups = groups_of(num_rows, STREAM_GROUPS)
-    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "G": groups, "S": PARTS}
-    return constants, {"num_warps": PARTS, "maxnreg": STREAM_REGISTERS}
-
-
-def gather_launch(tile: int, dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(constants, options) of combine.py behind tiles of `tile` rows."""
-    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "TILE": tile}
+def gather_launch(dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(constants, options) of combine.py."""
+    constants = {"RUNGS": rungs(), "FROM": FROM, "D": dim, "TILE": ROWS.value}
     return constants, {"num_warps": GATHER_WARPS.value, "maxnreg": GATHER_REGISTERS}
 
 
 def rings(device: torch.device, page_size: int) -> bool:
-    """Whether long caches are read by decode_tma_sm90.py: the copy engine brings 8 keys or more of a page at a time."""
+    """Whether decode_tma_sm90.py can read a cache: the copy engine brings 8 keys or more of a page at a time."""
     return page_size % 8 == 0 and has_warp_groups(device)
 
 
@@ -111,13 +95,13 @@ def long(
     window: int | None,
     pdl: bool,
 ) -> None:
-    """Launches shares_kernel or stream_kernel, then gather_kernel where there is more than one split.
+    """Launches shares_kernel, then gather_kernel where there is more than one split.
 
     Args:
         tensors: `attend`'s, in its order.
         out: [B, Q, H * D], written.
         partials: fp32, with room for B * Q * H * splits * (D + 1) where splits > 1; written.
-        sizes: what follows in the arguments of stream_kernel.
+        sizes: what follows `splits` in the arguments of shares_kernel.
         splits: of the longest row that the pass has room for.
     """
     keys, values, positions = tensors[5], tensors[6], tensors[8]
@@ -126,24 +110,15 @@ def long(
     num_rows, pairs = num_queries * group, batch * kv_heads
     common: dict[str, Any] = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": group, "PDL": pdl}
     common |= {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}
-    if rings(keys.device, page_size):
-        tile = ROWS.value
-        tiles = pairs * triton.cdiv(num_rows, tile)
-        programs, constants, options = ring_launch(dim, tiles)
-        grid = tiles, min(splits, shares_of(tiles, programs * multiprocessors(keys.device)))
-        block = [piece_of(page_size, constants["KEYS"]), WIDTH.value]
-        slots = [described(cache.view(-1, kv_heads * dim), block) for cache in (keys, values)]
-        launch(shares_kernel, grid, *slots, *tensors, out, partials, splits, *sizes,
-            PAGE_SIZE=page_size, **constants, **common, **options,
-        )  # fmt: skip
-    else:
-        constants, options = stream_launch(num_rows, dim)
-        tile = constants["G"] * 8
-        grid = pairs * triton.cdiv(num_rows, tile), splits
-        launch(stream_kernel, grid, *tensors, out, partials, *sizes,
-            PAGE_SIZE=page_size, **constants, **common, **options,
-        )  # fmt: skip
+    tiles = pairs * triton.cdiv(num_rows, ROWS.value)
+    programs, constants, options = ring_launch(dim, tiles)
+    grid = tiles, min(splits, shares_of(tiles, programs * multiprocessors(keys.device)))
+    block = [piece_of(page_size, constants["KEYS"]), WIDTH.value]
+    slots = [described(cache.view(-1, kv_heads * dim), block) for cache in (keys, values)]
+    launch(shares_kernel, grid, *slots, *tensors, out, partials, splits, *sizes,
+        PAGE_SIZE=page_size, **constants, **common, **options,
+    )  # fmt: skip
     if splits > 1:
-        constants, options = gather_launch(tile, dim)
+        constants, options = gather_launch(dim)
         counts = (num_queries, pairs, splits)
         launch(gather_kernel, (pairs * num_rows,), positions, out, partials, *counts, **constants, **common, **options)

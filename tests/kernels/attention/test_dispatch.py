@@ -30,9 +30,8 @@ from tests.helpers.gluon_on_cpu import interpreted
 
 CPU_PARTS = ("attention/query_rows", "attention/mma_layouts", "attention/mma_tiles", "attention/combine_mma")
 CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode_mma")
-CPU_STREAM = (*CPU_PARTS, "attention/kv_loads", "attention/decode_stream", "attention/combine")
 CPU_BATCH = (*CPU_PARTS, "attention/kv_loads", "attention/decode_mma_batch")
-MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH, "stream": CPU_STREAM}
+MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH}
 KINDS = ("tiles", *MODULES, "ring")
 LADDER = ((0, 256), (256, 128), (512, 384), (896, 256))  # every rung of it within reach of short rows
 
@@ -56,9 +55,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind in MODULES and not torch.cuda.is_available():
         module = _interpreted(MODULES[kind])
-        for name in ("fragment_kernel", "batch_kernel", "stream_kernel", "gather_kernel"):
+        for name in ("fragment_kernel", "batch_kernel"):
             if hasattr(module, name):
-                monkeypatch.setattr(plan_long if name in plan_long.__all__ else plan_short, name, getattr(module, name))
+                monkeypatch.setattr(plan_short, name, getattr(module, name))
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
     share(0 if kind == "fragments" else 1, monkeypatch)
@@ -66,9 +65,8 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     as_many = partial(plan_long.groups_of, most=plan_short.GROUPS)  # rows to a tile as there are
     monkeypatch.setattr(plan_short, "tile_groups", lambda num_rows, dim, pairs: as_many(num_rows))
     monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
-    monkeypatch.setattr(plan_long, "FROM", 0 if kind in ("stream", "ring") else 2**30)
+    monkeypatch.setattr(plan_long, "FROM", 0 if kind == "ring" else 2**30)
     monkeypatch.setattr(plan_long, "LADDER", LADDER)
-    monkeypatch.setattr(plan_long, "rings", lambda device, page_size: kind == "ring")
     return kind
 
 
@@ -95,9 +93,11 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
     batch, queries = given["positions"].shape
     heads, dim = given["num_heads"], given["keys"].shape[3]
     device, room = given["qkv"].device, given["num_blocks"] * KEY_BLOCK
+    page_size = given["keys"].shape[1]
+    capacity = given["block_table"].shape[1] * page_size
     splits = -(-room // split_keys)
     groups = -(-splits // attention.FAN.value)
-    if attention.uses_fragments(device, given["qkv"].dtype, dim):
+    if attention.uses_fragments(device, given["qkv"].dtype, dim, page_size, capacity):
         far = plan_long.splits_for(room) if room > plan_long.FROM else 0
         splits, groups = max(plan_short.splits_for(min(room, plan_long.FROM)), far), 0
     partials = batch * queries * heads * (splits + groups) * (dim + 1)
