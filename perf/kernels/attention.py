@@ -27,7 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from fastspec.kernels import reference
 from fastspec.kernels.attention import dispatch as attention
-from fastspec.kernels.attention import plan_long
+from fastspec.kernels.attention import plan
 from fastspec.shapes import KEY_BLOCK
 from perf import timing
 from perf.kernels import linear
@@ -144,14 +144,11 @@ def timed(calls: list[Any], repeats: int) -> float:
 
 
 def without_early_launches(case: Case, repeats: int) -> float:
-    kept = attention.has_pdl, attention.uses_fragments
-    capacity = case.table.shape[1] * PAGE_SIZE
-    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim, PAGE_SIZE, capacity)
-    attention.has_pdl, attention.uses_fragments = (lambda device: False), (lambda *args: fragments)
+    kept, attention.has_pdl = attention.has_pdl, lambda device: False
     try:
         return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
     finally:
-        attention.has_pdl, attention.uses_fragments = kept
+        attention.has_pdl = kept
 
 
 def in_a_layer(case: Case, name: str, repeats: int) -> float:
@@ -256,8 +253,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
-        attention.uses_fragments = lambda *args: given.kernel != "tiles"
-        plan_long.FROM = 0 if given.kernel == "ring" else 2**30  # every row, or none
+        attention.uses_mma = lambda *args: given.kernel != "tiles"
+        plan.LATE_FROM = 0 if given.kernel == "ring" else 2**30  # every row, or none
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []
