@@ -19,7 +19,7 @@ from perf.trace import steps_of
 KINDS = (
     ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed")),
-    ("attention", ("fragment", "batch_kernel", "_decode_kernel", "stream_kernel", "gather_kernel", "rotate")),
+    ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),

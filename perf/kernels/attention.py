@@ -8,7 +8,7 @@ bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and not
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
        [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--flex]
-       [--kernel tiles | fragments | stream]
+       [--kernel tiles | fragments | ring]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from fastspec.kernels import reference
 from fastspec.kernels.attention import dispatch as attention
-from fastspec.kernels.attention import plan_long
+from fastspec.kernels.attention import plan
 from fastspec.shapes import KEY_BLOCK
 from perf import timing
 from perf.kernels import linear
@@ -144,13 +144,11 @@ def timed(calls: list[Any], repeats: int) -> float:
 
 
 def without_early_launches(case: Case, repeats: int) -> float:
-    kept = attention.has_pdl, attention.uses_fragments
-    fragments = attention.uses_fragments(case.qkv.device, case.qkv.dtype, case.model.dim)
-    attention.has_pdl, attention.uses_fragments = (lambda device: False), (lambda *args: fragments)
+    kept, attention.has_pdl = attention.has_pdl, lambda device: False
     try:
         return timed([partial(case.call, layer) for layer in range(case.layers)], repeats)
     finally:
-        attention.has_pdl, attention.uses_fragments = kept
+        attention.has_pdl = kept
 
 
 def in_a_layer(case: Case, name: str, repeats: int) -> float:
@@ -251,13 +249,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    kernels = ["tiles", "fragments", "stream", "ring"]
+    kernels = ["tiles", "fragments", "ring"]
     parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
-        attention.uses_fragments = lambda *args: given.kernel != "tiles"
-        plan_long.FROM = 0 if given.kernel in ("stream", "ring") else 2**30  # every row, or none
-        plan_long.rings = lambda *args: given.kernel == "ring"
+        attention.uses_mma = lambda *args: given.kernel != "tiles"
+        plan.LATE_FROM = 0 if given.kernel == "ring" else 2**30  # every row, or none
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

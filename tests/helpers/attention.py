@@ -44,8 +44,8 @@ MISREAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("block_table", lambda x: x[:1], "block_table is .*wanted int64"),
     ("positions", lambda x: x.int(), "positions is int32"),
     ("positions", lambda x: x[:, :2], r"positions is int64 \[2, 2\]"),
-    ("writes", lambda x: x.int(), "writes is int32"),
-    ("writes", lambda x: x[:1], r"writes is bool \[1, 3\]"),
+    ("writes", lambda x: x.int(), "write_mask is int32"),
+    ("writes", lambda x: x[:1], r"write_mask is bool \[1, 3\]"),
 ]
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from fastspec.kernels.attention import dispatch, plan_long, plan_short, prefill, rope
+from fastspec.kernels.attention import plan, prefill, rope
 from fastspec.kernels.attention.combine import gather_kernel
-from fastspec.kernels.attention.decode_stream import stream_kernel
-from fastspec.kernels.attention.decode_tma_sm90 import ROWS as RING_ROWS
+from fastspec.kernels.attention.decode import _decode_kernel
+from fastspec.kernels.attention.decode_mma import fragment_kernel
+from fastspec.kernels.attention.decode_mma_batch import batch_kernel
 from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
+KERNELS = {each.__name__: each for each in (fragment_kernel, batch_kernel, shares_kernel, gather_kernel)}
+SMS = 132  # of the GPU that is planned for
 ELEMENT = {2: "*bf16", 4: "*fp32"}
 FRAGMENT_DIMS = (64, 128)  # that the kernel out of registers can take, whether or not it is used for them
 RING_ARCH = 90  # the one whose warp groups multiply
@@ -39,7 +40,7 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, pairs, splits) of every launch of plan_short.py: few programs, one for each split, several splits to a
+# (rows, pairs, splits) of every launch of `plan.early_plan`: few programs, one for each split, several splits to a
 # program one after the other, and two at once
 SHORT = (
     (8, 8, 2),
@@ -54,34 +55,27 @@ FULL = (4096, True, 80, 1)
 
 def entries(arch: int) -> Iterator[Entry]:
     """(kernel, signature, constants, options, element size) of every launch on a GPU of this architecture."""
-    for size, block_d in dispatch.LAUNCH:
+    gpu = plan.Gpu((arch // 10, arch % 10), SMS)
+    for size, block_d in plan.TILES:
         for variant in (PLAIN, FULL):
             yield from _of_heads(size, block_d, variant, arch)
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, pairs, splits in SHORT:
-            kernel, _, constants, options = plan_short.short_launch(rows, dim, pairs, splits)
+            planned = plan.early_plan(gpu, plan.Pass(rows, pairs, dim), splits)
             for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
-                yield _entry(kernel, 2, {**constants, "REGROUP": regroup}, options, variant, arch)
-        behind = [RING_ROWS.value] if arch == RING_ARCH else []
-        for rows in (8, 16):
-            constants, options = plan_long.stream_launch(rows, dim)
-            behind.append(8 * constants["G"])
+                constants = {**planned.constants, "REGROUP": regroup}
+                yield _entry(KERNELS[planned.kernel], 2, constants, planned.options, variant, arch)
+    for dim in (64, 128) if arch == RING_ARCH else ():
+        late = [plan.late_plan(gpu, plan.Pass(4, pairs, dim), 64) for pairs in (8, 64)]
+        for planned in (plan.gather_plan(plan.Pass(4, 8, dim)), *late):
             for variant in (PLAIN, FULL):
-                yield _entry(stream_kernel, 2, constants, options, variant, arch)
-        for tiles in (8, 64) if arch == RING_ARCH else ():
-            _, constants, options = plan_long.ring_launch(dim, tiles)
-            for variant in (PLAIN, FULL):
-                yield _entry(shares_kernel, 2, constants, options, variant, arch)
-        for tile in behind:
-            constants, options = plan_long.gather_launch(tile, dim)
-            for variant in (PLAIN, FULL):
-                yield _entry(gather_kernel, 2, constants, options, variant, arch)
+                yield _entry(KERNELS[planned.kernel], 2, planned.constants, planned.options, variant, arch)
 
 
 def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch: int) -> Iterator[Entry]:
     narrow = variant[3] * block_d // 4
-    constants, options = dispatch.tile_launch(DTYPES[size], block_d - narrow)
-    yield _entry(dispatch._decode_kernel, size, constants, options, variant, arch)
+    planned = plan.tiles_plan(plan.Pass(4, 8, block_d - narrow), size, 2)
+    yield _entry(_decode_kernel, size, planned.constants, planned.options, variant, arch)
     heads = {"HEAD_DIM": block_d - narrow, "BLOCK_D": block_d}
     yield _entry(rope._rotate_kernel, size, heads, {"num_warps": rope.NUM_WARPS}, variant, arch)
     launches = [prefill.LAUNCH[size, block_d]]
@@ -89,7 +83,7 @@ def _of_heads(size: int, block_d: int, variant: tuple[int, bool, int, int], arch
         launches.append(prefill.LARGE[size, block_d])
     for launch in launches:
         tiles = {"ROWS": launch.rows, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages}
-        options = {"num_warps": launch.num_warps, "maxnreg": prefill.MAX_REGISTERS}
+        options = {"num_warps": launch.num_warps, "maxnreg": plan.MAX_REGISTERS}
         yield _entry(prefill._flash_kernel, size, {**heads, **tiles}, options, variant, arch)
 
 

@@ -20,7 +20,6 @@ SPILLS = {
     ("fragment_kernel", 255): 16,
     ("batch_kernel", 168): 24,
     ("batch_kernel", 255): 48,  # three groups, two splits at once, on sm_100; 40 on sm_90
-    ("stream_kernel", 255): 16,
     ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
@@ -37,7 +36,7 @@ RAGGED_SPILLS = {
     ("tile_kernel", "gated+norm", 16, 32): 288,
     ("tile_pick_kernel", "", 8, 32): 136,
 }
-ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "stream_kernel", "shares_kernel"}
+ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "shares_kernel"}
 PRODUCTS = {"tile_kernel", "tile_pick_kernel", "_prefill_kernel"}
 
 

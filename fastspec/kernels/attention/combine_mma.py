@@ -1,4 +1,4 @@
-"""Pieces of the kernels of plan_short.py: what the splits of a tile left is added up once all are there."""
+"""Pieces of decode_mma.py and decode_mma_batch.py: what the splits of a tile left is added up once all are there."""
 
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)

@@ -1,12 +1,13 @@
-"""Pieces of the decoding kernel of dispatch.py: the peek, the loop over keys, and the partial sums."""
+"""The portable decoding kernel, for every GPU, dtype and head_dim: see dispatch.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.prefill import pages_of, slots_of
-from fastspec.kernels.attention.rope import columns
+from fastspec.kernels.attention.rope import NEW_ROWS, append, columns, turned
 
 FAN = tl.constexpr(16)  # partial sums that one program adds up
 PEEK_KEYS = tl.constexpr(256)  # keys prefetched into L2 before the wait
@@ -226,3 +227,143 @@ def attended(
         out = tl.dot(weights.to(q1.dtype), v, out * keep, input_precision="ieee")
         top = new_top
     return averaged(out, top, tl.sum(totals, axis=1))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_pairs",
+        "split_keys",
+        "table_stride",
+        "table_width",
+        "num_pages",
+        "num_angles",
+    ]
+)
+def _decode_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    position_ptr,
+    write_ptr,
+    out_ptr,  # [B, Q, H * D]
+    partial_ptr,  # fp32 [B * Hkv, splits + groups, Q * GROUP, D]: averages of values; then [B * Hkv, splits + groups,
+    # Q * GROUP]: log2 of the sums of their weights
+    count_ptr,  # int32 [B * Hkv * tiles, 1 + groups]: arrivals; zero between launches
+    split_keys,
+    num_queries,
+    num_pairs,  # B * Hkv
+    table_stride,
+    table_width,
+    num_pages,
+    num_angles,
+    scale,  # of scores, times log2(e)
+    eps,
+    WINDOW: tl.constexpr,  # 0: none
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    split = tl.program_id(1)
+    rows = num_queries * GROUP  # of one kv head
+    tiles = tl.cdiv(rows, ROWS)
+    tile, pair = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
+    start = split * split_keys
+    if PDL:
+        gdc_launch_dependents()
+        peek(
+            key_ptr, value_ptr, table_ptr, position_ptr, batch, kv_head, start, num_queries, split_keys,
+            table_stride, table_width, num_pages, WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
+        )  # fmt: skip
+        gdc_wait()
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    valid = row < rows
+    at = batch * num_queries + row // GROUP
+    # a padding row sees nothing
+    position = tl.load(position_ptr + at, mask=valid, other=-1)
+    column = tl.arange(0, BLOCK_D // 2)
+    mask = valid[:, None] & (column < HEAD_DIM // 2)[None, :]
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * HEAD_DIM
+    source = qkv_ptr + head[:, None] + column[None, :]
+    q1 = tl.load(source, mask=mask, other=0.0)
+    q2 = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
+
+    # the splits that this tile looks into; positions beyond the launch are clamped to it
+    newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.min(tl.where(valid, position, newest), axis=0) - WINDOW + 1
+        oldest = tl.minimum(tl.maximum(oldest, 0), newest).to(tl.int32)
+    first, last = oldest // split_keys, newest // split_keys
+    if (split < first) | (split > last):
+        return
+    begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
+
+    table_ptr += batch * table_stride
+    q1, q2 = turned(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    append(
+        qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+        batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+        KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+    )  # fmt: skip
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+        append(
+            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
+            batch, kv_head, first_row, start, stop, num_queries, num_angles, table_width, num_pages, eps,
+            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+        )  # fmt: skip
+    tl.debug_barrier()  # what other threads stored is read below
+    mean, weight = attended(
+        q1, q2, key_ptr, value_ptr, table_ptr, position, kv_head, begin, stop, table_width, num_pages, scale,
+        WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
+    )  # fmt: skip
+
+    if first == last:
+        finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        return
+    splits = tl.num_programs(1)
+    groups = tl.cdiv(splits, FAN)
+    nodes = num_pairs.to(tl.int64) * (splits + groups) * rows
+    base = pair * (splits + groups) * rows
+    mean_ptr, weight_ptr = partial_ptr + base * HEAD_DIM, partial_ptr + (nodes * HEAD_DIM + base)
+    count_ptr += tl.program_id(0) * (1 + groups)
+    keep(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
+    group = split // FAN
+    begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)
+    tl.debug_barrier()  # the counter is raised by one thread, for all
+    if tl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
+        return
+    tl.store(count_ptr + 1 + group, 0)
+    tl.debug_barrier()
+    only = first // FAN == last // FAN
+    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows of which FAN averages are held
+    row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
+    combine(
+        mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+    )  # fmt: skip
+    if only:
+        return
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr, 1, sem="acq_rel") != last // FAN - first // FAN:
+        return
+    tl.store(count_ptr, 0)
+    tl.debug_barrier()
+    combine(
+        mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
+        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+    )  # fmt: skip

@@ -5,8 +5,9 @@ multiply as one warp group, whose products have ROWS rows: 16 queries of 4 heads
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V
 
-Splits lie as in decode_stream.py and leave their sums to `gather_kernel`, which is launched next. They are dealt out to
-as many programs as there is room for, and from one split to the next the ring does not run dry. Half to three quarters
+Splits grow with their position: short rows need many programs to be read at once, long ones few partial sums. They
+leave their sums to `gather_kernel`, which is launched next, with a program for every row. They are dealt out to as many
+programs as there is room for, and from one split to the next the ring does not run dry. Half to three quarters
 of a multiprocessor's memory are enough to read at full speed; the rest stays L1, where the products of the layer have
 their weights on their way (carveout.py).
 

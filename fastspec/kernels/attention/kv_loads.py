@@ -1,4 +1,4 @@
-"""Pieces of the kernels of decode_stream.py: where splits lie, and words of K and V that a loop carries."""
+"""Where the splits of long rows lie, and K and V as 32-bit words that a loop carries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastspec.kernels.attention.mma_tiles import KEYS, _along
 
 @gluon.jit
 def split_of(position, RUNGS: gl.constexpr):
-    """The split that a position lies in; RUNGS as `attend_long.rungs` returns them."""
+    """The split that a position lies in; RUNGS as `plan.rungs` returns them."""
     split = position // RUNGS[0][1]
     for i in gl.static_range(1, len(RUNGS)):
         beyond = RUNGS[i][2] + (position - RUNGS[i][0]) // RUNGS[i][1]

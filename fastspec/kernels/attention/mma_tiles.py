@@ -247,18 +247,6 @@ def begun(scores, v, S: gl.constexpr):
 
 
 @gluon.jit
-def advanced(top, totals, out, scores, v, S: gl.constexpr):
-    """The same with another block: as `begun` for what has seen nothing."""
-    mma: gl.constexpr = operands(gl.num_warps(), S)
-    new_top = gl.maximum(top, gl.max(scores, axis=2))
-    shift = shift_of(new_top)
-    weights = gl.exp2(scores - gl.expand_dims(shift, 2))
-    fade = gl.expand_dims(gl.exp2(top - shift), 2)
-    left = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, mma, 2))
-    return new_top, totals * fade + weights, mma_v2(left, value_operand(v), out * fade)
-
-
-@gluon.jit
 def averaged(out, top, total):
     """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
     share = 1.0 / gl.where(total == 0.0, 1.0, total)

@@ -20,14 +20,13 @@ has the same bits with the mask and without.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.common.checks import check, check_cache
 from fastspec.kernels.common.launch import has_pdl, shared_memory
 from fastspec.kernels.common.launch import launch as start
@@ -36,37 +35,26 @@ from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
 LOG2E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Tile sizes of one launch: query rows and keys per product, warps, pipeline stages."""
-
-    rows: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 # by (element size, head_dim padded to a power of two): within 99 KiB of shared memory, which every GPU has
 LAUNCH = {
-    (2, 16): Launch(64, 64, 4, 3),
-    (2, 32): Launch(64, 64, 4, 3),
-    (2, 64): Launch(64, 64, 4, 3),
-    (2, 128): Launch(64, 32, 4, 3),
-    (2, 256): Launch(32, 32, 4, 2),
-    (4, 16): Launch(32, 16, 4, 1),
-    (4, 32): Launch(32, 16, 4, 1),
-    (4, 64): Launch(32, 16, 4, 1),
-    (4, 128): Launch(32, 16, 8, 1),
-    (4, 256): Launch(16, 16, 8, 1),
+    (2, 16): Tiles(64, 64, 4, 3),
+    (2, 32): Tiles(64, 64, 4, 3),
+    (2, 64): Tiles(64, 64, 4, 3),
+    (2, 128): Tiles(64, 32, 4, 3),
+    (2, 256): Tiles(32, 32, 4, 2),
+    (4, 16): Tiles(32, 16, 4, 1),
+    (4, 32): Tiles(32, 16, 4, 1),
+    (4, 64): Tiles(32, 16, 4, 1),
+    (4, 128): Tiles(32, 16, 8, 1),
+    (4, 256): Tiles(16, 16, 8, 1),
 }
 # for warpgroup products: where a block may have LARGE_SHARED bytes
 LARGE = {
-    (2, 64): Launch(128, 128, 8, 3),
-    (2, 128): Launch(128, 128, 8, 3),
-    (2, 256): Launch(128, 32, 8, 2),
+    (2, 64): Tiles(128, 128, 8, 3),
+    (2, 128): Tiles(128, 128, 8, 3),
+    (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
-MAX_REGISTERS = 255  # all there are: left alone, the assembler spills rather than lose a resident program
 
 
 @triton.jit
@@ -228,7 +216,7 @@ def _flash_kernel(
     tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_of(device: torch.device, itemsize: int, block_d: int) -> Launch:
+def launch_of(device: torch.device, itemsize: int, block_d: int) -> Tiles:
     """The launch entry for a device: the large one where its shared memory holds it."""
     small = LAUNCH[itemsize, block_d]
     return LARGE.get((itemsize, block_d), small) if shared_memory(device) >= LARGE_SHARED else small
@@ -261,7 +249,7 @@ def paged_attention(
     check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = padded_dim(dim)
     launch = launch_of(query.device, query.dtype.itemsize, block_d)
     pdl = has_pdl(query.device)
     start(

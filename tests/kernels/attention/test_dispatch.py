@@ -21,8 +21,8 @@ from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels.attention import decode_launch, plan
 from fastspec.kernels.attention import dispatch as attention
-from fastspec.kernels.attention import plan_long, plan_short
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
@@ -31,9 +31,8 @@ from tests.helpers.gluon_on_cpu import interpreted
 
 CPU_PARTS = ("attention/query_rows", "attention/mma_layouts", "attention/mma_tiles", "attention/combine_mma")
 CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode_mma")
-CPU_STREAM = (*CPU_PARTS, "attention/kv_loads", "attention/decode_stream", "attention/combine")
 CPU_BATCH = (*CPU_PARTS, "attention/kv_loads", "attention/decode_mma_batch")
-MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH, "stream": CPU_STREAM}
+MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH}
 KINDS = ("tiles", *MODULES, "ring")
 LADDER = ((0, 256), (256, 128), (512, 384), (896, 256))  # every rung of it within reach of short rows
 
@@ -57,33 +56,32 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind in MODULES and not torch.cuda.is_available():
         module = _interpreted(MODULES[kind])
-        for name in ("fragment_kernel", "batch_kernel", "stream_kernel", "gather_kernel"):
+        for name in ("fragment_kernel", "batch_kernel"):
             if hasattr(module, name):
-                monkeypatch.setattr(plan_long if name in plan_long.__all__ else plan_short, name, getattr(module, name))
+                monkeypatch.setattr(decode_launch, name, getattr(module, name))
     if kind == "ring" and not torch.cuda.is_available():
         simulate_ring(monkeypatch)
     share(0 if kind == "fragments" else 1, monkeypatch)
-    monkeypatch.setattr(plan_short, "reads_several", lambda *args: kind == "several")
-    as_many = partial(plan_long.groups_of, most=plan_short.GROUPS)  # rows to a tile as there are
-    monkeypatch.setattr(plan_short, "tile_groups", lambda num_rows, dim, pairs: as_many(num_rows))
-    monkeypatch.setattr(attention, "uses_fragments", lambda *args: kind != "tiles")
-    monkeypatch.setattr(plan_long, "FROM", 0 if kind in ("stream", "ring") else 2**30)
-    monkeypatch.setattr(plan_long, "LADDER", LADDER)
-    monkeypatch.setattr(plan_long, "rings", lambda device, page_size: kind == "ring")
+    monkeypatch.setattr(plan, "reads_concurrently", lambda *args: kind == "several")
+    as_many = partial(plan.even_groups, most=plan.MAX_ROW_GROUPS)  # rows to a tile as there are
+    monkeypatch.setattr(plan, "tile_groups", lambda gpu, sizes: as_many(sizes.num_rows))
+    monkeypatch.setattr(attention, "uses_mma", lambda *args: kind != "tiles")
+    monkeypatch.setattr(plan, "LATE_FROM", 0 if kind == "ring" else 2**30)
+    monkeypatch.setattr(plan, "LATE_SPLITS", LADDER)
     return kind
 
 
 def share(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many programs share out the splits of a tile; 0: every split has its own."""
-    monkeypatch.setattr(plan_short, "shares_of", lambda *args: shares)
+    monkeypatch.setattr(plan, "ctas_of_early_tile", lambda *args: shares)
 
 
 def simulate_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs kernels of the ring by stand-ins, as on a GPU whose programs three tiles of two heads share unevenly."""
     stand_ins: dict[str, Any] = {**_simulated_ring(), "launch": gluon_simulator.launch}
-    stand_ins |= {"described": gluon_simulator.Described, "multiprocessors": lambda device: 20}
+    stand_ins |= {"described": gluon_simulator.Described, "gpu_of": lambda device: plan.Gpu((9, 0), 20)}
     for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(plan_long, name, stand_in)
+        monkeypatch.setattr(decode_launch, name, stand_in)
 
 
 def dtype_for(device: str, kind: str) -> torch.dtype:
@@ -96,11 +94,13 @@ def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWo
     batch, queries = given["positions"].shape
     heads, dim = given["num_heads"], given["keys"].shape[3]
     device, room = given["qkv"].device, given["num_blocks"] * KEY_BLOCK
+    page_size = given["keys"].shape[1]
+    capacity = given["block_table"].shape[1] * page_size
     splits = -(-room // split_keys)
-    groups = -(-splits // attention.FAN.value)
-    if attention.uses_fragments(device, given["qkv"].dtype, dim):
-        far = plan_long.splits_for(room) if room > plan_long.FROM else 0
-        splits, groups = max(plan_short.splits_for(min(room, plan_long.FROM)), far), 0
+    groups = -(-splits // plan.FAN)
+    if attention.uses_mma(device, given["qkv"].dtype, dim, page_size, capacity):
+        far = plan.late_splits(room) if room > plan.LATE_FROM else 0
+        splits, groups = max(plan.early_splits(min(room, plan.LATE_FROM)), far), 0
     partials = batch * queries * heads * (splits + groups) * (dim + 1)
     counters = batch * queries * given["keys"].shape[2] * 8 * (1 + groups)
     return attention.AttendWork(
@@ -385,12 +385,12 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads
-    long = plan_long.splits_for(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > plan_long.FROM else 0
-    splits = -(-positions // attention.split_keys_for(positions))
-    groups = -(-splits // attention.FAN.value)
-    near = plan_short.splits_for(min(positions, plan_long.FROM))
+    long = plan.late_splits(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > plan.LATE_FROM else 0
+    splits = -(-positions // plan.split_keys_for(positions))
+    groups = -(-splits // plan.FAN)
+    near = plan.early_splits(min(positions, plan.LATE_FROM))
     for batch, queries in ((1, 17), (1, 1), (5, 6), (64, 2)):
-        counters, partials = attention._sizes(batch * queries, positions, heads)
+        counters, partials = plan.work_sizes(batch * queries, positions, heads)
         for rows in (8, 16, 32):
             tiles = batch * kv_heads * -(-queries * num_heads // kv_heads // rows)
             assert counters >= tiles * (1 + groups)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.helpers import gluon_simulator, tiny
-from tests.helpers.attention import case, copied, rows_of
+from tests.helpers.attention import case, copied, rows_of, run
 from tests.helpers.devices import devices
 from tests.helpers.tiny import tiny_spec
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels import triton_ops
-from fastspec.kernels.attention import combine, plan_long, plan_short
+from fastspec.kernels.attention import combine, decode_launch, dispatch, plan
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.shapes import KEY_BLOCK
 from tests.kernels.attention.test_dispatch import (
@@ -49,10 +49,9 @@ def test_copies_of_the_ring_may_land_early_or_late(window: int | None, monkeypat
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_bits_over_a_ladder(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_over_a_ladder(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the pass and the room: rows that end in each rung, the longest at both edges of a split."""
-    dtype = dtype_for(device, choose(long, monkeypatch))
+    dtype = dtype_for(device, choose("ring", monkeypatch))
     given = case(device, lengths=[1155, 518, 259], queries=3, heads=1, kv_heads=1, dim=64, dtype=dtype)
     whole = fed(given, 3)
     check(given, 128, None)
@@ -64,13 +63,12 @@ def test_bits_over_a_ladder(device: str, long: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 1600])
-@pytest.mark.parametrize("long", ["stream", "ring"])
 def test_more_splits_than_are_added_up_at_once(
-    device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch
+    device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """39 splits of a row, and 34; with the window those from number 25, or for one of its queries 26, and 20 on."""
-    dtype = dtype_for(device, choose(long, monkeypatch))
-    monkeypatch.setattr(plan_long, "LADDER", ((0, 128),))
+    dtype = dtype_for(device, choose("ring", monkeypatch))
+    monkeypatch.setattr(plan, "LATE_SPLITS", ((0, 128),))
     assert combine.GATHER_WARPS.value * combine.EACH.value == 32
     given = case(device, lengths=[4928, 4250], queries=2, heads=2, kv_heads=1, dim=64, dtype=dtype)
     check(given, 128, window)
@@ -81,44 +79,41 @@ def test_more_splits_than_are_added_up_at_once(
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_splits_of_the_ladder_that_a_window_reaches(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_the_ladder_that_a_window_reaches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own ladder, where its rungs meet: only the splits of the two sides leave sums."""
-    ladder = plan_long.LADDER
-    choose(long, monkeypatch)
-    monkeypatch.setattr(plan_long, "LADDER", ladder)
+    ladder = plan.LATE_SPLITS
+    choose("ring", monkeypatch)
+    monkeypatch.setattr(plan, "LATE_SPLITS", ladder)
     edges = [position for position, _keys in ladder[1:]]
-    dtype = dtype_for(device, long)
+    dtype = dtype_for(device, "ring")
     given = case(device, lengths=[edge + 1 for edge in edges], queries=2, heads=1, kv_heads=1, dim=64, dtype=dtype)
     check(given, 128, 70)
     work = work_for(given)
     alone = fed(rows_of(given, [-1]), 1, window=70)[0]
     assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
-    splits = plan_long.splits_for(given["num_blocks"] * KEY_BLOCK)
+    splits = plan.late_splits(given["num_blocks"] * KEY_BLOCK)
     weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
-    numbers = {position: number for position, _keys, number in plan_long.rungs()}
+    numbers = {position: number for position, _keys, number in plan.rungs()}
     for row, edge in enumerate(edges):
         left = (~weights[row].isnan().all(dim=1)).nonzero().flatten().tolist()
         assert left == [numbers[edge] - 1, numbers[edge]]
 
 
 FROM = 640  # for the library's 4352: within a split of the ladder of tests, as that one is of its own
-PAIRS = [("fragments", "stream"), ("batch", "stream"), ("fragments", "ring"), ("batch", "ring")]
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 70, 300])
-@pytest.mark.parametrize(("short", "long"), PAIRS)
+@pytest.mark.parametrize("short", ["fragments", "batch"])
 def test_rows_of_either_kind_beside_each_other(
-    short: str, long: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+    short: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows whose queries are early, late, or some of either: each as alone, where there is room for it and no more."""
-    if device == "cpu" and long == "ring":
+    if device == "cpu":
         pytest.skip("what interprets the short kernels has none of the products of 16-bit values that the ring takes")
-    choose(long, monkeypatch)
+    choose("ring", monkeypatch)
     dtype = dtype_for(device, choose(short, monkeypatch))
-    monkeypatch.setattr(plan_long, "FROM", FROM)
-    monkeypatch.setattr(plan_long, "rings", lambda device, page_size: long == "ring")
+    monkeypatch.setattr(plan, "LATE_FROM", FROM)
     lengths = [FROM + 2, 900, 300, 1155, FROM + 1, FROM]  # the first and the fifth have queries on both sides
     given = case(device, lengths=lengths, queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype, norm=True)
     check(given, 128, window)
@@ -134,14 +129,13 @@ def test_rows_of_either_kind_beside_each_other(
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_early_rows_are_left_alone(device: str, window: int | None, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_rows_are_left_alone(device: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late ones are as where all rows are; with the window a single split is the output at once."""
-    dtype = dtype_for(device, choose(long, monkeypatch))
+    dtype = dtype_for(device, choose("ring", monkeypatch))
     given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
     expected = attend(copied(given), window=window)
-    monkeypatch.setattr(plan_long, "FROM", FROM)
-    monkeypatch.setattr(plan_short, "short", lambda tensors, out, *rest: out.fill_(7))
+    monkeypatch.setattr(plan, "LATE_FROM", FROM)
+    monkeypatch.setattr(decode_launch, "start_early", lambda tensors, out, *rest: out.fill_(7))
     found, early = attend(copied(given), window=window), given["positions"] < FROM
     assert torch.equal(found[~early], expected[~early])
     assert (found[early] == 7).all()
@@ -149,20 +143,19 @@ def test_early_rows_are_left_alone(device: str, window: int | None, long: str, m
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("long", ["stream", "ring"])
-def test_passes_whose_rows_are_all_late(device: str, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_whose_rows_are_all_late(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is for early rows is launched where there may be some; the others are the same without it."""
-    dtype = dtype_for(device, choose(long, monkeypatch))
-    monkeypatch.setattr(plan_long, "FROM", FROM)
+    dtype = dtype_for(device, choose("ring", monkeypatch))
+    monkeypatch.setattr(plan, "LATE_FROM", FROM)
     given = case(device, lengths=[900, 1155], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
-    short, launched = plan_short.short, []
+    short, launched = decode_launch.start_early, []
 
     def counted(*arguments: Any) -> None:
         launched.append(arguments)
         if device != "cpu":  # what interprets the short kernels takes other types than the ring does
             short(*arguments)
 
-    monkeypatch.setattr(plan_short, "short", counted)
+    monkeypatch.setattr(decode_launch, "start_early", counted)
     first = -(-FROM // KEY_BLOCK)
     late = attend({**copied(given), "first_block": first})
     assert not launched
@@ -174,22 +167,40 @@ def test_passes_whose_rows_are_all_late(device: str, long: str, monkeypatch: pyt
 def test_splits_of_the_ladder_are_counted() -> None:
     """Splits tile the positions: a room of one position more has a split more just where one begins."""
     starts, position = [], 0
-    for (_edge, keys), (stop, _keys) in pairwise((*plan_long.LADDER, (131072, 0))):
+    for (_edge, keys), (stop, _keys) in pairwise((*plan.LATE_SPLITS, (131072, 0))):
         while position < stop:
             starts.append(position)
             position += keys
         assert position == stop
         assert keys % 128 == 0
     for number, start in enumerate(starts):
-        assert plan_long.splits_for(start + 1) == number + 1
-        assert start == 0 or plan_long.splits_for(start) == number
-    assert plan_long.splits_for(131072) == len(starts)
+        assert plan.late_splits(start + 1) == number + 1
+        assert start == 0 or plan.late_splits(start) == number
+    assert plan.late_splits(131072) == len(starts)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in fp32, which no kernel of 16-bit words takes there")
+@pytest.mark.parametrize(("capable", "page_size"), [(False, 64), (True, 20)])
+def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
+    capable: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their position: by the room of the block table alone."""
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: plan.Gpu((9, 0) if capable else (10, 0), 148))
+    monkeypatch.setattr(decode_launch, "start_early", lambda *given: launched.append("short"))
+    monkeypatch.setattr(decode_launch, "launch", lambda kernel, *given, **options: launched.append(kernel.__name__))
+    launched: list[str] = []
+    for capacity, blocks, expected in ((4352, 17, "short"), (4400, 1, "_decode_kernel"), (4400, 18, "_decode_kernel")):
+        given = case("cpu", lengths=[9], queries=2, dim=64, page_size=page_size, dtype=torch.bfloat16)
+        pages = -(-capacity // page_size) if expected != "short" else capacity // page_size
+        given |= {"block_table": torch.ones(1, pages, dtype=torch.int64), "num_blocks": blocks}
+        work = dispatch.attend_work(torch.device("cpu"), 2, capacity, (4, 2, 64))
+        run(dispatch.attend, given, work)
+        assert launched.pop() == expected
+        assert not launched
+
+
 def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop with these kernels, work of the size that it gives them, and a row in its second split."""
-    choose("stream", monkeypatch)
+    """The scheduler with the portable kernel, work of the size that it gives it, and a row in its second split."""
+    choose("tiles", monkeypatch)
     mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
     monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
     found = []

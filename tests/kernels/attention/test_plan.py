@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.attention import plan_short
+from fastspec.kernels.attention import combine, decode, decode_tma_sm90, mma_layouts, mma_tiles, plan
+from tests.house.test_house import BLOCK_TRITON, run_python
 from tests.kernels.attention.test_dispatch import SHAPES, attend, check, choose, dtype_for, share
+
+H100 = plan.Gpu((9, 0), 132)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +35,14 @@ def test_who_reads_keys_once(
 ) -> None:
     """For four query heads of 128 to each of eight: groups of 8 query rows to a program, splits that it reads at once
     (0: it has no other), programs to a tile."""
-    kernel, grid, constants, options = plan_short.short_launch(4 * queries, 128, 8 * sequences, splits)
+    planned = plan.early_plan(H100, plan.Pass(4 * queries, 8 * sequences, 128), splits)
+    grid, constants, options = planned.grid, planned.constants, planned.options
     assert (constants["G"], grid[1]) == (groups, programs)
-    assert kernel is (plan_short.batch_kernel if at_once else plan_short.fragment_kernel)
+    assert planned.kernel == ("batch_kernel" if at_once else "fragment_kernel")
     assert constants.get("AT_ONCE", 0) == at_once
     if at_once == 2:  # a program has a multiprocessor to itself
         assert options["num_warps"] * 32 * options["maxnreg"] > 65_536 // 2
-        assert grid[0] * grid[1] <= plan_short.MULTIPROCESSORS
+        assert grid[0] * grid[1] <= H100.sms
 
 
 @pytest.mark.parametrize(
@@ -48,12 +53,46 @@ def test_heads_of_64_have_more_warps_one_by_one(
     sequences: int, queries: int, groups: int, at_once: int, programs: int
 ) -> None:
     """Three programs share a multiprocessor: two splits at once only where one program then has all of a tile's."""
-    _, grid, constants, _ = plan_short.short_launch(4 * queries, 64, 8 * sequences, 32)
-    assert (constants["G"], constants["AT_ONCE"], grid[1]) == (groups, at_once, programs)
+    planned = plan.early_plan(H100, plan.Pass(4 * queries, 8 * sequences, 64), 32)
+    assert (planned.constants["G"], planned.constants["AT_ONCE"], planned.grid[1]) == (groups, at_once, programs)
 
 
 def test_more_programs_run_at_a_time_with_fewer_registers() -> None:
-    assert [plan_short.short_launch(32, dim, 7, 32)[1][1] for dim in (64, 128)] == [14, 9]
+    assert [plan.early_plan(H100, plan.Pass(32, 7, dim), 32).grid[1] for dim in (64, 128)] == [14, 9]
+
+
+@pytest.mark.parametrize("sms", [1, 78, 114, 132, 148])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_no_more_ctas_than_run_at_a_time_whatever_the_number_of_sms(capability: tuple[int, int], sms: int) -> None:
+    """Where CTAs share the splits of a tile, unless there are more tiles than that."""
+    gpu = plan.Gpu(capability, sms)
+    for dim, pairs, num_rows, splits in itertools.product((64, 128), (1, 8, 64, 512), (1, 8, 20, 68), (1, 2, 34)):
+        planned = plan.early_plan(gpu, plan.Pass(num_rows, pairs, dim), splits)
+        tiles, ctas = planned.grid
+        assert tiles * 8 * planned.constants["G"] >= pairs * num_rows
+        if planned.kernel == "batch_kernel":
+            assert tiles * ctas <= max(tiles, sms * plan.CTAS_PER_SM[dim])
+
+
+@pytest.mark.parametrize(("tiles", "ctas_per_sm"), [(1, 1), (31, 1), (32, 2), (300, 2)])
+def test_long_rows_fill_the_device(tiles: int, ctas_per_sm: int) -> None:
+    planned = plan.late_plan(H100, plan.Pass(4, tiles, 128), 500)
+    assert planned.grid == (tiles, plan.ctas_of_late_tile(tiles, ctas_per_sm * H100.sms))
+    assert planned.constants["STAGES"] * 64 * 128 * 2 == {1: 112, 2: 64}[ctas_per_sm] * 1024
+    assert plan.late_plan(H100, plan.Pass(4, tiles, 128), 2).grid[1] <= 2
+
+
+def test_what_the_plan_says_of_kernels_is_so() -> None:
+    assert mma_tiles.EIGHT.value == plan.ROW_GROUP
+    assert plan.PARTS == mma_layouts.PARTS
+    assert mma_layouts.PARTS * mma_tiles.KEYS.value == plan.SPLIT
+    assert (decode_tma_sm90.ROWS.value, decode_tma_sm90.WARPS.value) == (plan.TMA_TILE_ROWS, plan.TMA_WARPS)
+    assert combine.GATHER_WARPS.value == plan.GATHER_WARPS
+    assert decode.FAN.value == plan.FAN
+
+
+def test_plans_need_no_triton() -> None:
+    run_python(f"{BLOCK_TRITON}\nfrom fastspec.kernels.attention import plan\nplan.work_sizes(8, 4096, (32, 8, 128))")
 
 
 def equal_however_shared(

@@ -55,7 +55,7 @@ def test_ten_thousand_early_starts(batch: int, queries: int, monkeypatch: pytest
             x = packed_linear(packed_linear(x, gate_up, norm=gamma, gated=True, pdl=pdl), down, residual=x, pdl=pdl)
         return x
 
-    monkeypatch.setattr(attending, "uses_fragments", lambda *given: True)  # whether it starts early or not
+    monkeypatch.setattr(attending, "uses_mma", lambda *given: True)  # whether it starts early or not
     expected = chain(False)
     chain(True)
     graphs, results = [], []
