@@ -1,4 +1,4 @@
-"""Pictures of rows: roofline, one step's timeline, tokens per second over k, speed-up over acceptance."""
+"""Pictures of rows: roofline, a step's timeline, tokens per second over k and beside peers, speed-up."""
 
 from __future__ import annotations
 
@@ -253,3 +253,29 @@ def gain_over_acceptance(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         return True
 
     return draw
+
+
+def beside(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Tokens per second of engines on the same weights, fastest first, ours in the first colour."""
+
+    def draw(axes: Axes) -> bool:
+        if not rows:
+            return False
+        listed = sorted(rows, key=lambda row: float(row["tok_s"]))
+        rates = [row["tok_s"] for row in listed]
+        colours = [COLOURS[0] if row["engine"].startswith("fastspec") else "#b0b7bf" for row in listed]
+        bars = axes.barh([_engine_name(row) for row in listed], rates, color=colours)
+        axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], padding=4)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.1 * max(rates))
+        axes.set_xlabel(f"tokens per second, one prompt at a time ({listed[0].get('gpu')})")
+        axes.set_title(f"Same weights, greedy: {listed[0]['workload']}", loc="left")
+        return True
+
+    return draw
+
+
+def _engine_name(row: Row) -> str:
+    """The engine, with its drafts per step where it makes any."""
+    drafts = f", k = {row['k']}" if row["k"] else ""
+    return f"{str(row['engine']).partition(' k=')[0]}{drafts}"

@@ -1,6 +1,8 @@
-"""Tables and pictures of what was measured, written into docs/performance.md between two marks.
+"""Tables and pictures of what was measured, each written between two marks of a document.
 
-Without a file it takes the newest row of every case and engine from perf/results; with one it prints that file.
+docs/performance.md gets the pictures and one short table, docs/results.md the tables of whole calls and steps, and
+perf/LOG.md the long ones. Without a file the report takes the newest row of every case and engine from perf/results;
+with one it prints that file.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from perf import plots, records
 from perf.cases import ACCEPTED, Case
 from perf.records import ROOT, Row
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENT, RESULTS, LOG = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md", ROOT / "perf" / "LOG.md"
 BEGIN, END = "<!-- written by `python -m perf report` -->", "<!-- end of what it writes -->"
 FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto")
 OURS = "fastspec"
+PEERS_CASE, PEERS_K = f"{plots.MAIN}, batch 1, prompt 128, greedy", 4  # the one picture of the README
 
 Column = tuple[str, str]  # key of a row, heading
 STEPS: tuple[Column, ...] = (
@@ -25,6 +28,11 @@ STEPS: tuple[Column, ...] = (
     ("tokens_per_pass", "tokens/pass"), ("ms_token", "ms/token"), ("first_ms", "first token, ms"),
     ("prefill_ms", "prefill, ms"), ("speed_up", "speed-up"), ("commit", "commit"),
 )  # fmt: skip
+BRIEF: tuple[Column, ...] = tuple(
+    column
+    for column in STEPS
+    if column[0] in ("case", "engine", "tok_s", "tokens_per_pass", "ms_step", "step_over_floor", "speed_up", "commit")
+)
 START: tuple[Column, ...] = (
     ("case", "case"), ("start_up_s", "first start, s"), ("start_up_warm_s", "second, s"),
     ("warm_up_s", "first calls, s"), ("planned_mib", "planned, MiB"), ("peak_mib", "peak, MiB"),
@@ -121,29 +129,49 @@ def _shaped(row: Row) -> Row:
     return {"shape": f"{row['model']}, {row['batch']} x {row['context']}", "rows": row["queries"], **row}
 
 
+def brief(rows: Sequence[Row]) -> list[str]:
+    """The short table: whole calls of the main pair, the guarantee of bits on."""
+    ended = [row for row in newest(rows) if row["workload"] == plots.MAIN and "exact=False" not in row["engine"]]
+    return tables(("Whole calls of the main pair", ended, BRIEF))
+
+
 def sections(rows: Sequence[Row]) -> list[str]:
-    """Headings and tables of whatever there is."""
+    """Headings and tables of whole calls, of steps, and of the gate."""
     ended = newest(rows)
     started = [
         row for row in ended if row.get("start_up_s") and row["engine"] == "fastspec plain" and row.get("planned_mib")
     ]
-    kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
-    of = ("op", "shape", "rows", "gpu")
-    last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
-    gates = [row for row in rows if row.get("bench") == "gate"]
-    found = []
-    for heading, part, columns in (
+    return tables(
         ("Steps and whole calls", ended, STEPS),
         ("Inside a step, microseconds", traces(rows), INSIDE),
         ("Kernels of a step by kind, microseconds together (and how many)", by_kind(traces(rows)), KINDS),
         ("Starting up, and memory", started, START),
+        ("The gate", [row for row in rows if row.get("bench") == "gate"], GATE),
+    )
+
+
+def long_sections(rows: Sequence[Row]) -> list[str]:
+    """Headings and tables of what has many rows: single kernels, and the grid of k chosen while decoding."""
+    kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
+    of = ("op", "shape", "rows", "gpu")
+    last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
+    return tables(
         ("Single kernels", last_kernels, KERNELS),
-        ("The gate", gates, GATE),
         ("k chosen while decoding, against fixed ones", grid(rows), AUTO),
-    ):
-        if part:
-            found.append(f"### {heading}\n\n{markdown(part, columns)}")
-    return found
+    )
+
+
+def tables(*parts: tuple[str, Sequence[Row], Sequence[Column]]) -> list[str]:
+    """A heading and a table for every part that has rows."""
+    return [f"### {heading}\n\n{markdown(rows, columns)}" for heading, rows, columns in parts if rows]
+
+
+def _with_peers(rows: Sequence[Row]) -> list[Row]:
+    """The case that peers have rows of: ours plain and with as many drafts as they had, and theirs."""
+    last = [row for row in newest(rows) if row["case"] == PEERS_CASE and row.get("tok_s")]
+    ks = {0, PEERS_K}
+    wanted = [row for row in last if row["k"] in ks and "exact=False" not in row["engine"]]
+    return wanted if any(not row["engine"].startswith(OURS) for row in wanted) else []
 
 
 def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
@@ -170,6 +198,7 @@ def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
                 "tokens_over_k", folder, plots.rate_over_k([row for row in usual if "acceptance" not in row["case"]])
             ),
         ),
+        ("Tokens per second beside other engines", plots.save("peers", folder, plots.beside(_with_peers(rows)))),
         ("Speed-up over acceptance", plots.save("gain_over_acceptance", folder, plots.gain_over_acceptance(main))),
     ]
     if steps:
@@ -177,12 +206,15 @@ def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
     return [(words, path) for words, path in drawn if path is not None]
 
 
-def text_of(rows: Sequence[Row], images: Sequence[tuple[str, Path]], document: Path) -> str:
-    """What stands between the marks."""
-    machines = sorted({f"{row.get('gpu') or 'a CPU'}, torch {row['torch']}, triton {row['triton']}" for row in rows})
-    parts = [f"Newest rows of every case, from {'; '.join(machines)}. Each row has its commit, clocks and date."]
-    parts += [f"![{words}]({path.relative_to(document.parent).as_posix()})" for words, path in images]
-    return "\n\n".join([*parts, *sections(rows)])
+def machines(rows: Sequence[Row]) -> str:
+    """A sentence: what the rows were measured on."""
+    named = sorted({f"{row.get('gpu') or 'a CPU'}, torch {row['torch']}, triton {row['triton']}" for row in rows})
+    return f"Newest rows of every case, from {'; '.join(named)}. Each row has its commit, clocks and date."
+
+
+def shown(images: Sequence[tuple[str, Path]], document: Path) -> list[str]:
+    """The pictures of that document, as Markdown."""
+    return [f"![{words}]({path.relative_to(document.parent).as_posix()})" for words, path in images]
 
 
 def written(document: Path, text: str) -> None:
@@ -200,7 +232,7 @@ def written(document: Path, text: str) -> None:
 
 
 def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
-    """Writes tables and pictures of the rows into docs/performance.md; or prints a file of rows."""
+    """Writes tables and pictures of the rows into docs/ and perf/LOG.md; or prints a file of rows."""
     if given.file:
         yield records.read(given.file)
         return
@@ -208,7 +240,12 @@ def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
     if not rows:
         raise SystemExit(f"no rows of device {given.device} in {', '.join(given.rows)}")
     images = pictures(rows, given.document.parent / "figures")
-    written(given.document, text_of(rows, images, given.document))
+    for document, parts in (
+        (given.document, [*shown(images, given.document), *brief(rows)]),
+        (given.results, sections(rows)),
+        (given.log, long_sections(rows)),
+    ):
+        written(document, "\n\n".join([machines(rows), *parts]))
     yield [{"op": "report", "status": f"{len(rows)} rows, {len(images)} pictures"}]
 
 
@@ -217,4 +254,6 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(recorded=False, device="cuda")
     made.add_argument("file", nargs="?", help="name or path of a file of rows to print; nothing is written then")
     made.add_argument("--rows", nargs="+", default=FILES, help="names or paths of the files that the report is made of")
-    made.add_argument("--document", type=Path, default=DOCUMENT)
+    made.add_argument("--document", type=Path, default=DOCUMENT, help="gets the pictures and the short table")
+    made.add_argument("--results", type=Path, default=RESULTS, help="gets the tables of calls and steps")
+    made.add_argument("--log", type=Path, default=LOG, help="gets the long tables")

@@ -69,6 +69,7 @@ def files(tmp_path: Path) -> list[str]:
             *(step_row(k) for k in (0, 2, 4)),
             trace_row(),
             {**step_row(0), "device": "cpu", "commit": "cpu"},
+            {**step_row(0), "engine": "another engine"},
         ],
         "kernels": [
             {**HERE, **kernel, "operations": 5 * kernel["bytes"], "share": 0.9},
@@ -82,30 +83,45 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / f"{name}.jsonl") for name in ("suite", "kernels", "gate", "missing")]
 
 
+def run(tmp_path: Path, files: list[str]) -> tuple[Row, list[str]]:
+    """Writes a report into documents that are there; the command's row, and their texts."""
+    places = [tmp_path / "docs" / "page.md", tmp_path / "docs" / "results.md", tmp_path / "log.md"]
+    named = [part for pair in zip(("--document", "--results", "--log"), map(str, places), strict=True) for part in pair]
+    (row,) = cli.main(["report", "--rows", *files, *named])
+    return row, [path.read_text() for path in places]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/page.md", "docs/results.md", "log.md"):
+        (tmp_path / name).write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+
+
+@pytest.mark.usefixtures("documents")
 def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files: list[str]) -> None:
-    document = tmp_path / "docs" / "page.md"
-    document.parent.mkdir()
-    document.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     for _ in range(2):  # a second time changes nothing
-        (row,) = cli.main(["report", "--rows", *files, "--document", str(document)])
-        text = document.read_text()
-        assert text.startswith("before\n")
-        assert text.endswith("\nafter\n")
-        assert "old\n" not in text
-        assert text.count("### ") == 6
-    assert "4 pictures" in row["status"]
-    assert "0ld" not in text  # a newer row of the same case came after it
-    assert "| cpu |" not in text
-    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in text
-    assert "27 (3)" in text
-    assert "REGRESSION" in text
-    attends = [line.split("|") for line in text.splitlines() if line.startswith("| attend |")]
+        row, texts = run(tmp_path, files)
+        for text, tables in zip(texts, (1, 5, 1), strict=True):
+            assert text.startswith("before\n")
+            assert text.endswith("\nafter\n")
+            assert "old\n" not in text
+            assert text.count("### ") == tables
+            assert "0ld" not in text  # a newer row of the same case came after it
+            assert "| cpu |" not in text
+    page, results, log = texts
+    assert "5 pictures" in row["status"]
+    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 8 |" in page
+    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in results
+    assert "27 (3)" in results
+    assert "REGRESSION" in results
+    attends = [line.split("|") for line in log.splitlines() if line.startswith("| attend |")]
     of_one_gpu = [[cell.strip() for cell in (*line[2:5], line[-3])] for line in attends]
     # an older row had no shape of its own
     assert of_one_gpu == [["8b, 1 x 1024", "6", "7", "G"], ["8b, 1 x 1024", "6", "9", "H"]]
-    pictures = sorted((document.parent / "figures").glob("*.png"))
-    assert [path.stem for path in pictures] == ["gain_over_acceptance", "roofline", "step", "tokens_over_k"]
-    assert all(f"figures/{path.name}" in text and 5000 < path.stat().st_size < MOST_BYTES for path in pictures)
+    pictures = sorted((tmp_path / "docs" / "figures").glob("*.png"))
+    assert [path.stem for path in pictures] == ["gain_over_acceptance", "peers", "roofline", "step", "tokens_over_k"]
+    assert all(f"figures/{path.name}" in page and 5000 < path.stat().st_size < MOST_BYTES for path in pictures)
 
 
 def test_the_same_rows_make_the_same_pictures(tmp_path: Path) -> None:
@@ -115,8 +131,14 @@ def test_the_same_rows_make_the_same_pictures(tmp_path: Path) -> None:
 
 
 def test_without_rows_there_is_no_picture(tmp_path: Path) -> None:
-    nothing = (plots.roofline([], []), plots.step_timeline({}), plots.rate_over_k([]), plots.gain_over_acceptance([]))
-    assert [plots.save("x", tmp_path, draw) for draw in nothing] == [None] * 4
+    nothing = (
+        plots.roofline([], []),
+        plots.step_timeline({}),
+        plots.rate_over_k([]),
+        plots.gain_over_acceptance([]),
+        plots.beside([]),
+    )
+    assert [plots.save("x", tmp_path, draw) for draw in nothing] == [None] * len(nothing)
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
@@ -134,11 +156,16 @@ def test_a_document_without_marks_and_files_without_rows_are_named(tmp_path: Pat
 
 
 def test_the_documents_own_marks_and_pictures_are_there() -> None:
-    text = report.DOCUMENT.read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+    texts = [path.read_text(encoding="utf-8") for path in (report.DOCUMENT, report.RESULTS, report.LOG)]
+    assert all(text.count(BEGIN) == text.count(END) == 1 for text in texts)
     for path in (report.DOCUMENT.parent / "figures").glob("*.png"):
-        assert f"figures/{path.name}" in text
+        assert f"figures/{path.name}" in texts[0]
         assert path.stat().st_size < MOST_BYTES
+
+
+def test_pages_stay_short() -> None:
+    for path in (report.DOCUMENT, report.RESULTS):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 def test_a_cell_that_there_was_no_time_for_is_shown_until_it_is_measured() -> None:
