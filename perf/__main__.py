@@ -1,4 +1,4 @@
-"""The command line: `python -m perf run | peers | phases | kernels | pair | ceiling | nsys | gate | report`."""
+"""The command line, `python -m perf COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from perf import commands, gate, records, report
+from perf import commands, gate, records, report, startup
 from perf.cases import ACCEPTED, SETS
 from perf.records import Row
 from perf.workloads import WORKLOADS
@@ -23,7 +23,7 @@ COLUMNS = (
     "gpu_copies_per_step", "graph_kernels", "step_us", "draft_first_us", "draft_pass_us", "draft_pass_share",
     "score_us", "score_share", "verify_us", "commit_us", "idle_within_us", "idle_between_us",
     "shape", "rows", "us", "us_iqr", "bytes", "share", "gb_s", "agreement", "noise", "spread",
-    "seconds", "write_s", "target_parameters", "draft_parameters",
+    "kernels", "part", "seconds", "gib_on_disk", "write_s", "target_parameters", "draft_parameters",
     "base_ms", "candidate_ms", "base_over_floor", "candidate_over_floor", "ratio", "limit", "base_tokens_per_pass",
     "candidate_tokens_per_pass", "tokens_ratio", "verdict",
 )  # fmt: skip
@@ -74,13 +74,16 @@ def parser() -> argparse.ArgumentParser:
     one = command("pair", commands.command_pair)
     _add_pair_options(one, workload="8b+1b")
     one.add_argument("--to", type=Path, required=True, help="directory that gets target/ and draft/")
+    one = command("startup", startup.command_startup)
+    _add_pair_options(one, workload="8b+1b")
+    one.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first where it has none")
     command("ceiling", commands.command_ceiling)
     gate.add_options(command("gate", gate.command_gate))
     report.add_options(command("report", report.command_report))
     return top
 
 
-PEERS = "of plain, static, assisted (transformers), compiled, vllm, sglang; or transformers, or all"
+PEERS = "of plain, static, assisted (transformers), vllm, sglang; or transformers, or all"
 
 
 def _add_run_options(made: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from perf.recording import Event, Recording
 from perf.records import Row
-from perf.trace import steps_of
+from perf.trace import analyse, faults, steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
@@ -113,3 +113,10 @@ def _totals(step: list[Event]) -> dict[str, float]:
 
 def _length(step: list[Event]) -> float:
     return max(event.end for event in step) - step[0].start
+
+
+def rows_of(recording: Recording, steps: int) -> Row:
+    """The row of a recording: counts, gaps, phases, who read it, and what it must not show."""
+    row: Row = {"read_by": recording.read_by, **analyse(recording, steps), **anatomy(recording)}
+    wrong = faults(row)
+    return {**row, "status": "ok" if not wrong else "failed: " + "; ".join(wrong)}

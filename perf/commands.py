@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from perf import bench, cases, nsys, phases, records, suite
+from perf import anatomy, bench, cases, nsys, phases, records, suite
 from perf.cases import Case
 from perf.e2e import Run, generator_of
 from perf.opened import Models, opened
@@ -130,10 +130,10 @@ def command_nsys(given: argparse.Namespace) -> Rows:
     """Steps under Nsight Systems, or torch.profiler without it: a step must be one launch without a sync."""
     if given.inside:
         with one_pair(given) as (_, _, run), generator_of(run, k=max(given.k), nvtx=True) as generator:
-            say(f"{phases.recorded_by_nsys(generator, run, max(given.k))} steps recorded")
+            say(f"{nsys.record_steps(generator, run, max(given.k))} steps recorded")
         return
     if given.read:
-        yield [{"bench": "trace", **nsys.rows_of(nsys.of_sqlite(given.read), phases.TRACED)}]
+        yield [{"bench": "trace", **anatomy.rows_of(nsys.of_sqlite(given.read), phases.TRACED)}]
         return
     with tempfile.TemporaryDirectory() as scratch:
         export = nsys.profile([*given.line, "--inside"], Path(scratch), say) if given.device != "cpu" else None
@@ -141,7 +141,7 @@ def command_nsys(given: argparse.Namespace) -> Rows:
             say("no nsys here, or no GPU: torch.profiler instead")
             yield from _by_torch_profiler(given)
             return
-        row = nsys.rows_of(nsys.of_sqlite(export), phases.TRACED)
+        row = anatomy.rows_of(nsys.of_sqlite(export), phases.TRACED)
         yield [{"bench": "trace", "workload": given.workload, "k": max(given.k), **row}]
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from fastspec import FastSpecGenerator
-from fastspec.output import GenerateOutput
+from fastspec import FastSpecGenerator, GenerateOutput
 from perf.peers import SEED, Prompts
 from perf.records import Row
 from perf.runs import Call, same_text, summary

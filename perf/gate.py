@@ -146,19 +146,26 @@ def tree_of(named: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(place)], capture_output=True, check=False)
 
 
-def require_green(command: str) -> None:
-    """Runs the tests in this tree.
+def require_green(command: str, tree: Path) -> None:
+    """Runs the tests of the tree that is judged; an older base may have its tests elsewhere, and none are run there.
 
     Raises:
-        Refused: they fail, or cannot be run.
+        Refused: they fail, are not there, or cannot be run.
     """
     words = shlex.split(command)
+    if missing := [word for word in words if word.endswith(".py") and not (tree / word).is_file()]:
+        raise Refused(f"there is no {missing[0]} in {tree}, so nothing is timed; name other tests with --tests")
     if words[:1] == ["python"]:
         words[0] = sys.executable
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=False)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise Refused(f"{tail}\nthe tests are red (exit {done.returncode}), so nothing is timed: {command}")
+
+
+def candidate_of(given: argparse.Namespace) -> Path:
+    """The tree that is judged."""
+    return Path(given.candidate).resolve() if given.candidate else ROOT
 
 
 def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[Row]]]:
@@ -166,7 +173,7 @@ def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[
     options = [f"--{name}={getattr(given, name)}" for name in ("workload", "batch", "prompt", "new", "seed", "device")]
     options += [f"--calls={given.calls}", f"--acceptance={given.acceptance}", "--k", *map(str, given.k)]
     options += ["--sampled"] if given.sampled else []
-    candidate = Path(given.candidate).resolve() if given.candidate else ROOT
+    candidate = candidate_of(given)
     with ExitStack() as stack:
         sides = []
         for name, tree, more in (("base", base, []), ("candidate", candidate, [f"--plant={given.plant}"])):
@@ -231,7 +238,7 @@ def command_gate(given: argparse.Namespace) -> Iterator[list[Row]]:
     if given.rounds < LEAST_ROUNDS:
         raise Refused(f"--rounds {given.rounds} is too few for a spread; at least {LEAST_ROUNDS}")
     if given.tests:
-        require_green(given.tests)
+        require_green(given.tests, candidate_of(given))
     else:
         print("gate: no tests were run, as asked", file=sys.stderr)
     ceiling = read_ceiling(device=given.device)

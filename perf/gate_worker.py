@@ -1,7 +1,8 @@
 """One side of the gate: a process with one tree's fastspec, which measures a call whenever it is told to.
 
-It is started by perf.gate, reads requests as lines of JSON from stdin, and answers each with one line. Of fastspec it
-uses what any release has; perf is the gate's own on both sides, so that both are measured alike.
+It is started by perf.gate, reads requests as lines of JSON from stdin, and answers each with one line. perf is the
+gate's own on both sides, so that both are measured alike. The tree may be older and have its modules elsewhere, so what
+is imported here, at any depth, imports of fastspec only the public names of the package itself.
 """
 
 from __future__ import annotations

@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from perf.anatomy import anatomy
+import torch
+
+from fastspec import FastSpecGenerator
+from perf.e2e import Run
+from perf.phases import advance, settled, steady_steps
 from perf.recording import Event, Recording
-from perf.records import ROOT, Row
-from perf.trace import analyse, faults
+from perf.records import ROOT
 
 READ_BY = "nsys (reader unverified: written from the published schema)"
 CALLS, STRINGS, NAMED = "CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS"
@@ -91,13 +94,6 @@ def _events(database: sqlite3.Connection, query: str, kind: str) -> list[Event]:
     return [Event(name, kind, start / 1e3, end / 1e3, correlation) for name, start, end, correlation in rows]
 
 
-def rows_of(recording: Recording, steps: int) -> Row:
-    """The row of a recording: counts, gaps, phases, who read it, and what it must not show."""
-    row: Row = {"read_by": recording.read_by, **analyse(recording, steps), **anatomy(recording)}
-    wrong = faults(row)
-    return {**row, "status": "ok" if not wrong else "failed: " + "; ".join(wrong)}
-
-
 def command_of(program: str, output: Path, inside: Sequence[str]) -> list[str]:
     """The command line that profiles `python -m perf ...`, and exports what it finds next to `output`.
 
@@ -137,3 +133,24 @@ def profile(inside: Sequence[str], directory: Path, say: Callable[[str], None] =
             f"nsys gave no export (exit {done.returncode}): {(done.stderr or done.stdout).strip()[-400:]}"
         )
     return export
+
+
+def record_steps(generator: FastSpecGenerator, run: Run, k: int) -> int:
+    """Makes the steps that `nsys profile` records, between cudaProfilerStart and Stop; returns how many.
+
+    Args:
+        generator: made with nvtx=True, so that the steps have ranges.
+
+    Raises:
+        ValueError: there are too few steps.
+    """
+    stream = settled(generator, run, k)
+    if stream is None:
+        raise ValueError(f"a call of {run.new} new tokens has too few steps to record")
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    made = advance(stream, steady_steps(run, k))
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    advance(stream, run.new)
+    return made

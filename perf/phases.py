@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fastspec import FastSpecGenerator
+from perf.anatomy import rows_of
 from perf.e2e import Run, fastspec_call
 from perf.inside import around_steps
-from perf.nsys import rows_of
 from perf.recording import of_chrome
 from perf.records import Row
 from perf.trace import STEP
@@ -93,24 +93,3 @@ def settled(generator: FastSpecGenerator, run: Run, k: int) -> Iterator[object] 
 def advance(stream: Iterator[object], steps: int) -> int:
     """Takes up to so many steps; returns how many there were."""
     return sum(1 for _ in zip(range(steps), stream, strict=False))
-
-
-def recorded_by_nsys(generator: FastSpecGenerator, run: Run, k: int) -> int:
-    """Makes the steps that `nsys profile` records, between cudaProfilerStart and Stop; returns how many.
-
-    Args:
-        generator: made with nvtx=True, so that the steps have ranges.
-
-    Raises:
-        ValueError: there are too few steps.
-    """
-    stream = settled(generator, run, k)
-    if stream is None:
-        raise ValueError(f"a call of {run.new} new tokens has too few steps to record")
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    made = advance(stream, steady_steps(run, k))
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
-    advance(stream, run.new)
-    return made

@@ -12,14 +12,14 @@ from statistics import mean
 from transformers import PretrainedConfig
 
 from fastspec import FastSpecGenerator
-from perf import compiled, e2e, peers, phases
+from perf import e2e, peers, phases
 from perf.cases import Case, by_pair, case_seconds, pair_seconds
 from perf.opened import Models, batches_of, opened
 from perf.records import Row
 from perf.workloads import Bytes
 
 Say = Callable[[str], None]
-OWN = ("plain", "static", "assisted", "compiled")  # engines that run on the live models, in this process
+OWN = ("plain", "static", "assisted")  # engines that run on the live models, in this process
 
 
 def measured(
@@ -156,8 +156,6 @@ def peer_rows(name: str, models: Models, run: e2e.Run, say: Say) -> list[Row]:
     """Rows of one peer on the same prompts, with 4 drafts if we were measured with as many, else with our most."""
     k = 4 if 4 in run.ks else max(run.ks)
     setting = peers.Setting(run.batches, run.new, k, run.sampled)
-    if name == "compiled":
-        return compiled.rows(models.target, models.draft, setting, say=say)
     if name not in OWN:
         target, draft = models.directories or (None, None)
         return peers.external_peers([name], target, draft, setting, say=say)

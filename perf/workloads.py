@@ -8,10 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
-
-from fastspec.models.config import ModelSpec, spec_from_config
-from fastspec.models.weights.load import EMBED, tensor_shapes
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 Fields = Mapping[str, Any]
 
@@ -137,11 +134,15 @@ class Bytes:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Bytes:
-        """Counted from the config's shapes."""
-        spec: ModelSpec = spec_from_config(config)
-        skipped = () if spec.tied else (EMBED,)
-        elements = sum(torch.Size(shape).numel() for name, shape in tensor_shapes(spec).items() if name not in skipped)
-        cache = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        """Counted over the model that transformers makes of the config, without memory for its weights."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        elements = sum(weight.numel() for weight in model.parameters())  # a tied weight is there once
+        if not config.tie_word_embeddings:
+            elements -= model.get_input_embeddings().weight.numel()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
         return cls(elements * dtype.itemsize, cache * dtype.itemsize)
 
 

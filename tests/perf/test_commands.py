@@ -17,7 +17,8 @@ from perf import bench, commands, e2e, records, suite
 from perf.cases import SMOKE, Case
 from perf.kernels.passes import pass_rows
 from perf.opened import batches_of
-from perf.records import Row
+from perf.records import ROOT, Row
+from perf.startup import PARTS
 from perf.workloads import WORKLOADS, Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
@@ -53,8 +54,6 @@ def test_run_measures_us_and_the_peers(tmp_path: Path, capsys: pytest.CaptureFix
         "transformers plain",
         "transformers static (not compiled on a CPU)",
         "transformers assisted",
-        "torch.compile, static K/V, plain (not compiled on a CPU)",
-        "torch.compile, static K/V, speculative (not compiled on a CPU)",
         "vllm",
         "sglang",
     ]
@@ -210,7 +209,7 @@ def test_cases_can_be_listed_and_bounded_in_time(tmp_path: Path, capsys: pytest.
 
 
 def test_an_unknown_peer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no peer 'other'; there are plain, static, assisted, compiled, vllm, sglang"):
+    with pytest.raises(ValueError, match="no peer 'other'; there are plain, static, assisted, vllm, sglang"):
         run_cli(tmp_path, "peers", "--workload", "tiny", *SMALL, "--k", "2", "--peers", "other")
 
 
@@ -235,3 +234,11 @@ def test_a_case_that_fails_keeps_its_row_and_the_others_go_on(tmp_path: Path, mo
     monkeypatch.setattr(suite, "opened", no_pair)
     again = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "tiny")
     assert [row["status"] for row in again[len(rows) :]] == ["failed: ValueError"]  # the second is recorded
+
+
+def test_a_start_is_taken_apart(tmp_path: Path) -> None:
+    rows = run_cli(tmp_path, "startup", "--pair", str(ROOT / "fastspec" / "demo"))
+    assert [row["kernels"] for row in rows] == ["cold"] * len(PARTS) + ["warm"] * len(PARTS)
+    for run in (rows[: len(PARTS)], rows[len(PARTS) :]):
+        seconds = {row["part"]: row["seconds"] for row in run}
+        assert sum(seconds.values()) == pytest.approx(2 * seconds["first token"], abs=0.01)

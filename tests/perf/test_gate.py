@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from perf import __main__ as cli
-from perf.gate import OK, REGRESSION, UNDECIDED, Refused, Verdict, judged, tree_of
+from perf.gate import OK, QUICK_TESTS, REGRESSION, UNDECIDED, Refused, Verdict, judged, require_green, tree_of
 from perf.records import ROOT, Row
 
 FAST = ("--workload", "shipped", "--device", "cpu", "--prompt", "16", "--new", "12", "--calls", "1", "--k", "0")
@@ -64,6 +65,24 @@ def test_lost_acceptance_is_a_regression_and_speed_is_none() -> None:
 def test_red_tests_are_not_timed() -> None:
     with pytest.raises(Refused, match=r"the tests are red \(exit 3\), so nothing is timed"):
         cli.main(["gate", "--base", ".", *FAST, "--tests", "python -c 'raise SystemExit(3)'"])
+
+
+def test_the_worker_needs_only_public_names_of_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "fastspec" / "__init__.py"
+    package.parent.mkdir()
+    names = "FastSpecGenerator", "GenerateOutput", "demo_pair"
+    package.write_text("".join(f"class {name}: ...\n" for name in names))
+    (tmp_path / "perf").symlink_to(ROOT / "perf", target_is_directory=True)
+    command = [sys.executable, "-c", "import fastspec, perf.gate_worker; print(fastspec.__file__)"]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == package
+
+
+def test_the_quick_tests_are_there_and_missing_ones_are_named(tmp_path: Path) -> None:
+    assert all((ROOT / word).is_file() for word in QUICK_TESTS.split() if word.endswith(".py"))
+    with pytest.raises(Refused, match=r"there is no tests/sampling/test_verify.py in"):
+        require_green(QUICK_TESTS, tmp_path)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

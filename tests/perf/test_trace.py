@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from perf import __main__ as cli
 from perf import nsys, phases, trace
-from perf.anatomy import OTHER, anatomy, kind_of, phases_of
+from perf.anatomy import OTHER, anatomy, kind_of, phases_of, rows_of
 from perf.e2e import generator_of
 from perf.inside import around_steps
-from perf.nsys import NotAnExport, command_of, of_sqlite, rows_of
+from perf.nsys import NotAnExport, command_of, of_sqlite
 from perf.opened import batches_of, opened
 from perf.recording import Event, merge, of_chrome
 from perf.records import ROOT, Row
@@ -119,7 +119,7 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
 
 
 def test_every_kernel_of_ours_has_a_kind() -> None:
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "fastspec" / "kernels").glob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "fastspec" / "kernels").rglob("*.py")]
     launched = {name for text in sources for name in re.findall(r"\blaunch\(\s*(\w+_kernel)\b", text)}
     assert {"_feed_kernel", "narrow_kernel", "_verify_kernel"} <= launched
     assert [name for name in sorted(launched) if kind_of(name) == OTHER] == []  # perf.anatomy.KINDS names them

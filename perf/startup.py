@@ -1,0 +1,76 @@
+"""From the start of a process to the first token, checkpoints on the local disk, kernel caches empty and full.
+
+    python -m perf startup [--workload 8b+1b] [--pair DIRECTORY]
+
+The first run finds empty kernel caches ("cold"), the second what the first left in them ("warm"). Every part of a start
+is a row of its own. A pair that was just written may be read from memory and not from disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from perf import records
+from perf.pairs import plant
+from perf.records import Row
+from perf.workloads import WORKLOADS
+
+PARTS = ("start", "import", "make", "generate", "first token")  # the last is all of them
+CHILD = """
+import json, sys, time
+begun = time.time()
+from fastspec import FastSpecGenerator
+imported = time.time()
+sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
+generator = FastSpecGenerator(sys.argv[1], sys.argv[2], **sizes)
+made = time.time()
+next(iter(generator.stream([list(range(100, 228))], max_new_tokens=64, eos_token_id=None, pad_token_id=0)))
+first = time.time()
+print(json.dumps([begun, imported, made, first]))
+"""
+
+
+def started(pair: Path, caches: Path, device: str) -> dict[str, float]:
+    """Seconds of each part of one fresh process, whose kernel caches lie in `caches`.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    env = {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
+    launched = time.time()
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device],
+        env=env,
+        cwd=records.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
+    begun, imported, made, first = json.loads(run.stdout.splitlines()[-1])
+    taken = (begun - launched, imported - begun, made - imported, first - made, first - launched)
+    return {part: round(seconds, 3) for part, seconds in zip(PARTS, taken, strict=True)}
+
+
+def command_startup(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """What the start of a process takes until its first token, part by part."""
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as caches:
+        pair = given.pair or Path(scratch)
+        if not (pair / "target").is_dir():
+            workload = WORKLOADS[given.workload]
+            plant(workload, acceptance=given.acceptance, seed=given.seed, device=given.device).save(pair)
+        size = sum(file.stat().st_size for file in pair.rglob("*.safetensors"))
+        fixed: Row = {"bench": "startup", "workload": given.workload, "status": "ok"}
+        fixed["gib_on_disk"] = round(size / 2**30, 3)
+        for kernels in ("cold", "warm"):
+            taken = started(pair, Path(caches), given.device)
+            yield [{**fixed, "kernels": kernels, "part": part, "seconds": took} for part, took in taken.items()]
