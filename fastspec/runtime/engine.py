@@ -124,7 +124,7 @@ class Engine:
 
     def ready(self, rows: int, shape: StepShape) -> bool:
         """Whether such a step can be launched."""
-        return self.runner.ready(self.key_of(rows, shape))
+        return self.runner.ready(StepKey(rows, shape))
 
     def capture(self, rows: int, shape: StepShape) -> None:
         """Makes the runner ready for such a step."""
