@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 import triton
 from triton import knobs
+from triton._utils import find_paths_if
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 FUSED = {"enable_fp_fusion": True}  # what `launch` says where an entry says nothing
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], int]
+Entry = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any], int]
 T = TypeVar("T")
 PDL_FROM = 90  # the first architecture whose kernels may start before their predecessor ends
 
@@ -42,14 +43,21 @@ def entries(arch: int) -> Iterator[Entry]:
         yield from importlib.import_module(f"{__package__}.compile_{stem}").entries(arch)
 
 
+def _path_of(name: str, names: list[str], signature: dict[str, Any]) -> tuple[int, ...]:
+    """Where a constant stands: "name", or "name.field" of an argument that is a NamedTuple."""
+    name, _, field = name.partition(".")
+    return (names.index(name), *([signature[name]._fields.index(field)] if field else []))
+
+
 def compiled(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], arch: int
+    kernel: Any, signature: dict[str, Any], constants: dict[str, Any], options: dict[str, int], arch: int
 ) -> Any:
     names = kernel.arg_names
     full = {name: signature.get(name, "constexpr") for name in names}
     # tensors are allocated at multiples of 16 bytes, and the compiler may know
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in full.items() if kind.startswith("*")}
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    pointers = find_paths_if(tuple(full.values()), lambda _, kind: kind.startswith("*"))
+    aligned = {path: [["tt.divisibility", 16]] for path in pointers}
+    constexprs = {_path_of(name, names, full): value for name, value in constants.items()}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(fn=kernel, signature=full, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **options})

@@ -21,8 +21,8 @@ from fastspec.kernels.sampling import (
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
 STOPS = 64
-FP32 = ["repetition_ptr", "presence_ptr", "frequency_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"]
-TABLES = {"logits_ptr": "*fp32", "bias_ptr": "*fp32", "prompt_ptr": "*i1", "output_ptr": "*i32", "unbiased_ptr": "*i1"}
+FP32 = ("logits", "bias", "repetition", "presence", "frequency", "temperature", "top_p", "min_p")
+TABLES = {**dict.fromkeys(FP32, "*fp32"), "in_prompt": "*i1", "output_counts": "*i32", "unbiased": "*i1"}
 WORK = {
     "records_ptr": "*i32",
     "groups_ptr": "*fp32",
@@ -48,16 +48,23 @@ def entries(arch: int) -> Iterator[Entry]:
         yield kernel, signature, {"PDL": pdl, "CHUNK": logits.CHUNK, **constants}, options, 4
 
 
-def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
+def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """Types by the names of arguments: int64 columns, tables as above, sizes."""
-    known = {**dict.fromkeys(FP32, "*fp32"), **TABLES, **WORK}
     names = [name for name in kernel.arg_names if name not in constants and not name.isupper()]
+    known = {**WORK, "source": _source(constants)}
     return {name: known.get(name, "*i64" if name.endswith("_ptr") else "i32") for name in names}
+
+
+def _source(constants: dict[str, Any]) -> logits.Source:
+    """Types of a `Source`; what is a constant is none of its arguments."""
+    sizes = logits.Source._fields[logits.Source._fields.index("vocab") :]
+    kinds = {name: TABLES.get(name, "i32" if name in sizes else "*i64") for name in logits.Source._fields}
+    return logits.Source(**{name: "constexpr" if f"source.{name}" in constants else kinds[name] for name in kinds})
 
 
 def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
     most = logits.CANDIDATES
-    for stages, absent in ((sampled_groups.STAGES, {}), (1, {"counts_ptr": None})):
+    for stages, absent in ((sampled_groups.STAGES, {}), (1, {"source.counts": None})):
         chunk = sampled_groups.CHUNK
         constants = {"CHUNK": chunk, "PIECE": sampled_groups.piece_of(chunk), "STAGES": stages}
         constants |= {"STOPS": STOPS, **absent}
@@ -66,7 +73,7 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
             recording = {**constants, "GROUPS": groups, "TOP": 20}
             yield sampled_groups._groups_kernel, recording, {"num_warps": logprobs.NUM_WARPS}
     # the groups of 32000, 128256 and 256000 ids; the last where every place is judged: a draft's
-    for groups, absent in ((1024, {}), (4096, {}), (8192, {"counts_ptr": None, "q_ptr": None})):
+    for groups, absent in ((1024, {}), (4096, {}), (8192, {"source.counts": None, "q_ptr": None})):
         each = max(1, groups // bounds.MOST_GROUPS)
         sizes = {"GROUPS": groups, "EACH": each, "MOST": most, "LISTED": logits.LISTED}
         sizes |= {"RANKED": threshold.RANKED, "PIECE": threshold.PIECE}

@@ -220,7 +220,7 @@ def test_broken_logits_that_nobody_needs_do_not_matter() -> None:
 
 def test_an_unmarked_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of broken logits can fail: without the mark a token is made up."""
-    monkeypatch.setattr("fastspec.sampling.processors.marked", lambda accepted, places: accepted)
+    monkeypatch.setattr("fastspec.sampling.processors.flag_invalid", lambda accepted, places: accepted)
     given = [[51, *prompts(1, seed=8)[0]]]
     engine = tiny_engine(batch=1)
     (request,) = run(poisoned(engine, 51, len(given[0]) + 2, float("nan")), [options()], given, sampler=GREEDY)

@@ -184,7 +184,7 @@ def race(
     who = tl.zeros([LANES], tl.int32)
     shares = tl.zeros([LANES], tl.int64)
     # what is computed ahead of a loop takes registers
-    for chunk in tl.range(begin, tl.cdiv(view[13], CHUNK), tl.num_programs(0), disable_licm=True):
+    for chunk in tl.range(begin, tl.cdiv(view.vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= law[3]:

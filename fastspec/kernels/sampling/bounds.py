@@ -210,7 +210,7 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
     """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
-    limits_k = (top_k > 0) & (top_k < source[21])
+    limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
     floor = tl.where((min_p > 0) & ((limits_k & limits_p) == 0), floor, KEY_LOWEST + 1)
@@ -265,7 +265,7 @@ def described(
     STOPS: tl.constexpr,
 ):
     """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
-    vocab = source[21]
+    vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
     upper, guessed, best = lower, tl.zeros([], tl.int32), tl.zeros([], tl.int32)

@@ -51,7 +51,7 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MOST, STOPS):
     """Notes this program's chunks of a line; whether all of them have been noted now, by all programs."""
     # what is computed ahead of a loop takes registers
-    for chunk in tl.range(tl.program_id(0), tl.cdiv(source[21], CHUNK), tl.num_programs(0), disable_licm=True):
+    for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= lower:

@@ -128,7 +128,7 @@ def _settled(
     STOPS: tl.constexpr,
 ):
     """(key, cut, fp32 normaliser) of a line whose candidates are all noted."""
-    vocab = source[21]
+    vocab = source[0].vocab
     top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
     lower, upper = lower.to(tl.int32), upper.to(tl.int32)
     key, cut, mass, sound = lower, vocab, kept_above, tl.full([], 0, tl.int1)
@@ -184,39 +184,15 @@ def _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS: tl.constexp
 
 @triton.jit(do_not_specialize=[*INTS, "drafts"])
 def _laws_kernel(
-    logits_ptr,
-    bias_ptr,
-    prompt_ptr,
-    output_ptr,
-    drafts_ptr,
-    stop_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    min_lengths_ptr,
-    lengths_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    counts_ptr,
-    finish_ptr,
+    source,
     counters_ptr,
     records_ptr,
     groups_ptr,
     found_ptr,
     listed_ptr,
     q_ptr,  # None: drafts were certain
-    vocab,
-    logits_stride,
-    bias_stride,
-    prompt_stride,
-    output_stride,
-    drafts_stride,
-    stop_stride,
     places,
     first,
-    groups,
     drafts,  # places that a draft stands at; 0: none is weighed
     q_row,
     q_place,
@@ -234,56 +210,35 @@ def _laws_kernel(
         gdc_launch_dependents()
         gdc_wait()
     line = tl.program_id(1)
+    vocab, groups = source.vocab, source.groups
     row, place = (line // places).to(tl.int64), first + line % places
     # all at once, of lines that are not wanted too: none waits for another
-    wanted = tl.load(finish_ptr + row) == RUNNING
-    if counts_ptr is not None:
-        wanted = wanted & (place <= tl.load(counts_ptr + row))
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    drafted = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < drafts, other=-1)
+    wanted = tl.load(source.finish + row) == RUNNING
+    if source.counts is not None:
+        wanted = wanted & (place <= tl.load(source.counts + row))
+    temperature = tl.load(source.temperature + row)
+    top_k, top_p, min_p = tl.load(source.top_k + row), tl.load(source.top_p + row), tl.load(source.min_p + row)
+    drafted = tl.load(source.draft_tokens + row * source.drafts_stride + place, mask=place < drafts, other=-1)
     tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
     tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
     # what may need more than one program is described by each for itself, all alike
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
         # from it each makes a view for itself: kept in between, a view takes half the registers
-        source = (
-            logits_ptr,
-            bias_ptr,
-            prompt_ptr,
-            output_ptr,
-            drafts_ptr,
-            stop_ptr,
-            repetition_ptr,
-            presence_ptr,
-            frequency_ptr,
-            min_lengths_ptr,
-            lengths_ptr,
-            temperature_ptr,
-            logits_stride,
-            bias_stride,
-            prompt_stride,
-            output_stride,
-            drafts_stride,
-            stop_stride,
-            line,
-            row,
-            place,
-            vocab,
-        )
+        at = source, line, row, place
         mine = tl.program_id(0) == 0
         weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
         # read now, used in the end: it waits for nothing that comes
         drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
         draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
-        line_ptr, row_bias = logits_ptr + line * tl.cast(logits_stride, tl.int64), bias_ptr + row * bias_stride
+        line_ptr = source.logits + line * tl.cast(source.logits_stride, tl.int64)
+        row_bias = source.bias + row * source.bias_stride
         row_q = q_ptr
         if q_ptr is not None:
             row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
         read = _draft_at(draft, line_ptr, row_bias, row_q)
         kind, largest, normaliser, best, lower, upper, guessed = described(
-            *(source, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
+            *(at, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
         )
         key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
@@ -300,11 +255,11 @@ def _laws_kernel(
             if (number <= LISTED) & alone:
                 if mine:
                     tl.debug_barrier()  # others read what is listed
-                    count = gather(source, line_listed, line_found, number, lower, MOST, STOPS)
+                    count = gather(at, line_listed, line_found, number, lower, MOST, STOPS)
                     racers = tl.where(count <= MOST, count, -1)
             else:
                 mine = noted(
-                    *(source, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
+                    *(at, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
                     *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
                 )
                 if mine:
@@ -316,7 +271,7 @@ def _laws_kernel(
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
                 key, cut, normaliser = _settled(
-                    *(source, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
+                    *(at, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
                     *(lower, upper, guessed, top_k, top_p, min_p, MOST, RANKED, PIECE, STOPS),
                 )
                 kind = tl.zeros([], tl.int32) + KNOWN
@@ -325,7 +280,7 @@ def _laws_kernel(
             record_ptr = records_ptr + line * _RECORD
             _store_law(record_ptr, law, upper, guessed, racers)
             if weighs:
-                _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS)
+                _weigh_draft(at, draft, read, law, record_ptr, min_p, STOPS)
 
 
 def launch_of(lines: int) -> dict[str, int]:
@@ -357,10 +312,7 @@ def find_laws(
         record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
     """
     batch, places, vocab = logits.shape
-    source = list(sampled_parts.source_of(logits, rows))
-    if not ragged:
-        source[-2] = None
-    sizes, pdl = sampled_parts.sizes_of(logits, rows, first), has_pdl(logits.device)
+    source, pdl = sampled_parts.source_of(logits, rows, ragged=ragged), has_pdl(logits.device)
     shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
     chunk = sampled_groups.CHUNK
     chunks = triton.cdiv(vocab, chunk)
@@ -369,8 +321,8 @@ def find_laws(
     launch(
         _groups_kernel,
         (chunks, batch * parts),
-        *(*source[:13], *source[15:], rows.unbiased, work.groups, *logprobs.of_lines(record, rows)),
-        *(*sizes, parts, top, rows.block.shape[1]),
+        *(source, work.groups, *logprobs.of_lines(record, rows)),
+        *(places, first, parts, top, rows.block.shape[1]),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),
         STAGES=sampled_groups.STAGES if parts < places else 1,
@@ -380,14 +332,12 @@ def find_laws(
     lines = batch * places
     chunks = triton.cdiv(vocab, sampled_parts.CHUNK)
     most = work.found.shape[2]
-    padded = max(16, triton.next_power_of_2(sizes[-1]))
+    padded = max(16, triton.next_power_of_2(source.groups))
     launch(
         _laws_kernel,
         (max(1, min(chunks, PROGRAMS // lines)), lines),
-        *source,
-        *(work.counters, work.records, work.groups, work.found, work.listed, laws),
-        *sizes,
-        *(drafts, *((0, 0) if laws is None else laws.stride()[:2])),
+        *(source, work.counters, work.records, work.groups, work.found, work.listed, laws),
+        *(places, first, drafts, *((0, 0) if laws is None else laws.stride()[:2])),
         GROUPS=padded,
         EACH=triton.cdiv(padded, bounds.MOST_GROUPS),
         MOST=most,

@@ -34,7 +34,6 @@ from fastspec.kernels.sampling.logits import (
     COUNTERS,
     GREEDY,
     GROUP,
-    INTS,
     RACE,
     RECORD,
     RUNNING,
@@ -54,37 +53,14 @@ _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
-@triton.jit(do_not_specialize=[*INTS, "j"])
+@triton.jit(do_not_specialize=["first", "j"])
 def _draw_kernel(
-    logits_ptr,
-    bias_ptr,
-    prompt_ptr,
-    output_ptr,
-    drafts_ptr,
-    stop_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    min_lengths_ptr,
-    lengths_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    finish_ptr,
-    seeds_ptr,
+    source,
     counters_ptr,
     records_ptr,
     groups_ptr,
     laws_ptr,  # None: the law is not kept
-    vocab,
-    logits_stride,
-    bias_stride,
-    prompt_stride,
-    output_stride,
-    drafts_stride,
-    stop_stride,
-    places,
     first,
-    groups,
     law_row,
     width,
     j,
@@ -98,7 +74,7 @@ def _draw_kernel(
         gdc_wait()
     chunk, line = tl.program_id(0), tl.program_id(1)
     row = line.to(tl.int64)
-    if tl.load(finish_ptr + row) == RUNNING:
+    if tl.load(source.finish + row) == RUNNING:
         law = law_of(records_ptr + row * _RECORD)
         kind = law[0]
         index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -107,36 +83,13 @@ def _draw_kernel(
         if kind < GREEDY:
             p = tl.zeros([CHUNK], tl.float32)
             group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
-            tops_ptr = groups_ptr + row * groups * 2
-            tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+            tops_ptr = groups_ptr + row * source.groups * 2
+            tops = tl.load(tops_ptr + group, mask=group < source.groups, other=-float("inf"))
             if key_of(tl.max(tops, axis=0)) >= law[3]:
-                view = view_of(
-                    logits_ptr,
-                    bias_ptr,
-                    prompt_ptr,
-                    output_ptr,
-                    drafts_ptr,
-                    stop_ptr,
-                    repetition_ptr,
-                    presence_ptr,
-                    frequency_ptr,
-                    min_lengths_ptr,
-                    lengths_ptr,
-                    temperature_ptr,
-                    logits_stride,
-                    bias_stride,
-                    prompt_stride,
-                    output_stride,
-                    drafts_stride,
-                    stop_stride,
-                    line,
-                    row,
-                    first,
-                    vocab,
-                )
-                p = probabilities(law, view, index, tl.load(min_p_ptr + row), STOPS)
-                position = tl.load(lengths_ptr + row) + j
-                best = winner(p, times(tl.load(seeds_ptr + row), position, PURPOSE, chunk * CHUNK, CHUNK), index)
+                view = view_of(source, line, row, first)
+                p = probabilities(law, view, index, tl.load(source.min_p + row), STOPS)
+                position = tl.load(source.lengths + row) + j
+                best = winner(p, times(tl.load(source.seeds + row), position, PURPOSE, chunk * CHUNK, CHUNK), index)
                 if best > 0:
                     tl.atomic_max(line_counters + RACE, best, sem="relaxed")
         if laws_ptr is not None:
@@ -145,7 +98,7 @@ def _draw_kernel(
         if arrived == tl.num_programs(0) - 1:
             race = tl.load(line_counters + RACE, cache_modifier=".cg")
             drawn = tl.where(kind == GREEDY, law[5], tl.where(kind == BROKEN, 0, winning_id(tl.maximum(race, 1))))
-            tl.store(drafts_ptr + row * drafts_stride + j, drawn.to(tl.int64))
+            tl.store(source.draft_tokens + row * source.drafts_stride + j, drawn.to(tl.int64))
             tl.debug_barrier()  # all have read
             tl.store(line_counters + RACE, 0)
             tl.store(line_counters + ARRIVED, 0)
@@ -177,9 +130,9 @@ def sampled_draw(
     launch(
         _draw_kernel,
         (triton.cdiv(width, sampled_parts.CHUNK), batch),
-        *(*source[:12], source[14], source[16], rows.seeds),
+        source,
         *(work.counters, work.records, work.groups, laws),
-        *sampled_parts.sizes_of(logits, rows, j),
+        j,
         *(0 if laws is None else laws.stride(0), width, j),
         PURPOSE=purpose,
         CHUNK=sampled_parts.CHUNK,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.sampling.logits import GROUP, INTS, RUNNING, level_of, scaled, tempered, view_of
+from fastspec.kernels.sampling.logits import GROUP, INTS, RUNNING, level_of, penalised_at, scaled, tempered, view_of
 from fastspec.kernels.sampling.logprobs import record_line
 
 CHUNK = 2048  # ids per program
@@ -48,61 +48,17 @@ def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.co
         _sum_up(x, tops_ptr, which, groups, weighs, PIECE)
 
 
-@triton.jit
-def _at(view, offset, early, place):
-    """The view of another place of the same row, which is penalised."""
-    return (
-        view[0] + offset,
-        view[1],
-        view[2],
-        view[3],
-        view[4],
-        view[5],
-        view[6],
-        view[7],
-        view[8],
-        True,
-        early,
-        view[11],
-        place,
-        view[13],
-    )
-
-
 @triton.jit(do_not_specialize=[*INTS, "parts", "top", "state_places"])
 def _groups_kernel(
-    logits_ptr,
-    bias_ptr,
-    prompt_ptr,
-    output_ptr,
-    drafts_ptr,
-    stop_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    min_lengths_ptr,
-    lengths_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    counts_ptr,  # None: every place of a row is judged
-    finish_ptr,
-    unbiased_ptr,
+    source,
     groups_ptr,
     record_arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
     record_groups_ptr,
     levels_ptr,
     top_ids_ptr,
     top_logprobs_ptr,
-    vocab,
-    logits_stride,
-    bias_stride,
-    prompt_stride,
-    output_stride,
-    drafts_stride,
-    stop_stride,
     places,
     first,
-    groups,
     parts,  # programs that share out the places of a chunk
     top,
     state_places,  # K + 1
@@ -119,59 +75,37 @@ def _groups_kernel(
         gdc_wait()
     row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     # all at once, of rows that do not run too: none waits for another
-    running = tl.load(finish_ptr + row) == RUNNING
+    running = tl.load(source.finish + row) == RUNNING
     end = places
-    if counts_ptr is not None:
-        end = tl.minimum(places, tl.load(counts_ptr + row).to(tl.int32) + 1 - first)
+    if source.counts is not None:
+        end = tl.minimum(places, tl.load(source.counts + row).to(tl.int32) + 1 - first)
     # what top-k keeps is weighed by the next launch, whatever the others weigh
-    top_k = tl.load(top_k_ptr + row)
-    weighs = (tl.load(temperature_ptr + row) > 0) & ((top_k <= 0) | (top_k >= vocab))
-    biased = tl.load(unbiased_ptr + row) == 0
-    length, least = tl.load(lengths_ptr + row), tl.load(min_lengths_ptr + row)
-    view = view_of(
-        logits_ptr,
-        bias_ptr,
-        prompt_ptr,
-        output_ptr,
-        drafts_ptr,
-        stop_ptr,
-        repetition_ptr,
-        presence_ptr,
-        frequency_ptr,
-        min_lengths_ptr,
-        lengths_ptr,
-        temperature_ptr,
-        logits_stride,
-        bias_stride,
-        prompt_stride,
-        output_stride,
-        drafts_stride,
-        stop_stride,
-        row * places,
-        row,
-        first,
-        vocab,
-    )
-    stride, width = tl.cast(logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
+    top_k = tl.load(source.top_k + row)
+    weighs = (tl.load(source.temperature + row) > 0) & ((top_k <= 0) | (top_k >= source.vocab))
+    biased = tl.load(source.unbiased + row) == 0
+    length, least = tl.load(source.lengths + row), tl.load(source.min_lengths + row)
+    view = view_of(source, row * places, row, first)
+    vocab, groups = source.vocab, source.groups
+    stride, width = tl.cast(source.logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
     row_ptr = groups_ptr + row * places * width
-    if running & view[9]:
+    if running & view.penalised:
         for at in range(part, end, parts):
-            there = _at(view, at * stride, length + first + at < least, first + at)
+            there = penalised_at(view, at * stride, length + first + at < least, first + at)
             _in_pieces(there, row_ptr + at * width, groups, weighs, CHUNK, PIECE, STOPS)
     elif running:
         index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         known = index < vocab
-        bias = tl.load(view[1] + index, mask=known & biased, other=0.0)
+        bias = tl.load(view.bias + index, mask=known & biased, other=0.0)
         for at in tl.range(part, end, parts, num_stages=STAGES):
-            x = tl.load(view[0] + at * stride + index, mask=known, other=-float("inf")) + bias
-            x = tempered(view[5], length + first + at < least, view[11], x, index, known, STOPS)
+            x = tl.load(view.logits + at * stride + index, mask=known, other=-float("inf")) + bias
+            x = tempered(view.stop_ids, length + first + at < least, view.temperature, x, index, known, STOPS)
             _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
     if levels_ptr is not None:
         record = record_arrivals_ptr, record_groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr
         if running:
             index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
             for at in range(part, end, parts):
-                line_ptr = logits_ptr + (row * places + at) * stride
+                line_ptr = source.logits + (row * places + at) * stride
                 x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
                 record_line(
                     *(x, record, line_ptr, row * places + at, row * state_places + at),

@@ -8,7 +8,7 @@ of torch: no multiplication is fused with an addition (`OPTIONS`), and divisions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,7 +42,9 @@ SEARCHED, KNOWN, GREEDY, BROKEN = map(tl.constexpr, range(4))  # kinds of a line
 COUNTERS = 8
 ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, RACE, RACE_BEYOND, BEYOND = map(tl.constexpr, range(8))
 
-INTS = ["places", "first"]  # not specialised on; the others are one model's, and tell how loads are aligned
+# Triton does not compile for the values of these (do_not_specialize). Integers inside a tuple cannot be excluded so:
+# sizes that vary between launches stay parameters of their own; those in `Source` are one model's and one state's.
+INTS = ["places", "first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +95,86 @@ def parts_of(batch: int, places: int, programs: int) -> int:
     return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
 
-# in the order of `source_of`, behind the logits
-SOURCE = (
-    *("bias", "in_prompt", "output_counts", "draft_tokens", "stop_ids"),
-    *("repetition", "presence", "frequency", "min_lengths", "lengths"),
-    *("temperature", "top_k", "top_p", "min_p", "draft_counts", "finish"),
-)
+class Source(NamedTuple):
+    """What the kernels of a sampled step read of B rows: logits and everything that `processors.process` takes.
+
+    Tables are [B, ...] with rows at a stride; the other tensors are [B]. Sizes are one model's and one state's, so
+    Triton may compile for their alignment.
+
+    Attributes:
+        logits: fp32 [B, R, V], places at `logits_stride`.
+        counts: int64 [B], drafts that count; None: every place of a row is wanted.
+        groups: groups of GROUP ids.
+        bias to finish: the fields of `fastspec.state.DecodeState`.
+    """
+
+    logits: Any
+    bias: Any
+    in_prompt: Any
+    output_counts: Any
+    draft_tokens: Any
+    stop_ids: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    min_lengths: Any
+    lengths: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    finish: Any
+    seeds: Any
+    unbiased: Any
+    counts: Any
+    vocab: int
+    groups: int
+    logits_stride: int
+    bias_stride: int
+    prompt_stride: int
+    output_stride: int
+    drafts_stride: int
+    stop_stride: int
 
 
-def source_of(logits: Tensor, rows: Any) -> tuple[Any, ...]:
-    """The pointers of `view_of`, in the kernels' order, for logits [B, R, V]."""
-    does = rows.processors
-    return (
+SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # what has to have B rows
+
+
+class View(NamedTuple):
+    """What `scaled` needs to know of a line: pointers to its tables, and the values of its row."""
+
+    logits: Any
+    bias: Any
+    in_prompt: Any
+    output_counts: Any
+    draft_tokens: Any
+    stop_ids: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    penalised: Any
+    early: Any
+    temperature: Any
+    place: Any
+    vocab: Any
+
+
+_View = tl.constexpr(View)
+
+
+def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
+    """The kernels' argument for logits [B, R, V]; not ragged: places beyond a row's drafts are wanted too."""
+    does, sampler = rows.processors, rows.sampler
+    vocab = logits.shape[2]
+    return Source(
         *(logits, does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids),
         *(does.repetition, does.presence, does.frequency, does.min_lengths, rows.lengths),
-        *(rows.sampler.temperature, rows.sampler.top_k, rows.sampler.top_p, rows.sampler.min_p),
-        *(rows.draft_counts, rows.finish),
+        *(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p),
+        *(rows.finish, rows.seeds, rows.unbiased, rows.draft_counts if ragged else None),
+        *(vocab, triton.cdiv(vocab, GROUP), logits.stride(0 if logits.shape[1] == 1 else 1)),
+        *(does.bias.stride(0), does.in_prompt.stride(0), does.output_counts.stride(0)),
+        *(rows.draft_tokens.stride(0), does.stop_ids.stride(0)),
     )
-
-
-def sizes_of(logits: Tensor, rows: Any, first: int) -> tuple[int, ...]:
-    """vocab to groups, in the kernels' order."""
-    does = rows.processors
-    tables = (does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids)
-    strides = (table.stride(0) for table in tables)
-    line_stride = logits.stride(0 if logits.shape[1] == 1 else 1)
-    return logits.shape[2], line_stride, *strides, logits.shape[1], first, triton.cdiv(logits.shape[2], GROUP)
 
 
 def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
@@ -135,7 +191,8 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
             f"the work area is too small: it has (rows, lines, ids) {room}; wanted {(batch, batch * places, vocab)} or "
             f"more: make it with sampled_work({batch}, {places - 1}, {vocab}, ...)"
         )
-    for name, field in zip(SOURCE, source_of(logits, rows)[1:], strict=True):
+    source = source_of(logits, rows)._asdict()
+    for name, field in {**{name: source[name] for name in SOURCE}, "draft_counts": rows.draft_counts}.items():
         if field.numel() and (field.stride(-1) != 1 or len(field) != batch):
             raise ValueError(
                 f"{name} is {told(field)}; wanted {batch} rows, contiguous over the last axis: pass a state's own"
@@ -174,45 +231,22 @@ def level_of(largest):
 
 
 @triton.jit
-def view_of(
-    logits_ptr,
-    bias_ptr,
-    prompt_ptr,
-    output_ptr,
-    drafts_ptr,
-    stop_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    min_lengths_ptr,
-    lengths_ptr,
-    temperature_ptr,
-    logits_stride,
-    bias_stride,
-    prompt_stride,
-    output_stride,
-    drafts_stride,
-    stop_stride,
-    line,
-    row,
-    place,
-    vocab,
-):
-    """What `scaled` needs to know of a line."""
+def view_of(source, line, row, place):
+    """The `View` of a line."""
     row = row.to(tl.int64)
-    repetition = tl.load(repetition_ptr + row)
-    presence = tl.load(presence_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
+    repetition = tl.load(source.repetition + row)
+    presence = tl.load(source.presence + row)
+    frequency = tl.load(source.frequency + row)
     penalised = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
-    early = tl.load(lengths_ptr + row) + place < tl.load(min_lengths_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
-    return (
-        logits_ptr + line.to(tl.int64) * logits_stride,
-        bias_ptr + row * bias_stride,
-        prompt_ptr + row * prompt_stride,
-        output_ptr + row * output_stride,
-        drafts_ptr + row * drafts_stride,
-        stop_ptr + row * stop_stride,
+    early = tl.load(source.lengths + row) + place < tl.load(source.min_lengths + row)
+    temperature = tl.load(source.temperature + row)
+    return _View(
+        source.logits + line.to(tl.int64) * source.logits_stride,
+        source.bias + row * source.bias_stride,
+        source.in_prompt + row * source.prompt_stride,
+        source.output_counts + row * source.output_stride,
+        source.draft_tokens + row * source.drafts_stride,
+        source.stop_ids + row * source.stop_stride,
         repetition,
         presence,
         frequency,
@@ -220,24 +254,45 @@ def view_of(
         early,
         tl.where(temperature > 0, temperature, 1.0),
         place,
-        vocab,
+        source.vocab,
+    )
+
+
+@triton.jit
+def penalised_at(view, offset, early, place):
+    """The view of another place of the same row, which is penalised."""
+    return _View(
+        view.logits + offset,
+        view.bias,
+        view.in_prompt,
+        view.output_counts,
+        view.draft_tokens,
+        view.stop_ids,
+        view.repetition,
+        view.presence,
+        view.frequency,
+        True,
+        early,
+        view.temperature,
+        place,
+        view.vocab,
     )
 
 
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
     """fp32 logits at index int32: `processors.process`, over temperature; +inf for a NaN, -inf beyond V."""
-    known = (index >= 0) & (index < view[13])
-    x = tl.load(view[0] + index, mask=known, other=-float("inf"))
-    return processed(view, x + tl.load(view[1] + index, mask=known, other=0.0), index, known, NUM_STOPS)
+    known = (index >= 0) & (index < view.vocab)
+    x = tl.load(view.logits + index, mask=known, other=-float("inf"))
+    return processed(view, x + tl.load(view.bias + index, mask=known, other=0.0), index, known, NUM_STOPS)
 
 
 @triton.jit
 def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
     """`scaled` of logits x with biases."""
-    prompt_ptr, output_ptr, drafts_ptr, place = view[2], view[3], view[4], view[12]
-    if view[9]:
-        repetition, presence, frequency = view[6], view[7], view[8]
+    prompt_ptr, output_ptr, drafts_ptr, place = view.in_prompt, view.output_counts, view.draft_tokens, view.place
+    if view.penalised:
+        repetition, presence, frequency = view.repetition, view.presence, view.frequency
         count = tl.load(output_ptr + index, mask=known, other=0)
         for j in range(0, place):
             count += (index == tl.load(drafts_ptr + j).to(tl.int32)).to(tl.int32)
@@ -246,7 +301,7 @@ def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
         x = tl.where(seen, punished, x)
         x = x - frequency * count.to(tl.float32)
         x = x - tl.where(count > 0, presence, 0.0)
-    return tempered(view[5], view[10], view[11], x, index, known, NUM_STOPS)
+    return tempered(view.stop_ids, view.early, view.temperature, x, index, known, NUM_STOPS)
 
 
 @triton.jit

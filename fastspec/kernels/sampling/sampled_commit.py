@@ -57,7 +57,6 @@ from fastspec.kernels.sampling.logits import (
     COUNTERS,
     GREEDY,
     GROUP,
-    INTS,
     RACE,
     RACE_BEYOND,
     RACERS,
@@ -85,24 +84,9 @@ def end_chunk() -> int:
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
-@triton.jit(do_not_specialize=[*INTS, "num_places", "parts", "details_width", *STATE_INTS])
+@triton.jit(do_not_specialize=["num_places", "parts", "details_width", *STATE_INTS])
 def _end_kernel(
-    logits_ptr,
-    bias_ptr,
-    prompt_ptr,
-    output_ptr,
-    drafts_ptr,
-    stop_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    min_lengths_ptr,
-    lengths_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    counts_ptr,
-    finish_ptr,
-    seeds_ptr,
+    source,
     counters_ptr,
     arrivals_ptr,
     records_ptr,
@@ -123,16 +107,7 @@ def _end_kernel(
     top_logprobs_ptr,
     logprobs_ptr,
     details_ptr,
-    vocab,
-    logits_stride,
-    bias_stride,
-    prompt_stride,
-    output_stride,
-    drafts_stride,
-    stop_stride,
     num_places,  # k + 1
-    first,
-    groups,
     q_row,
     q_place,
     tokens_stride,
@@ -158,14 +133,15 @@ def _end_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    vocab, groups = source.vocab, source.groups
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
     # all at once, whatever of it is wanted: none waits for another
-    running = tl.load(finish_ptr + row) == RUNNING
-    counts = tl.minimum(tl.load(counts_ptr + row).to(tl.int32), num_places - 1)
-    seed, length = tl.load(seeds_ptr + row), tl.load(lengths_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
+    running = tl.load(source.finish + row) == RUNNING
+    counts = tl.minimum(tl.load(source.counts + row).to(tl.int32), num_places - 1)
+    seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
+    temperature = tl.load(source.temperature + row)
     p, q, racers, kinds = reported(row_records, place, num_places)
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
     workers = tl.full([], 1, tl.int32)  # a row without a race is judged by its first program alone
@@ -178,40 +154,17 @@ def _end_kernel(
         if dense:
             for at in tl.range(low + part, high + 1, parts, disable_licm=True):
                 law, draft, c = raced_for(
-                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                    row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
                 if law[0] < GREEDY:
                     # a place begins with the program after the last of the place before
                     turn = ((at - low) // parts * chunks) % tl.num_programs(0)
                     begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
-                    line, min_p = row * num_places + at, tl.load(min_p_ptr + row)
+                    line, min_p = row * num_places + at, tl.load(source.min_p + row)
                     line_q = q_ptr
                     if q_ptr is not None:
                         line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
-                    view = view_of(
-                        logits_ptr,
-                        bias_ptr,
-                        prompt_ptr,
-                        output_ptr,
-                        drafts_ptr,
-                        stop_ptr,
-                        repetition_ptr,
-                        presence_ptr,
-                        frequency_ptr,
-                        min_lengths_ptr,
-                        lengths_ptr,
-                        temperature_ptr,
-                        logits_stride,
-                        bias_stride,
-                        prompt_stride,
-                        output_stride,
-                        drafts_stride,
-                        stop_stride,
-                        line,
-                        row,
-                        at,
-                        vocab,
-                    )
+                    view = view_of(source, line, row, at)
                     race(
                         line_q,
                         *(law, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
@@ -227,9 +180,9 @@ def _end_kernel(
                 line = row * num_places + at
                 line_found = found_ptr + line * (2 * MOST)
                 listed = listed_from(0, MOST, line_found, MOST, LISTED)
-                number, min_p = tl.load(row_records + at * _RECORD + RACERS), tl.load(min_p_ptr + row)
+                number, min_p = tl.load(row_records + at * _RECORD + RACERS), tl.load(source.min_p + row)
                 law, draft, c = raced_for(
-                    row_records, drafts_ptr + row * drafts_stride, carried, place, at, counts, vocab
+                    row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
                 if law[0] < GREEDY:
                     line_q = q_ptr
@@ -247,7 +200,7 @@ def _end_kernel(
     if last:
         tl.debug_barrier()  # if it works alone, its own threads have raced
         num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
-        row_drafts = drafts_ptr + row * drafts_stride
+        row_drafts = source.draft_tokens + row * source.drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
         accepted = tl.full([], -1, tl.int32)
         block = tl.where(place <= num_drafts, tl.minimum(tl.maximum(drafts, 0), vocab - 1), -1)
@@ -259,8 +212,8 @@ def _end_kernel(
         record = None
         if levels_ptr is not None:
             record = (
-                logits_ptr,
-                tl.cast(logits_stride, tl.int64),
+                source.logits,
+                tl.cast(source.logits_stride, tl.int64),
                 levels_ptr,
                 logprobs_ptr,
                 top_ids_ptr,
@@ -271,12 +224,12 @@ def _end_kernel(
             accepted.to(tl.int64),
             block,
             tokens_ptr,
-            lengths_ptr,
+            source.lengths,
             limits_ptr,
             draft_lengths_ptr,
-            finish_ptr,
-            stop_ptr,
-            counts_ptr,
+            source.finish,
+            source.stop_ids,
+            source.counts,
             block_ptr,
             emitted_ptr,
             accepted_ptr,
@@ -285,7 +238,7 @@ def _end_kernel(
             counter_ptr,
             tokens_stride,
             tokens_width,
-            stop_stride,
+            source.stop_stride,
             block_stride,
             slots,
             entry_width,
@@ -300,7 +253,7 @@ def _end_kernel(
             STOPS,
             NUM_STOPS,
         )
-        tl.atomic_add(output_ptr + row * output_stride + block, 1, mask=place < emitted, sem="relaxed")
+        tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
         # behind the barrier in commit_row: all have read
         used = place <= num_drafts
         zeros = tl.zeros([PLACES], tl.int64)
@@ -349,15 +302,13 @@ def sampled_commit(
     launch(
         _end_kernel,
         (programs, batch * parts),
-        *source[:12],
-        *source[14:],
-        rows.seeds,
+        source,
         *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
         *(rows.tokens, rows.limits, rows.draft_lengths, rows.block, rows.emitted, rows.accepted, scratch),
         *(publish_to or (None, None)),
         *logprobs.of_lines(record, rows)[2:],
         *logprobs.of_blocks(record, rows),
-        *sampled_parts.sizes_of(logits, rows, 0),
+        places,
         *((0, 0) if laws is None else laws.stride()[:2]),
         *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,

@@ -223,7 +223,7 @@ def search(
     what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key
     that enough are at least as large as, be it by their number or their mass.
     """
-    vocab = source[21]
+    vocab = source[0].vocab
     turn = tl.arange(0, PIVOTS)
     top = key_of(largest)  # no threshold lies above the largest
     edge = tl.where(top_p < 1.0, ASK_TOTAL, SUM_UP)
