@@ -168,7 +168,8 @@ def without_qk_norm(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec
 
 
 def without_window(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:
-    return dataclasses.replace(spec, windows=(None,) * spec.num_layers), weights
+    plans = tuple(dataclasses.replace(plan, window=None) for plan in spec.plans)
+    return dataclasses.replace(spec, plans=plans), weights
 
 
 Mutation = Callable[[ModelSpec, DecoderWeights], tuple[ModelSpec, DecoderWeights]]
