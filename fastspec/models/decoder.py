@@ -59,6 +59,17 @@ class Decoder:
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
         """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
+        return self._hidden(rows, {})
+
+    def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden]."""
+        features: dict[int, Tensor | None] = dict.fromkeys(layers)
+        last = self._hidden(rows, features)
+        found = [feature for layer in layers if (feature := features[layer]) is not None]
+        return last, torch.stack(found, dim=2)
+
+    def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
+        """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         norm = (layers[0].input_norm, self.spec.rms_eps)
         qkv: Tensor | None = self.ops.linear(x, layers[0].qkv, layers[0].qkv_bias, rows.tiling, norm=norm)
@@ -73,6 +84,8 @@ class Decoder:
                 )
             else:
                 x, qkv = self._tail(plan.residual_scale, attended, x, layer, next_layer, rows.tiling)
+            if index in features:
+                features[index] = x
         return x
 
     def _tail(

@@ -20,7 +20,7 @@ from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
 from fastspec.state import DecodeState
-from fastspec.step import StepModules, prefill, score, step
+from fastspec.step import StepModules, prefill, propose, score, step
 
 _MEANS = 3  # of each time
 _PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
@@ -149,6 +149,8 @@ class Engine:
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
         """
         self.prefill_slot.enter(self.state, row, start)
+        if self.parts.features is not None and not draft:
+            self.parts.features[row].zero_()  # those of the row that was here before
         for chunk in chunks:
             start += chunk
             key, body = PromptKey(chunk, draft), self._pass(start, chunk, draft)
@@ -160,6 +162,13 @@ class Engine:
                 body()
                 self.runner.capture(key, body, self.prefill_slot.row.all_idle, warm=True)
         self.prefill_slot.leave(self.state, row)
+
+    def move(self, source: int, place: int) -> None:
+        """Row `source` goes on as row `place`, in its pages and all buffers."""
+        self.pages.move(source, place)
+        self.state.move(source, place)
+        if self.parts.features is not None:
+            self.parts.features[place].copy_(self.parts.features[source])
 
     @property
     def _fed(self) -> tuple[bool, ...]:
@@ -192,7 +201,7 @@ class Engine:
         view, proposer = self.state.rows(0, rows), self.parts.proposer
         parts: dict[str, Callable[[], object]] = {"score": lambda: score(self.parts, view, shape)}
         if proposer is not None and shape.num_drafts:
-            parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
+            parts["draft"] = lambda: propose(proposer, self.parts, view, shape, PhiloxDraws(view.seeds))
         taken = {}
         for name, part in parts.items():
             key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)

@@ -305,8 +305,7 @@ class Scheduler:
             source = max(self._rows)
             place = next(row for row in range(source) if row not in self._rows)
             self._rows[place] = self._rows.pop(source)
-            self._engine.pages.move(source, place)
-            self._engine.state.move(source, place)
+            self._engine.move(source, place)
             self._disturbed = True
 
     def _prefill(self, row: int, request: Request) -> None:
