@@ -24,7 +24,7 @@ class Decoder:
         weights: fused weights, all on one device.
         cache: pages this model reads and writes.
         ops: implementations of everything a pass does.
-        max_positions: positions the rotary table covers; every fed position must lie below it.
+        max_positions: positions the rotary table covers; every position of a pass must lie below it.
         batch: rows of a decoding pass at most.
         max_queries: tokens of each of them at most.
     """

@@ -1,4 +1,4 @@
-"""The engine: everything a decoding loop runs on, and how one step of it is launched or captured."""
+"""The engine: everything that a scheduler runs on, and how one step of it is launched or captured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are a
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything a loop runs on; lives as long as the generator.
+    """Everything a scheduler runs on; lives as long as the generator.
 
     Attributes:
         parts: models and proposer.
@@ -73,15 +73,15 @@ class Engine:
         positions = longest + k
         if self.runner.static:
             positions = self.room(positions)  # so that few kinds of launches serve all lengths
-        fed = shortest - 2  # the first position: a draft model is fed a row's last two tokens
-        first = EARLY_BLOCKS if fed >= EARLY_BLOCKS * KEY_BLOCK else 0
+        lowest = shortest - 2  # a draft model is fed a row's last two tokens, so no position is below this one
+        first = EARLY_BLOCKS if lowest >= EARLY_BLOCKS * KEY_BLOCK else 0
         return StepShape(k, sampler, blocks(positions), self.decode_tiling, top_logprobs, self.verification, first)
 
     def room(self, positions: int) -> int:
         """Positions a row that a captured step has room for where it needs `positions`.
 
-        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle,
-        and for positions behind EARLY_BLOCKS attention of a layer takes launches more.
+        A step with room for the longest row there may be would launch thousands of programs, most of them idle, and
+        attention takes more launches a layer once there are positions behind EARLY_BLOCKS.
         """
         room = _ROOM
         while room < positions:
@@ -176,7 +176,7 @@ class Engine:
         return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
 
     def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
-        """A pass over the lane's next `chunk` tokens, which end before position `upto`."""
+        """A pass over the next `chunk` tokens of the prefill slot, which end before position `upto`."""
         shape, prefill_slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.prefill_slot, self.parts.proposer
 
         def feed() -> None:
