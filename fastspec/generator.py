@@ -28,7 +28,6 @@ from fastspec.runtime import calls
 from fastspec.runtime.build import build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.runtime.draft_plan import DraftPlan
-from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.request import Request, lengths_of
@@ -127,7 +126,7 @@ class FastSpecGenerator:
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._progress = progress
-        self._engine: Engine | None = build(
+        engine = build(
             self._settings,
             self._target,
             self._draft,
@@ -137,7 +136,7 @@ class FastSpecGenerator:
             nvtx=nvtx,
             progress=progress,
         )
-        self._scheduler = Scheduler(self._engine)
+        self._scheduler: Scheduler | None = Scheduler(engine)
         self.warmup()
 
     @classmethod
@@ -282,10 +281,10 @@ class FastSpecGenerator:
             keywords["max_new_tokens"] = max(1, min(CALIBRATION_TOKENS, self.max_length - longest))
         requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
         choice = self._drafting.every(chosen)
-        with self._in_use() as engine:
+        with self._in_use() as scheduler:
             rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            return calibrate(self._scheduler, requests, chosen.stop_ids, choice)
+            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
+            return calibrate(scheduler, requests, chosen.stop_ids, choice)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -307,10 +306,12 @@ class FastSpecGenerator:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         check_range("length", length, 0, self.max_length)
         choice = self._drafting.ahead(num_speculative_tokens, sampler)
-        with self._in_use() as engine:
+        with self._in_use() as scheduler:
             rows = self._settings.layout.batch
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                warm_up_for(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
+                warm_up_for(
+                    scheduler.engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest
+                )
 
     def _prepare(
         self,
@@ -320,7 +321,7 @@ class FastSpecGenerator:
         keywords: dict[str, Any],
     ) -> tuple[list[Request], Options]:
         """Checks a call and turns it into requests; touches no device memory."""
-        self._open_engine()
+        self._open()
         spec = self._target.spec
         tokenizer = keywords.pop("tokenizer", None)
         given = prompts.prompts_of(input_ids, attention_mask, spec.vocab_size)
@@ -339,23 +340,23 @@ class FastSpecGenerator:
         return calls.requests_of(given, chosen, tokenizer, self.max_length), chosen
 
     @contextmanager
-    def _in_use(self) -> Iterator[Engine]:
-        """The engine, for one call at a time."""
-        engine = self._open_engine()
+    def _in_use(self) -> Iterator[Scheduler]:
+        """The scheduler, for one call at a time."""
+        scheduler = self._open()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it, or make one per thread")
         try:
-            yield engine
+            yield scheduler
         finally:
             self._lock.release()
 
     def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
         choice = self._drafting.of(chosen)
-        with self._in_use() as engine:
+        with self._in_use() as scheduler:
             rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            yield from decode(self._scheduler, requests, chosen.stop_ids, choice)
+            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
+            yield from decode(scheduler, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 
     def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:
@@ -365,10 +366,13 @@ class FastSpecGenerator:
         choice, settings = self._drafting.of(chosen), self._settings
         return Stats.of(rows, choice.k, seconds, synthetic_name(settings.verification), choice.note, settings.exact)
 
-    def _open_engine(self) -> Engine:
-        if self._engine is None:
+    def _open(self) -> Scheduler:
+        if self._scheduler is None:
             raise RuntimeError("this generator is closed; make a new one")
-        return self._engine
+        return self._scheduler
+
+    def _open_engine(self) -> Engine:
+        return self._open().engine
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
@@ -384,9 +388,9 @@ class FastSpecGenerator:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; close it after that call")
         try:
-            if self._engine is not None:
-                self._engine.finish()
-            self._engine = None
+            if self._scheduler is not None:
+                self._scheduler.engine.finish()
+            self._scheduler = None
         finally:
             self._lock.release()
 

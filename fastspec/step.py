@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.step import Record, record_logprobs
 from fastspec.models.interface import CausalModel
-from fastspec.proposers.interface import Proposer
+from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
 from fastspec.shapes import FULL, ForwardBatch, StepShape
@@ -39,6 +39,7 @@ class StepModules:
         mark: names a phase of the step to a profiler while it is entered.
         work: work area of a sampled step's end, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
+        features: what the proposer reads of the target, from `feature_buffer`; None where it reads nothing.
     """
 
     target: CausalModel
@@ -49,18 +50,25 @@ class StepModules:
     mark: Callable[[str], AbstractContextManager[object]] = nullcontext
     work: Any = None
     record_work: Any = None
+    features: Tensor | None = None
 
 
 def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Advances every running row of `state`; rows that are not running are left as they are."""
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
-            parts.proposer.propose(state, shape, draws)
+            propose(parts.proposer, parts, state, shape, draws)
             torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
     with parts.mark("score"):
         logits = score(parts, state, shape)
     with parts.mark("verify and commit"):
         verify_and_commit(parts, state, shape, draws, logits)
+
+
+def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+    """Lets the proposer write the drafts of a step."""
+    features = {} if parts.features is None else {"features": parts.features[: state.batch]}
+    proposer.propose(state, shape, draws, **features)
 
 
 def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
@@ -78,7 +86,12 @@ def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     rows = ForwardBatch(
         ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
     )
-    return parts.target.logits(parts.target.hidden(rows), shape.tiling)
+    if parts.features is None:
+        return parts.target.logits(parts.target.hidden(rows), shape.tiling)
+    hidden, features = parts.target.hidden_with_features(rows, features_of(parts.proposer))
+    kept = parts.features[: state.batch, : shape.num_drafts + 1]
+    kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
+    return parts.target.logits(hidden, shape.tiling)
 
 
 def verify_and_commit(

@@ -57,7 +57,7 @@ class StepContext:
     Attributes:
         bucket: rows that the launch covers.
         remaining: tokens that the row with the most left may still get.
-        behind: passes until the draft has seen all that a row holds, for each row, ascending.
+        draft_lag: for each row, passes until the draft has seen all tokens of the row; ascending.
     """
 
     bucket: int
@@ -71,7 +71,7 @@ class Observation:
 
     Attributes:
         k: drafts it made.
-        bucket: as in Outlook.
+        bucket: as in StepContext.
         accepted: drafts accepted, of every row that stepped and could draft.
         seconds: since the step before it; None where other work or a pause lay in between.
         caught_up: passes of catching up that lay in between and nothing else did: then `seconds` is with them.
@@ -161,17 +161,17 @@ class Controller:
         self._probe = None
         self._changed = self._seen
 
-    def choose(self, outlook: StepContext) -> int:
+    def choose(self, context: StepContext) -> int:
         """Drafts for the next step. Asking twice gives the same answer."""
         if self._probe:
             return self._probe.k
-        if self.k is None or self._due(outlook.bucket):
+        if self.k is None or self._due(context.bucket):
             before = self.k
-            self._decide(outlook)
+            self._decide(context)
             if self._looked:
                 self._patience = 1.0 if self.k != before else min(2 * self._patience, _PATIENCE)
                 self._looked = False
-            self._probe = self._wanted(outlook)
+            self._probe = self._wanted(context)
             if self._probe:
                 return self._probe.k
         assert self.k is not None, "a decision was made"
@@ -219,34 +219,34 @@ class Controller:
         close = self._seen - self._changed < _CLOSE
         return bucket != self._bucket or news >= (1 if close else _OFTEN)
 
-    def _decide(self, outlook: StepContext) -> None:
-        self._weighed, self._bucket = self._seen, outlook.bucket
-        values = {k: self._value(k, outlook) for k in self.ks}
+    def _decide(self, context: StepContext) -> None:
+        self._weighed, self._bucket = self._seen, context.bucket
+        values = {k: self._value(k, context) for k in self.ks}
         # a guess is no reason to draft, which may begin with a long catching up: a probe is, as far as it may cost
         best = max(self.ks, key=lambda k: values[k]) if self.acceptance.seen else 0
         if self.k is None or values[best] > (_FASTER if self.k else _BETTER) * values[self.k]:
             self.k, self._changed = best, self._seen
 
-    def _value(self, k: int, outlook: StepContext) -> float:
+    def _value(self, k: int, context: StepContext) -> float:
         """Tokens per second of a row at this k from now on, what it takes to come back to drafting included."""
-        rate = self._rate(outlook.bucket, k)
-        passes = sum(outlook.draft_lag)
+        rate = self._rate(context.bucket, k)
+        passes = sum(context.draft_lag)
         if not k or not passes:
             return rate
-        tokens = max(1, min(outlook.remaining, _HORIZON))
-        return tokens / (tokens / rate + self.times.resume(outlook.bucket, self.ks[-1], passes))
+        tokens = max(1, min(context.remaining, _HORIZON))
+        return tokens / (tokens / rate + self.times.resume(context.bucket, self.ks[-1], passes))
 
     def _rate(self, bucket: int, k: int) -> float:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
-    def _wanted(self, outlook: StepContext) -> _Probe | None:
+    def _wanted(self, context: StepContext) -> _Probe | None:
         """The probe that is worth its cost, once the budget has it."""
-        found = self._of_drafting(outlook) if self.k == 0 else self._of_a_time(outlook)
+        found = self._of_drafting(context) if self.k == 0 else self._of_a_time(context)
         if found is None:
             return None
         probe, cost = found
         if not self._seen:
-            self._budget = _START * outlook.remaining * self.times.seconds(outlook.bucket, 0)
+            self._budget = _START * context.remaining * self.times.seconds(context.bucket, 0)
         if self._budget < self._patience * cost:
             return None
         self._budget = self._patience * cost  # a long time without any probe must not end in many
@@ -254,36 +254,36 @@ class Controller:
             self.acceptance.fade(_OLD_PROBE)
         return probe
 
-    def _of_drafting(self, outlook: StepContext) -> tuple[_Probe, float] | None:
+    def _of_drafting(self, context: StepContext) -> tuple[_Probe, float] | None:
         """A look whether drafts are accepted by now, and what it costs when none is.
 
         None where full acceptance would not pay, or too little is left to be won.
         """
-        plain = self.times.seconds(outlook.bucket, 0)
-        paying = [k for k in self.ks[1:] if (k + 1) * plain > _BETTER * self.times.seconds(outlook.bucket, k)]
+        plain = self.times.seconds(context.bucket, 0)
+        paying = [k for k in self.ks[1:] if (k + 1) * plain > _BETTER * self.times.seconds(context.bucket, k)]
         if not paying:
             return None
         k = paying[0]
         rows = _PROBED_ROWS if self.acceptance.seen else _FIRST_ROWS
-        few = min(-(-rows // _PROBED_STEPS), outlook.bucket)
+        few = min(-(-rows // _PROBED_STEPS), context.bucket)
         steps = max(_PROBED_STEPS, -(-rows // few))
-        coming_back = self.times.resume(outlook.bucket, self.ks[-1], sum(outlook.draft_lag[:few]))
-        cost = steps * (self.times.seconds(outlook.bucket, k) - plain) + coming_back
-        if outlook.remaining < 2 * steps or outlook.remaining * plain < 2 * cost:
+        coming_back = self.times.resume(context.bucket, self.ks[-1], sum(context.draft_lag[:few]))
+        cost = steps * (self.times.seconds(context.bucket, k) - plain) + coming_back
+        if context.remaining < 2 * steps or context.remaining * plain < 2 * cost:
             return None
         return _Probe(k, rows, _PROBED_STEPS, few), max(cost, 0.0)
 
-    def _of_a_time(self, outlook: StepContext) -> tuple[_Probe, float] | None:
+    def _of_a_time(self, context: StepContext) -> tuple[_Probe, float] | None:
         """A look at the time of the fastest k that was not timed lately, if it may be the fastest of all."""
         assert self.k is not None, "a decision was made"
-        bucket, ours = outlook.bucket, self._rate(outlook.bucket, self.k)
+        bucket, ours = context.bucket, self._rate(context.bucket, self.k)
         rates = {k: self._rate(bucket, k) for k in self.ks if k != self.k}
         rates = {k: rate for k, rate in rates.items() if self._worth_timing(bucket, k, rate / ours)}
         k = max(rates, key=lambda other: rates[other], default=None)
-        if k is None or outlook.remaining < 8 * _TIMED_STEPS:
+        if k is None or context.remaining < 8 * _TIMED_STEPS:
             return None
         lost = _TIMED_STEPS * self.times.seconds(bucket, k) * (1 - rates[k] / ours)
-        coming_back = self.times.resume(bucket, self.ks[-1], outlook.bucket) if k == 0 else 0.0
+        coming_back = self.times.resume(bucket, self.ks[-1], context.bucket) if k == 0 else 0.0
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:

@@ -23,8 +23,8 @@ _COST_OF_A_DRAFT = 0.2  # of a plain step, where no time was ever measured
 class Acceptance:
     """How often draft 1, 2, .. is accepted once those before it were.
 
-    Drafts do not depend on how many follow, so steps of every k teach about all the positions that they drafted. A
-    row that drafted fewer than k counts as a refusal: it is tokens per step that matters here.
+    A draft does not depend on how many follow it, so a step of any k tells about all positions that it drafted. A row
+    that drafted fewer than k counts as a refusal, because tokens per step are what matters here.
 
     Attributes:
         trials, hits: by position, from the first draft; faded counts, of which a guess is the first.
@@ -83,7 +83,7 @@ class Acceptance:
 
 
 def tokens_per_step(survival: Sequence[float], k: int) -> float:
-    """Tokens that a row can expect of a step of k drafts: its own pick, and each draft that survives."""
+    """Expected tokens of a row in a step of k drafts: the accepted drafts, and one more that the target chooses."""
     return 1.0 + sum(survival[:k])
 
 

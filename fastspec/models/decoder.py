@@ -1,4 +1,4 @@
-"""One decoder-only transformer over a paged cache: Llama, Mistral, Qwen2 and Qwen3 by the fields of a ModelSpec."""
+"""One decoder-only transformer over a paged cache: any supported family, by the layer plans of its ModelSpec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Decoder:
         weights: fused weights, all on one device.
         cache: pages this model reads and writes.
         ops: implementations of everything a pass does.
-        max_positions: positions the rotary table covers; every fed position must lie below it.
+        max_positions: positions the rotary table covers; every position of a pass must lie below it.
         batch: rows of a decoding pass at most.
         max_queries: tokens of each of them at most.
     """
@@ -59,6 +59,17 @@ class Decoder:
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
         """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
+        return self._hidden(rows, {})
+
+    def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden]."""
+        features: dict[int, Tensor | None] = dict.fromkeys(layers)
+        last = self._hidden(rows, features)
+        found = [feature for layer in layers if (feature := features[layer]) is not None]
+        return last, torch.stack(found, dim=2)
+
+    def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
+        """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         norm = (layers[0].input_norm, self.spec.rms_eps)
         qkv: Tensor | None = self.ops.linear(x, layers[0].qkv, layers[0].qkv_bias, rows.tiling, norm=norm)
@@ -66,10 +77,34 @@ class Decoder:
             assert qkv is not None  # only the last layer leaves none
             attended = self._attend(index, layer, qkv, rows)
             next_layer = layers[index + 1] if index + 1 < len(layers) else None
-            x, qkv = self.ops.layer_tail(
-                self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
-            )
+            plan = self.spec.plans[index]
+            if plan.fused_tail:
+                x, qkv = self.ops.layer_tail(
+                    self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
+                )
+            else:
+                x, qkv = self._tail(plan.residual_scale, attended, x, layer, next_layer, rows.tiling)
+            if index in features:
+                features[index] = x
         return x
+
+    def _tail(
+        self,
+        scale: float,
+        attended: Tensor,
+        x: Tensor,
+        layer: LayerWeights,
+        next_layer: LayerWeights | None,
+        tiling: Tiling,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Ops.layer_tail`, product by product, with a factor on what is added to x."""
+        linear, eps = self.ops.linear, self.spec.rms_eps
+        x = x + scale * linear(attended, layer.o, layer.o_bias, tiling)
+        gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
+        x = x + scale * linear(gated, layer.down, layer.down_bias, tiling)
+        if next_layer is None:
+            return x, None
+        return x, linear(x, next_layer.qkv, next_layer.qkv_bias, tiling, norm=(next_layer.input_norm, eps))
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
@@ -82,7 +117,7 @@ class Decoder:
         self.ops.argmax(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        spec = self.spec
+        spec, plan = self.spec, self.spec.plans[index]
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
             qkv,
@@ -99,9 +134,10 @@ class Decoder:
             eps=spec.rms_eps,
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
-            window=spec.windows[index],
+            window=plan.window,
             work=self._work,
-            product=layer.o,
+            # kernels may leave the result in another order for the fused tail, which no other op reads
+            product=layer.o if plan.fused_tail else None,
             tiling=rows.tiling,
         )
 

@@ -85,7 +85,13 @@ class CausalModel(Protocol):
         """Width of the logits."""
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `pick`."""
+        """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `argmax`."""
+
+    def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden].
+
+        Called only where a proposer has `features`.
+        """
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of hidden states [..., hidden]."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import Tensor
 
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.proposers.interface import Proposer
+from fastspec.proposers.interface import Proposer, features_of
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -58,7 +59,7 @@ def choose(proposer: Proposer | None, model: DraftModel | None, vocab_size: int)
 class Guarded:
     """Somebody's proposer, whose drafts end before the first id that the target does not know.
 
-    Inside a step nothing can raise, and an unknown id would be looked up in the target's law.
+    Inside a step nothing can raise, and an unknown id would be looked up in the target's distribution.
 
     Args:
         proposer: what is guarded.
@@ -67,15 +68,16 @@ class Guarded:
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, proposer.deterministic
+        self.features = features_of(proposer)
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:
         """The name of its class."""
         return type(self.proposer).__name__
 
-    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """As the proposer; then cuts."""
-        self.proposer.propose(state, shape, draws)
+        self.proposer.propose(state, shape, draws, **features)
         drafts = state.draft_tokens[:, : shape.num_drafts]
         known = ((drafts >= 0) & (drafts < self._vocab_size)).long().cumprod(dim=1).sum(dim=1)
         state.draft_counts.copy_(torch.minimum(state.draft_counts.clamp_min(0), known))

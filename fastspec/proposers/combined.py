@@ -12,9 +12,9 @@ from fastspec.state import DecodeState
 class LookupThenModel:
     """Drafts by lookup in rows where it finds a match, with a model in the others.
 
-    The model runs in every row all the same, a step's shape being fixed: it is fed the tokens that lookup chose. So
-    its cache holds every row's own drafts, whoever made them, and no row ever has to catch up for having been looked
-    up. What lookup can add is better drafts (long copies), not a cheaper step.
+    The model runs in every row all the same, because the shape of a step is fixed. In rows with a match it is fed the
+    tokens that lookup chose, so its cache holds the drafts of every row, whoever made them, and never has to catch up.
+    What lookup can add is better drafts (long copies), not a cheaper step.
 
     Args:
         lookup: asked first.

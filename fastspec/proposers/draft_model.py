@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ class DraftModel:
     Args:
         model: the draft; its cache has the page geometry of the shared table.
         ops: implementations of what is not the model's.
-        shared_vocab: ids below this mean the same to draft and target; no other id is drafted, and a token
-            that only the target knows is shown to the draft as id 0.
+        shared_vocab: target ids below this may be drafted, and are shown to the draft; every other token is shown
+            to it as id 0. Without a map, ids below it mean the same to both models.
         max_length: the draft's context in tokens; a row that has outgrown it goes on without drafts.
         mark: names a pass to a profiler while it is entered.
         work: from `ops.sampled_work`.
+        vocab_map: int64 [draft's vocabulary], the target id of each draft id, all different; -1 for a draft id that is
+            never drafted. None: the draft's ids are the target's.
     """
 
     deterministic = False
@@ -42,6 +45,7 @@ class DraftModel:
         max_length: int,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
+        vocab_map: Tensor | None = None,
     ) -> None:
         self.model = model
         self.ops = ops
@@ -49,6 +53,7 @@ class DraftModel:
         self.shared_vocab = shared_vocab
         self._mark = mark
         self._work = work
+        self._map = None if vocab_map is None else VocabMap.of(vocab_map, shared_vocab)
 
     def __str__(self) -> str:
         """For people."""
@@ -61,7 +66,7 @@ class DraftModel:
 
         Args:
             state, shape, draws: as there.
-            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, for certain.
+            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, drawn by nobody.
         """
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
@@ -83,6 +88,7 @@ class DraftModel:
             vocab=self.shared_vocab,
             **({"first": j - 1, "queries": 1} if j else first),
         )
+        ids = ids if self._map is None else self._map.to_draft[ids]
         return ForwardBatch(
             ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
         )
@@ -94,16 +100,21 @@ class DraftModel:
         write_mask = state.running[:, None] & (positions < known[:, None])
         ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
         ids = torch.where(ids < self.shared_vocab, ids, 0)
+        ids = ids if self._map is None else self._map.to_draft[ids]
         positions = torch.where(write_mask, positions, 0)
         self.model.hidden(ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling))
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and law."""
-        if shape.sampler == GREEDY:
+        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution."""
+        if shape.sampler == GREEDY and self._map is None:
             self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
-        logits = self.model.logits(hidden, shape.tiling)[..., : self.shared_vocab]
+        logits = self.model.logits(hidden, shape.tiling)
+        logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
+        if shape.sampler == GREEDY:
+            state.draft_tokens[:, j].copy_(logits[:, 0].argmax(dim=-1))
+            return
         self.ops.sampled_draw(
             logits,
             state,
@@ -115,9 +126,42 @@ class DraftModel:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class VocabMap:
+    """Two vocabularies, each in terms of the other.
+
+    Attributes:
+        to_draft: int64 [target ids], the draft id that means the same; 0 where there is none.
+        places: int64 [draft ids], the target id that means the same; the number of target ids where there is none.
+    """
+
+    to_draft: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, target_ids: Tensor, target_vocab: int) -> VocabMap:
+        """From the target id of each draft id, -1 where there is none.
+
+        Raises:
+            ValueError: two draft ids have one target id, or a target id is not below target_vocab.
+        """
+        known = target_ids[target_ids >= 0]
+        if known.unique().numel() < known.numel() or bool((target_ids >= target_vocab).any()):
+            raise ValueError(f"a vocabulary map must name different target ids below {target_vocab}, or -1 for none")
+        places = torch.where(target_ids < 0, target_vocab, target_ids)
+        to_draft = torch.zeros(target_vocab + 1, dtype=torch.int64, device=target_ids.device)
+        to_draft[places] = torch.arange(len(places), device=target_ids.device)
+        return cls(to_draft[:-1], places)
+
+    def in_target_ids(self, logits: Tensor) -> Tensor:
+        """The draft's logits [..., draft ids] as logits [..., target ids], -inf for ids that the draft lacks."""
+        wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
+        return wide.index_copy_(-1, self.places, logits)[..., :-1]
+
+
 def _take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
-    """Makes draft j `token` [B] in rows `taken` bool [B], and its law one on it."""
+    """Makes draft j `token` [B] in rows `taken` bool [B], and its distribution one on it."""
     state.draft_tokens[:, j] = torch.where(taken, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):
-        law = state.draft_probs[:, j]
-        law.copy_(torch.where(taken[:, None], torch.zeros_like(law).scatter(1, token[:, None], 1.0), law))
+        probs = state.draft_probs[:, j]
+        probs.copy_(torch.where(taken[:, None], torch.zeros_like(probs).scatter(1, token[:, None], 1.0), probs))

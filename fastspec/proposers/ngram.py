@@ -15,8 +15,8 @@ class NGram(DeterministicProposer):
     """Drafts what followed the last occurrence of a row's last tokens in the row itself.
 
     The longest match of max_n down to min_n tokens wins, among equally long ones the most recent. Where fewer than k
-    tokens followed it, the copy goes on with what it has copied, so that a loop is drafted as a loop. A row without a
-    match has no drafts in that step.
+    tokens followed it, the copy goes on with what it has copied, so that a text that repeats itself is drafted as one.
+    A row without a match has no drafts in that step.
 
     Args:
         min_n, max_n: tokens that must match at least, and that are compared at most: 1 <= min_n <= max_n <= 32.

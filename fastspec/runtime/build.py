@@ -16,7 +16,7 @@ from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.proposers.choose import choose
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.proposers.interface import Proposer
+from fastspec.proposers.interface import Proposer, feature_buffer
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings
 from fastspec.state import DecodeState
@@ -99,6 +99,8 @@ def build(
             device=device,
             keep_draft_probs=layout.keep_draft_probs,
         )
+        sizes = layout.batch, layout.max_drafts, layout.target.hidden_size
+        features = feature_buffer(proposer, *sizes, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
     return Engine(
         parts=StepModules(
@@ -110,6 +112,7 @@ def build(
             mark,
             work,
             ops.record_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device),
+            features,
         ),
         state=state,
         pages=PageTable(layout.num_pages(length), layout.page_size),

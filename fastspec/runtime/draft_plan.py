@@ -99,7 +99,7 @@ class DraftPlan:
         return ladder(self.most)
 
     def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
-        """The one of such calls; lives as long as the generator."""
+        """The controller of such calls; it lives as long as the generator."""
         key = (sampler, top_logprobs)
         if key not in self.controllers:
             self.controllers[key] = Controller(self.ks)

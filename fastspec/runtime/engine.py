@@ -1,4 +1,4 @@
-"""The engine: everything a decoding loop runs on, and how one step of it is launched or captured."""
+"""The engine: everything that a scheduler runs on, and how one step of it is launched or captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
 from fastspec.state import DecodeState
-from fastspec.step import StepModules, prefill, score, step
+from fastspec.step import StepModules, prefill, propose, score, step
 
 _MEANS = 3  # of each time
 _PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
@@ -32,7 +32,7 @@ _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are a
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything a loop runs on; lives as long as the generator.
+    """Everything a scheduler runs on; lives as long as the generator.
 
     Attributes:
         parts: models and proposer.
@@ -73,15 +73,15 @@ class Engine:
         positions = longest + k
         if self.runner.static:
             positions = self.room(positions)  # so that few kinds of launches serve all lengths
-        fed = shortest - 2  # the first position: a draft model is fed a row's last two tokens
-        first = EARLY_BLOCKS if fed >= EARLY_BLOCKS * KEY_BLOCK else 0
+        lowest = shortest - 2  # a draft model is fed a row's last two tokens, so no position is below this one
+        first = EARLY_BLOCKS if lowest >= EARLY_BLOCKS * KEY_BLOCK else 0
         return StepShape(k, sampler, blocks(positions), self.decode_tiling, top_logprobs, self.verification, first)
 
     def room(self, positions: int) -> int:
         """Positions a row that a captured step has room for where it needs `positions`.
 
-        The launch of a step that has room for all there may be would be thousands of programs wide, most of them idle,
-        and for positions behind EARLY_BLOCKS attention of a layer takes launches more.
+        A step with room for the longest row there may be would launch thousands of programs, most of them idle, and
+        attention takes more launches a layer once there are positions behind EARLY_BLOCKS.
         """
         room = _ROOM
         while room < positions:
@@ -153,6 +153,8 @@ class Engine:
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
         """
         self.prefill_slot.enter(self.state, row, start)
+        if self.parts.features is not None and not draft:
+            self.parts.features[row].zero_()  # those of the row that was here before
         for chunk in chunks:
             start += chunk
             key, body = PromptKey(chunk, draft), self._pass(start, chunk, draft)
@@ -165,13 +167,20 @@ class Engine:
                 self.runner.capture(key, body, self.prefill_slot.row.all_idle, warm=True)
         self.prefill_slot.leave(self.state, row)
 
+    def move(self, source: int, place: int) -> None:
+        """Row `source` goes on as row `place`, in its pages and all buffers."""
+        self.pages.move(source, place)
+        self.state.move(source, place)
+        if self.parts.features is not None:
+            self.parts.features[place].copy_(self.parts.features[source])
+
     @property
     def _fed(self) -> tuple[bool, ...]:
         """Whose passes over prompts there are: the target's, and the draft's."""
         return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
 
     def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
-        """A pass over the lane's next `chunk` tokens, which end before position `upto`."""
+        """A pass over the next `chunk` tokens of the prefill slot, which end before position `upto`."""
         shape, prefill_slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.prefill_slot, self.parts.proposer
 
         def feed() -> None:
@@ -196,7 +205,7 @@ class Engine:
         view, proposer = self.state.rows(0, rows), self.parts.proposer
         parts: dict[str, Callable[[], object]] = {"score": lambda: score(self.parts, view, shape)}
         if proposer is not None and shape.num_drafts:
-            parts["draft"] = lambda: proposer.propose(view, shape, PhiloxDraws(view.seeds))
+            parts["draft"] = lambda: propose(proposer, self.parts, view, shape, PhiloxDraws(view.seeds))
         taken = {}
         for name, part in parts.items():
             key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)

@@ -123,7 +123,8 @@ class Scheduler:
 
     def _advance(self) -> dict[Request, list[int]]:
         self._take_arrivals()
-        if not self._rows and not self._in_flight:
+        if not self._rows:
+            self._in_flight.clear()  # nobody asks for what those steps emit
             self._restart_clock()
         self._admit()
         self._compact()
@@ -142,8 +143,6 @@ class Scheduler:
                 self._waiting.append(request)
             elif request in self._calls:
                 self._drop(request)
-                if not self._rows:
-                    self._in_flight.clear()  # nobody asks for what those steps emit
 
     def _drop(self, request: Request) -> None:
         """Cancels a request that waits or runs."""
@@ -221,19 +220,18 @@ class Scheduler:
 
     def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts for the next step, and the rows that they are for; rows of other calls accept none or fewer."""
-        most = 0
-        drafting: set[int] = set()
-        limits: dict[int, int] = {}
+        wanted = []
         for call in self._running_calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
-            k, rows = self._drafts_of(call, own)
-            most = max(most, k)
-            drafting |= rows if k else set()
-            limits |= dict.fromkeys(rows, k if self._mixed else self.engine.max_drafts)
+            wanted.append(self._drafts_of(call, own))
+        most = max(k for k, _ in wanted)
+        limits = {
+            row: k if self._mixed else self.engine.max_drafts for k, rows in wanted if k or not most for row in rows
+        }
         if most:
             for row, request in requests.items():
                 self._limit_drafts(row, request, limits.get(row, 0))
-        return most, frozenset(drafting)
+        return most, frozenset(limits)
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
@@ -315,8 +313,7 @@ class Scheduler:
             source = max(self._rows)
             place = next(row for row in range(source) if row not in self._rows)
             self._rows[place] = self._rows.pop(source)
-            self.engine.pages.move(source, place)
-            self.engine.state.move(source, place)
+            self.engine.move(source, place)
             self._disturbed = True
 
     def _prefill(self, row: int, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Readies an engine for a call, and runs it: captures its steps, times them where k is to be chosen, decodes."""
+"""Warm-up of a call: captures its steps, and times them where k is to be chosen. Then runs the call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def decode(
 
 
 def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
-    """Lets the controller know what steps take, as far as it does not."""
+    """Times the steps that the controller has no time for yet."""
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
     # without graphs steps are slow enough, on a CPU at least, that one bucket must do for all

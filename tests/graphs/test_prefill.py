@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine, chunks_of
-from fastspec.runtime.request import Request
+from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.state import DecodeState
@@ -24,26 +24,26 @@ GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
 class Watched(Scheduler):
-    """A loop that keeps each prompt's K/V as its prefill left it."""
+    """A scheduler that keeps each prompt's K/V as its prefill left it."""
 
-    kept: dict[int, Tensor]
+    kept: dict[Request, Tensor]
 
     def _prefill(self, row: int, request: Request) -> None:
         super()._prefill(row, request)
-        cache = self._engine.parts.target.cache  # type: ignore[attr-defined]
-        pages = self._engine.state.block_table[row]
+        cache = self.engine.parts.target.cache  # type: ignore[attr-defined]
+        pages = self.engine.state.block_table[row]
         keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
-        self.kept[self._requests.index(request)] = torch.stack((keys, values)).cpu()
+        self.kept[request] = torch.stack((keys, values)).cpu()
 
 
 def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[dict[int, Tensor], list[Request]]:
     requests = [Request(list(prompt), cap, GREEDY_ROW) for prompt, cap in zip(prompts, caps, strict=True)]
     capture_all(engine, {4}, GREEDY, 5)
-    loop = Watched(engine, requests, (), GREEDY, lambda made: 4, 5)
-    loop.kept = {}
-    for _ in loop:
+    scheduler = Watched(engine)
+    scheduler.kept = {}
+    for _ in scheduler.run(requests, Call((), GREEDY, lambda made: 4, 5, lengths=lengths_of(requests))):
         pass
-    return loop.kept, requests
+    return {index: scheduler.kept[request] for index, request in enumerate(requests)}, requests
 
 
 @pytest.mark.parametrize("device", devices())

@@ -13,6 +13,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.models.config import ModelSpec, RopeSpec
 from fastspec.models.decoder import Decoder
+from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
@@ -39,18 +40,13 @@ def tiny_spec(
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=96,
-        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
         rms_eps=1e-5,
         max_length=4096,
         rope=RopeSpec("default", inv_freq, 1.0),
-        windows=(window,) * layers,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+        plans=(LayerPlan(window=window),) * layers,
         tied=False,
         dtype=torch.float32,
     )

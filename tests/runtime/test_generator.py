@@ -357,7 +357,7 @@ def test_the_chosen_length_is_printed(directory: Path, capsys: pytest.CaptureFix
 
 
 def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
-    engine = gen._engine
+    engine = gen._open_engine()
     assert engine is not None
     plan = gen.memory_plan
     target, draft = engine.parts.target, engine.parts.proposer.model  # type: ignore[union-attr]
@@ -411,7 +411,7 @@ def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
 def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:
     with FastSpecGenerator(directory, max_length=400, device="cpu", progress=False) as gen:
         cheap = Stats.of((RowStats(100, 0, 400, 300, 400, 0, (25, 0, 0, 0, 75)),), 4, 1.0)
-        small = dataclasses.replace(gen._target.spec, num_layers=1, vocab_size=10)
+        small = dataclasses.replace(gen._target.spec, plans=gen._target.spec.plans[:1], vocab_size=10)
         layout = dataclasses.replace(gen._settings.layout, draft=small)
     assert break_even_advice(cheap, layout) is None
     costly = Stats.of((RowStats(100, 0, 400, 0, 100, 0, (100, 0, 0, 0, 0)),), 4, 1.0)

@@ -74,9 +74,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def recorded(pair: Pair, verification: str, proposer: str) -> tuple[FastSpecGenerator, Recorder]:
     """A generator that has captured what its calls may come to."""
     gen = pair.generator(page_size=16, batch=4, verification=verification, proposer=proposer)
-    assert gen._engine is not None
+    assert gen._scheduler is not None
     runner = Recorder()
-    gen._engine = replace(gen._engine, runner=runner)
+    gen._scheduler.engine = replace(gen._scheduler.engine, runner=runner)
     for sampler in (GREEDY, FULL):
         gen.warmup(sampler=sampler)
     return gen, runner

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.config import ARCHITECTURES, DTYPES, supported_models
+from fastspec.models.config import DTYPES, supported_models
+from fastspec.models.families import FAMILIES
 from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def check_module(module: nn.Module) -> None:
     from transformers.activations import SiLUActivation
 
     kind = type(module)
-    supported = [getattr(transformers, name) for name in ARCHITECTURES.values()]
+    supported = [getattr(transformers, family.architecture) for family in FAMILIES.values()]
     if kind not in supported:
         raise UnsupportedModel(
             f"a module of class {kind.__name__} is not supported; merge adapters (merge_and_unload()), unwrap "

@@ -21,13 +21,13 @@ from torch import nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import (
-    ARCHITECTURES,
-    SIZE_LIMITS,
     ModelSpec,
     refuse_other_architectures,
     spec_from_config,
     supported_models,
 )
+from fastspec.models.families import FAMILIES
+from fastspec.models.fields import SIZE_LIMITS
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.load import EMBED, check_tensors
 from fastspec.models.weights.shards import ShardTensors, find_shards, read_json
@@ -205,7 +205,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     raw = read_json(path)
     _refuse_remote_code(path, raw)
     family = raw.get("model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
     with _naming(path):
         refuse_other_architectures(family, raw.get("architectures"))

@@ -1,0 +1,15 @@
+"""Llama: full attention in every layer; biases where the config asks for them."""
+
+from __future__ import annotations
+
+from fastspec.models.families.plan import Family, LayerPlan, without_windows
+from fastspec.models.fields import ConfigFields
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    bias = fields.flag("attention_bias")
+    without_windows(fields, layers)
+    return (LayerPlan(qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias")),) * layers
+
+
+LLAMA = Family("LlamaForCausalLM", _plans)

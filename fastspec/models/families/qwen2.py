@@ -1,0 +1,13 @@
+"""Qwen2: biases on q, k and v; a window in the layers that layer_types names."""
+
+from __future__ import annotations
+
+from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from fastspec.models.fields import ConfigFields
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    return tuple(LayerPlan(window=window, qkv_bias=True) for window in windows_by_layer_type(fields, layers))
+
+
+QWEN2 = Family("Qwen2ForCausalLM", _plans)

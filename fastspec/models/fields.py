@@ -1,0 +1,87 @@
+"""Reads single fields of a Hugging Face config, each checked, and refuses a bad one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fastspec.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MAX_NUMBER: Final = 2.0**62  # of a setting that is no size; torch takes whole numbers of 64 bits only
+
+SIZE_LIMITS: Final[Mapping[str, int]] = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**30,
+    "sliding_window": 2**30,
+}
+"""Largest plausible value of each size field; no model of these families comes near. Bounds what a bad config
+costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFields:
+    """The fields of one config.
+
+    Attributes:
+        config: a transformers config object; it is not modified.
+        supported: what is supported, for the end of error messages.
+    """
+
+    config: PretrainedConfig
+    supported: str
+
+    def refuse(self, field: str, got: object, wanted: str) -> NoReturn:
+        """Raises UnsupportedModel, which names the field, its value and what was wanted."""
+        raise UnsupportedModel(f"{field}={got!r} is not supported, wanted {wanted}; {self.supported}")
+
+    def get(self, field: str) -> Any:
+        """The value as it is, None where there is none."""
+        # A family's config class declares only its own fields, and transformers itself reads the others this way.
+        return getattr(self.config, field, None)
+
+    def size(self, field: str) -> int:
+        """A whole number within its limit."""
+        value = self.get(field)
+        limit = SIZE_LIMITS[field]
+        if type(value) is not int or not 1 <= value <= limit:
+            self.refuse(field, value, f"a whole number from 1 to {limit}")
+        return int(value)
+
+    def flag(self, field: str) -> bool:
+        """True or false; false where there is none."""
+        value = self.get(field)
+        if value is not None and type(value) is not bool:
+            self.refuse(field, value, "true or false")
+        return bool(value)
+
+    def positive(self, field: str) -> float:
+        """A positive number."""
+        return self.check_positive(self.get(field), field)
+
+    def check_positive(self, value: object, field: str) -> float:
+        """The value, which stands under that name, as a positive number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
+        return float(value)
+
+    def layer_types(self, layers: int) -> tuple[str, ...] | None:
+        """The kind of attention of each layer, None where the config does not say."""
+        types = self.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list | tuple) or len(types) != layers:
+            self.refuse("layer_types", types, f"a list of num_hidden_layers={layers} entries")
+        for kind in types:
+            if kind not in ("full_attention", "sliding_attention"):
+                self.refuse("layer_types", kind, "'full_attention' or 'sliding_attention' in every layer")
+        return tuple(types)

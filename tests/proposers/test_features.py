@@ -1,0 +1,108 @@
+"""Proposers that read hidden states of the target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.models.decoder import Decoder
+from fastspec.proposers.choose import Guarded
+from fastspec.proposers.interface import feature_buffer, features_of
+from fastspec.runtime.engine import Engine
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import UNTILED, ForwardBatch, StepShape
+from fastspec.state import DecodeState
+from tests.helpers.tiny import VOCAB, tiny_engine
+from tests.runtime.test_scheduler import prompts, run, texts
+
+CAP = 20
+
+
+class Head:
+    """Drafts a known text in rows whose features explain their last token, and nothing in others.
+
+    The features behind the last layer, at the position before a row's last token, are what that token was chosen by.
+    """
+
+    max_length = 0
+    deterministic = True
+    features = (0, 1)
+
+    def __init__(self, target: Decoder, known: list[list[int]]) -> None:
+        self.target, self.known = target, known
+        self.seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, *, features: Tensor) -> None:
+        rows = torch.arange(state.batch)
+        chosen_by = features[rows, state.emitted.clamp_min(1) - 1, 1]
+        explained = self.target.logits(chosen_by, UNTILED).argmax(-1) == state.tokens[rows, state.lengths - 1]
+        stepped = features.flatten(1).any(dim=1)
+        state.draft_counts.zero_()
+        for row in range(state.batch):
+            text = state.tokens[row, : state.lengths[row]].tolist()
+            ahead = next((known[len(text) :] for known in self.known if known[: len(text)] == text), [])
+            drafts = ahead[: shape.num_drafts]
+            if explained[row] and stepped[row]:
+                state.draft_tokens[row, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+                state.draft_counts[row] = len(drafts)
+        self.seen.append((state.lengths.clone(), state.emitted.clone(), state.tokens.clone(), features.clone()))
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        return
+
+
+def reading(engine: Engine, given: list[list[int]]) -> tuple[Engine, Head]:
+    """The engine with a head that knows how it goes on after these prompts."""
+    target = engine.parts.target
+    assert isinstance(target, Decoder)
+    plain = texts(run(tiny_engine(batch=engine.state.batch), given, CAP, k=0))
+    head = Head(target, [[*prompt, *text] for prompt, text in zip(given, plain, strict=True)])
+    buffer = feature_buffer(head, engine.state.batch, engine.max_drafts, 64, torch.float32, torch.device("cpu"))
+    return replace(engine, parts=replace(engine.parts, proposer=Guarded(head, VOCAB), features=buffer)), head
+
+
+def of_the_text(target: Decoder, tokens: Tensor, table: Tensor) -> Tensor:
+    """Features of all tokens of a row in one pass: [1, n, 2, hidden]."""
+    n = tokens.shape[1]
+    nothing = torch.zeros(1, n, dtype=torch.bool)  # K and V are there already
+    rows = ForwardBatch(tokens, torch.arange(n)[None], nothing, table, 1, UNTILED)
+    return target.hidden_with_features(rows, (0, 1))[1]
+
+
+@torch.inference_mode()
+def test_features_are_those_of_the_last_step() -> None:
+    given = prompts(1, seed=3)
+    engine, head = reading(tiny_engine(batch=1, k=2), given)
+    (request,) = run(engine, given, CAP, k=2)
+    assert request.accepted == request.drafted > CAP // 2
+    assert not head.seen[0][3].any(), "no step was made yet"
+    lengths, _, tokens, _ = head.seen[-1]
+    table = torch.arange(1, engine.state.block_table.shape[1] + 1)[None]  # of an only row, as its pages are handed out
+    whole = of_the_text(head.target, tokens[:, : int(lengths[0]) - 1], table)
+    for now, emitted, _, features in head.seen[1:]:
+        n = int(emitted[0])
+        first = int(now[0]) - 1 - n
+        # sums in another order, for another number of tokens is fed at once
+        torch.testing.assert_close(features[0, :n], whole[0, first : first + n], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_read_their_own_features() -> None:
+    """Rows come, go and move: with another row's features their last token would not be explained."""
+    given = prompts(5, seed=4)
+    engine, head = reading(tiny_engine(batch=3, k=2), given)
+    caps = [7, CAP, 12, 18, 15]
+    for request, known in zip(run(engine, given, caps, k=2), head.known, strict=True):
+        assert request.new_tokens == known[len(request.prompt) :][: request.max_new_tokens]
+        # all steps but the first draft, and those near the end of what is known
+        assert request.accepted >= 2 * (request.steps - 2)
+
+
+def test_most_proposers_read_none() -> None:
+    assert features_of(None) == features_of(tiny_engine().parts.proposer) == ()
+    assert feature_buffer(object(), 1, 4, 8, torch.float32, torch.device("cpu")) is None
+    engine, _ = reading(tiny_engine(batch=1, k=2), [[1, 2]])
+    with pytest.raises(TypeError, match="features"):
+        run(replace(engine, parts=replace(engine.parts, features=None)), [[1, 2]], 3)
