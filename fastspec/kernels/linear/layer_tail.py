@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.plan import (
-    RING_ROWS,
-    Call,
-    Norm,
-    Ring,
-    capability_of,
-    given_to,
-    ring,
-    tile_of,
-    whole_ring,
-)
+from fastspec.kernels.linear.launches import Call, Norm, given_to, ring, tile_for, whole_ring
+from fastspec.kernels.linear.plan import RING_ROWS, Ring
 from fastspec.kernels.reference.layer import Layer
 
 
@@ -60,7 +51,7 @@ def layer_tail(
 
 
 def _tile(weight: Weight, rows: int, gated: bool = False) -> Ring:
-    return tile_of(*weight.shape, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
+    return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
 
 
 def _summed(given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:

@@ -84,7 +84,8 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:
-            monkeypatch.setattr(packed.plan, "ONE_EACH", 132 if many > 256 else 2)
+            gpu = packed.plan.Gpu((9, 0), 132 if many > 256 else 2)
+            monkeypatch.setattr(packed.launches, "gpu_of", lambda device, gpu=gpu: gpu)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
                 attended, given = inputs(layers[0], rows)
