@@ -26,7 +26,7 @@ from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.layer import Layer
+from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -112,6 +112,7 @@ def layer_tail(
     next_layer: Layer | None,
     eps: float,
     tiling: Tiling,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.layer_tail`, which defines it: products of many rows as one chain, others one by one.
 
@@ -123,10 +124,10 @@ def layer_tail(
     weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
     chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else in_a_ring
     if chained(weights, x.shape[0] * x.shape[1]):
-        return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device))
+        return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device), reduce)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
-    return reference.layer_tail(linear, attended, x, layer, next_layer, eps, tiling)
+    return reference.layer_tail(linear, attended, x, layer, next_layer, eps, tiling, reduce)
 
 
 def argmax(

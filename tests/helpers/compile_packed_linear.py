@@ -21,9 +21,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.linear import launches as packed_launches
 from fastspec.kernels.linear import layer_tail, plan, split_k
 from fastspec.kernels.linear import norm as packed_norm
-from fastspec.kernels.linear.plan import Call
+from fastspec.kernels.linear.launches import Call
 from tests.helpers.compile_kernels import FUSED, first_of_each, one_by_one, spilled_bytes
 
 KIND = {
@@ -75,7 +76,7 @@ def launches(n: int, k: int, fused: str, rows: int, dtype: torch.dtype, arch: in
         empty(65, of=torch.int64) if "pick" in words else None,
         gated="gated" in words,
     )
-    return _caught(lambda: plan.run(call, arch >= 90), arch)
+    return _caught(lambda: packed_launches.run(call, arch >= 90), arch)
 
 
 def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launch]:
@@ -94,10 +95,9 @@ def between_launches(hidden: int, inner: int, qkv: int, rows: int) -> list[Launc
 
 def _caught(call: Callable[[], object], arch: int) -> list[Launch]:
     caught: list[Launch] = []
-    for module in (plan, packed_norm, split_k):
+    for module in (packed_launches, packed_norm, split_k):
         module.launch = lambda kernel, grid, *given, **options: caught.append((kernel, grid, given, options))  # type: ignore[attr-defined]
-    for module in (plan, layer_tail):
-        module.capability_of = lambda device: divmod(arch, 10)  # type: ignore[attr-defined]
+    packed_launches.gpu_of = lambda device: plan.Gpu(divmod(arch, 10), 132)
     call()
     return caught
 

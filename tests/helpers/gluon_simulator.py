@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastspec.kernels.linear import plan
 from tests.helpers.gluon_values import (
     KINDS,
     OF_TORCH,
@@ -47,7 +48,7 @@ MODULES = [
     "tma_sm90",
     "norm",
     "split_k",
-    "plan",
+    "launches",
     "layer_tail",
     "dispatch",
     "argmax",
@@ -435,10 +436,9 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
     """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
     with _loaded([f"linear/{name}" for name in MODULES]) as modules:
         loaded = dict(zip(MODULES, modules, strict=True))
-        for part in ("plan", "layer_tail"):
-            loaded[part].capability_of = lambda device: capability
+        loaded["launches"].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
-        yield SimpleNamespace(**loaded)
+        yield SimpleNamespace(**loaded, plan=plan)
 
 
 def attention_by_ring() -> dict[str, Any]:

@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     """Names of the kernels that would have been launched on a GPU of the test's `capability`."""
     from fastspec.kernels import triton_ops
     from fastspec.kernels.common import launch as device
-    from fastspec.kernels.linear import plan
+    from fastspec.kernels.linear import launches, plan
     from fastspec.runtime import settings
 
     capability, names = request.getfixturevalue("capability"), []
@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         device.has_pdl: lambda device: capability >= (9, 0),
         device.has_warp_groups: lambda device: capability == (9, 0),
         device.multiprocessors: lambda device: 132,
-        plan.capability_of: lambda device: capability,
+        launches.gpu_of: lambda device: plan.Gpu(capability, 132),
     }
     exchange(monkeypatch, instead)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)

@@ -134,7 +134,7 @@ def test_a_model_that_is_let_go_is_gone() -> None:
     try:
         engine = compiled_engine(batch=1, k=1)
         results(engine, prompts_of(3), 4, k=1)
-        gone = [weakref.ref(engine.parts.target), weakref.ref(engine.parts.target.weights.head)]  # type: ignore[attr-defined]
+        gone = [weakref.ref(engine.parts.target), weakref.ref(engine.parts.target.weights.head.data)]  # type: ignore[attr-defined]
         del engine
         assert [ref() for ref in gone] == [None, None]
     finally:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.dispatch import checked_rows
-from fastspec.kernels.linear.plan import Call, run
+from fastspec.kernels.linear.launches import Call, run
 
 
 def packed_argmax(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.plan import GLUON_TYPE, Call, run
+from fastspec.kernels.linear.launches import GLUON_TYPE, Call, run
 
 
 def packed_linear(

@@ -2,29 +2,22 @@
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
-To the bits of `reference.layer_tail` out of packed products. What goes from one product to the next goes as the next
-one
-wants it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention left may be.
+To the bits of `reference.layer_tail` out of packed products. What one product gives is stored in the order in which
+the next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention
+left may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices behind its last product.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.plan import (
-    RING_ROWS,
-    Call,
-    Norm,
-    Ring,
-    capability_of,
-    given_to,
-    ring,
-    tile_of,
-    whole_ring,
-)
-from fastspec.kernels.reference.layer import Layer
+from fastspec.kernels.linear.launches import Call, Norm, given_to, ring, tile_for, whole_ring
+from fastspec.kernels.linear.plan import RING_ROWS, Ring
+from fastspec.kernels.reference.layer import Layer, Reduce, add_reduced
 
 
 def in_a_ring(weights: list[Weight], rows: int) -> bool:
@@ -37,45 +30,96 @@ def read_once(weights: list[Weight], rows: int) -> bool:
     return rows <= RING_ROWS and in_a_ring(weights, rows)
 
 
+class NextInput(NamedTuple):
+    """The residual stream x [M, hidden], and what the product behind it reads.
+
+    Attributes:
+        permuted: x times the norm's weight, as `given_rows` orders it.
+        squares: fp32 [S, M], the sums of squares that come with it; None without a norm.
+    """
+
+    x: Tensor
+    permuted: Tensor
+    squares: Tensor | None
+
+
 def layer_tail(
-    attended: Tensor, x: Tensor, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool
+    attended: Tensor,
+    x: Tensor,
+    layer: Layer,
+    next_layer: Layer | None,
+    eps: float,
+    pdl: bool,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.layer_tail`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
-    shape, x = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
-    rows = len(x)
-    given = attended.reshape(rows, -1).contiguous()
+    shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
+    x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
+    return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
+
+
+def attention_out(
+    attended: Tensor, x: Tensor, layer: Layer, eps: float, pdl: bool, reduce: Reduce | None = None
+) -> NextInput:
+    """As `reference.attention_out`, and what `mlp` reads of it.
+
+    Args:
+        attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
+        x: [M, hidden] contiguous, M = B * Q.
+        eps: of the norm in front of the MLP.
+    """
+    given = attended.reshape(len(x), -1).contiguous()
     if attended.dim() == 3:
         _, given, _ = given_to(layer.o, given, None, pdl)
-    post, out = (layer.post_norm, eps), x.new_empty(rows, layer.gate_up.shape[0] // 2)
-    x, given, squares = _added(given, layer.o, layer.o_bias, x, post, layer.gate_up, pdl)
-    call = Call(given, layer.gate_up, out, layer.gate_up_bias, post, gated=True)
-    ring(_tile(layer.gate_up, rows, gated=True), call, squares, pdl, regroup_out=True)
+    return _added(given, layer.o, layer.o_bias, x, (layer.post_norm, eps), layer.gate_up, pdl, reduce)
+
+
+def mlp(
+    given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.mlp`, for what `attention_out` returned: x [M, hidden], and q, k and v of the next layer [M, N]."""
+    x, permuted, squares = given
+    out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
+    call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
+    ring(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
     if next_layer is None:
-        return _summed(out, layer.down, layer.down_bias, x, pdl).view(shape), None
-    norm, qkv = (next_layer.input_norm, eps), x.new_empty(rows, next_layer.qkv.shape[0])
-    x, given, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl)
-    call = Call(given, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
-    whole_ring(_tile(next_layer.qkv, rows), call, squares, pdl)
-    return x.view(shape), qkv.view(*shape[:-1], -1)
+        return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
+    norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
+    x, permuted, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl, reduce)
+    call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
+    whole_ring(_tile(next_layer.qkv, len(x)), call, squares, pdl)
+    return x, qkv
 
 
 def _tile(weight: Weight, rows: int, gated: bool = False) -> Ring:
-    return tile_of(*weight.shape, rows, capability_of(weight.device), gated=gated)  # type: ignore[return-value]
+    return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
 
 
-def _summed(given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool) -> Tensor:
-    """residual + the product with `given` rows [+ bias]."""
-    out = torch.empty_like(residual)
-    whole_ring(_tile(weight, len(given)), Call(given, weight, out, bias, residual=residual), None, pdl)
+def _summed(
+    given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
+) -> Tensor:
+    """residual + the product with `given` rows, summed over devices where `reduce` does that [+ bias]."""
+    out, tile = torch.empty_like(residual), _tile(weight, len(given))
+    if reduce is not None:
+        whole_ring(tile, Call(given, weight, out), None, pdl)
+        return add_reduced(out, bias, residual, reduce)
+    whole_ring(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
     return out
 
 
 def _added(
-    given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, norm: Norm, next_layer: Weight, pdl: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`_summed`, and what `given_to` makes of it for a product with `following`."""
+    given: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Norm,
+    next_weight: Weight,
+    pdl: bool,
+    reduce: Reduce | None,
+) -> NextInput:
+    """`_summed`, and what `given_to` makes of it for a product with `next_weight`."""
     tile = _tile(weight, len(given))
-    if tile.ways is None:
-        return given_to(next_layer, _summed(given, weight, bias, residual, pdl), norm, pdl)
+    if tile.ways is None or reduce is not None:
+        return NextInput(*given_to(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
     parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
-    return given_to(next_layer, residual, norm, pdl, parts, bias)
+    return NextInput(*given_to(next_weight, residual, norm, pdl, parts, bias))

@@ -1,27 +1,15 @@
 """How packed products are launched: the split of K that belongs to a weight, and tiles by the number of rows.
 
-Measured on one NVIDIA H200, bf16, weights cold: Llama 3.1 8B and Llama 3.2 1B shapes. Other shapes take the defaults.
+Decisions only, made of numbers: this module needs neither Triton nor a GPU. `launches` acts on them. `MEASURED_ON` says
+which kernels' tiles were chosen by measurement, on which GPU: bf16, weights cold, shapes of Llama 3.1 8B and 3.2 1B.
+Other shapes take the defaults, and other GPUs are untested: results are right there, and tiles are guesses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
-import torch
-import triton
-from torch import Tensor
-from triton.experimental.gluon import language as gl
-
-from fastspec.kernels.common.launch import described, launch
-from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.large_m import wide_kernel
-from fastspec.kernels.linear.norm import norm_rows
-from fastspec.kernels.linear.small_m import narrow_kernel
-from fastspec.kernels.linear.split_k import Parts, add_up, given_rows
-from fastspec.kernels.linear.tma_sm90 import boxes, ring_kernel
-
-GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
 RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
 ALONE_ROWS = 64  # of x that a program has room for (so 49 and more): from here on weights in ALONE have other tiles
@@ -31,11 +19,17 @@ WIDE_ROWS = 128  # of the weight: 32 for each warp
 STEP = 64  # values of K that the wide kernel multiplies at a time
 RING_BYTES = (224_000, 115_000)  # of shared memory for the ring of one program on a multiprocessor, and of two
 TURNED_BYTES = 4096  # of those at most, through which the compiler puts a tile's values in rows
-ONE_EACH = 132  # programs that have a multiprocessor each on an H200, and all of its shared memory
 ROUND_ROWS = 16  # weight rows that take as long as the beginning and the end of one program more
 LONG = 16  # slabs: longer sums take a loop, and with it registers
 # bytes of shared memory that one program may have; 99 KiB elsewhere (CUDA programming guide, compute capabilities)
 ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
+
+
+class Gpu(NamedTuple):
+    """What a plan depends on of a GPU: its compute capability, and how many streaming multiprocessors (SMs) it has."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +93,19 @@ class Ring:
     @property
     def room(self) -> int:
         """Weight rows that there is shared memory for: a power of two, of which warp groups multiply 64."""
-        whole: int = triton.next_power_of_2(self.weight_rows)
-        return max(64, whole)
+        return max(64, 1 << (self.weight_rows - 1).bit_length())
 
     @property
     def boxes(self) -> list[int]:
         """`boxes` of the weight rows, three with zeros behind."""
-        sizes: list[int] = boxes(self.weight_rows)
+        sizes = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 
 
 Tile = Narrow | Wide | Ring
-Norm = tuple[Tensor, float]  # weight [K] and epsilon
+# by kind of tile: the GPU on which its entries were measured, None for untested ones
+MEASURED_ON: dict[type, str | None] = {Narrow: "NVIDIA H200", Ring: "NVIDIA H200", Wide: None}
+TESTED_CAPABILITIES = {(9, 0)}  # of the GPUs named above
 
 # by (N, K)
 SPLITS = {
@@ -144,6 +139,21 @@ ALONE = {(4096, 4096): 64, (4096, 14336): 128}
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def boxes(weight_rows: int) -> list[int]:
+    """Weight rows, a multiple of 16, as the copy engine brings them: powers of two, the largest first."""
+    return [1 << bit for bit in range(weight_rows.bit_length() - 1, 3, -1) if weight_rows >> bit & 1]
+
+
+def tested(capability: tuple[int, int]) -> bool:
+    """Whether the plan for GPUs of this compute capability was measured on one of them."""
+    return capability in TESTED_CAPABILITIES
+
+
 def supported(capability: tuple[int, int]) -> bool:
     """Whether the packed products run on a GPU of this compute capability: sm_80 and newer."""
     return capability >= (8, 0)
@@ -154,7 +164,7 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool = False, gated: bool = False) -> Tile:
+def tile_of(n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: bool = False) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
@@ -162,11 +172,12 @@ def tile_of(n: int, k: int, rows: int, capability: tuple[int, int], whole: bool 
         gated: sums are multiplied by each other.
     """
     split = split_of(n, k)
-    if rows > narrow_rows(capability):
-        ring = capability == (9, 0)
-        return _ring_of(n, k, rows, split, whole, gated) if ring else _wide_of(rows, split, capability)
+    if rows > narrow_rows(gpu.capability):
+        if gpu.capability == (9, 0):
+            return _ring_of(n, k, rows, split, gpu.multiprocessors, whole, gated)
+        return _wide_of(rows, split, gpu.capability)
     block = 8 if rows <= 8 else 16
-    steps = triton.cdiv(k, split.ways * split.slab)
+    steps = cdiv(k, split.ways * split.slab)
     own = NARROW_OWN.get((n, k)) if block == 8 else None
     weight_rows, depth, row_depth = own or NARROW[replace(split, together=1), block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
@@ -187,9 +198,9 @@ def _wide_of(rows: int, split: Split, capability: tuple[int, int]) -> Wide:
     return Wide(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
-def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) -> Ring:
+def _ring_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Ring:
     """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, ways are apart."""
-    rows = triton.cdiv(rows, triton.cdiv(rows, RING_ROWS))
+    rows = cdiv(rows, cdiv(rows, RING_ROWS))
     group = 1 << (rows.bit_length() - 1)
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
     if rest == group:
@@ -197,157 +208,34 @@ def _ring_of(n: int, k: int, rows: int, split: Split, whole: bool, gated: bool) 
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     ways = None
     if n >= MANY_WEIGHT_ROWS:
-        weight_rows, roomy = _shared_out(n, 1, few) if some else 128, not few
-    elif whole or gated or n >= 64 * ONE_EACH * 2 // 3:
-        weight_rows, roomy = 48 if n <= 48 * ONE_EACH else 64, n <= 64 * ONE_EACH
+        weight_rows, roomy = _shared_out(n, 1, sms, few) if some else 128, not few
+    elif whole or gated or n >= 64 * sms * 2 // 3:
+        weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
-        weight_rows, ways, roomy = _ways_apart(n, k, group + rest, split)
+        weight_rows, ways, roomy = _ways_apart(n, k, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Ring(group, weight_rows, warps, 0, rest, ways, None if roomy else 128)
     # of a pick, the registers do not hold a tile's end and what comes next
     if warps == 8 and not whole and ways is None:
-        tiles = triton.cdiv(n, weight_rows)
-        tile = replace(tile, programs=triton.cdiv(tiles, triton.cdiv(tiles, ONE_EACH)))
+        tiles = cdiv(n, weight_rows)
+        tile = replace(tile, programs=cdiv(tiles, cdiv(tiles, sms)))
     space = RING_BYTES[not roomy] - (TURNED_BYTES if ways is None else 0)
     return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
 
 
-def _ways_apart(n: int, k: int, rows: int, split: Split) -> tuple[int, int, bool]:
+def _ways_apart(n: int, k: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
     """Weight rows and ways of a program that leaves its sums, and whether it has a multiprocessor to itself."""
     if (n, k) in ALONE and rows >= ALONE_ROWS:
         return ALONE[n, k], split.together, True
-    ways = 1 if triton.cdiv(n, 64) * split.ways <= 2 * ONE_EACH else split.together
-    return _shared_out(n, split.ways // ways) if rows <= SOME_ROWS else 64, ways, False
+    ways = 1 if cdiv(n, 64) * split.ways <= 2 * sms else split.together
+    return _shared_out(n, split.ways // ways, sms) if rows <= SOME_ROWS else 64, ways, False
 
 
-def _shared_out(n: int, ways: int, two: bool = True) -> int:
+def _shared_out(n: int, ways: int, sms: int, two: bool = True) -> int:
     """Weight rows of a program of n: as many as leave no multiprocessor more than its share.
 
     Args:
         two: programs of 64 to 128 weight rows on a multiprocessor, or one of more than 64.
     """
-    places, sizes = (2 * ONE_EACH, (128, 112, 96, 80, 64)) if two else (ONE_EACH, (128, 112, 96, 80))
-    return min(sizes, key=lambda own: triton.cdiv(triton.cdiv(n, own) * ways, places) * (own + ROUND_ROWS))
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Operands of one product, x [M, K] contiguous; None is absent."""
-
-    x: Tensor
-    weight: Weight
-    out: Tensor
-    bias: Tensor | None = None
-    norm: Norm | None = None
-    residual: Tensor | None = None
-    keys: Tensor | None = None
-    limit: int = 0
-    gated: bool = False
-
-
-def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
-    """Constants that all kernels of products have."""
-    cut = {"K": call.x.shape[1], "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
-    return {**cut, "GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
-
-
-def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
-    """Launches a product, and before it its norm, where that is a kernel of its own."""
-    rows, k = call.x.shape
-    n, _ = call.weight.shape
-    tile = tile or tile_of(n, k, rows, capability_of(call.x.device), call.keys is not None, call.gated)
-    split = split_of(n, k)
-    if isinstance(tile, Ring):
-        _, given, squares = given_to(call.weight, call.x, call.norm, pdl)
-        whole_ring(tile, replace(call, x=given), squares, pdl)
-        return
-    gamma = scale = None
-    if call.norm is not None and isinstance(tile, Narrow) and tile.rows <= FUSED_ROWS:
-        gamma = call.norm[0].view(torch.int32)
-    elif call.norm is not None:
-        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, GLUON_TYPE[call.x.dtype], pdl)
-        call = replace(call, x=x)
-    ends = (scale, call.bias, call.residual, call.out, call.keys)
-    numbers = (call.limit, 0 if call.keys is None else call.out.stride(0))
-    shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
-    # no contraction that the kernels do not ask for: two of them must round alike
-    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    words = (call.x.view(torch.int32), call.weight.words())
-    steps = triton.cdiv(k, split.ways * split.slab)
-    if isinstance(tile, Narrow):
-        grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))
-        loops = max(0, (steps - tile.depth - 1) // tile.depth)
-        eps = 0.0 if call.norm is None else call.norm[1]
-        shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
-        if (n, k) in L1_FIRST:
-            options["least_shared"] = 0
-        launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
-        return
-    grid = (triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows * tile.groups))
-    turns = triton.cdiv(steps * (split.slab // STEP), tile.depth)
-    shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
-    options |= {"num_warps": tile.warps}
-    launch(wide_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
-
-
-def given_to(
-    weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`given_rows` for a product of the ring's kernel with `weight`."""
-    split = split_of(*weight.shape)
-    return given_rows(x, norm, (split.ways, split.slab), GLUON_TYPE[x.dtype], pdl, parts, bias)
-
-
-def whole_ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """`ring`, and behind it what adds up ways that were left apart."""
-    parts = ring(tile, call, squares, pdl)
-    if parts is not None:
-        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
-
-
-def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
-    """Launches the ring's kernel.
-
-    Args:
-        call: x as `given_to` makes it.
-        squares: what comes with it.
-        regroup_out: the result is regrouped as x is.
-
-    Returns:
-        Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
-    """
-    rows, k = call.x.shape
-    n, _ = call.weight.shape
-    split = split_of(n, k)
-    ways, parts = split.together, None
-    if tile.ways is not None:
-        ways = tile.ways
-        sums = call.x.new_empty(split.ways // ways, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.together // ways)
-    blocks = triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows + tile.rest)
-    eps = 0.0 if call.norm is None else call.norm[1]
-    stride = 0 if call.keys is None else call.out.stride(0)
-    words = call.weight.words(n // 16, k // 4, 32)
-    shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
-    shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
-    shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
-    launch(
-        ring_kernel,
-        (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
-        described(call.x, [tile.rows, 64]),
-        described(call.x, [tile.rest, 64]) if tile.rest else None,
-        *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        *(squares if parts is None else None, call.bias, call.residual, call.out, call.keys),
-        *(None if parts is None else parts.sums, rows, n, eps, call.limit, stride),
-        **shape,
-        num_warps=tile.warps,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-        maxnreg=tile.registers,
-    )
-    return parts
+    places, sizes = (2 * sms, (128, 112, 96, 80, 64)) if two else (sms, (128, 112, 96, 80))
+    return min(sizes, key=lambda own: cdiv(cdiv(n, own) * ways, places) * (own + ROUND_ROWS))

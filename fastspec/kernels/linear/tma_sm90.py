@@ -40,6 +40,9 @@ from fastspec.kernels.linear.epilogue import (
     write_tile,
 )
 from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
+from fastspec.kernels.linear.plan import boxes
+
+_boxes = gluon.constexpr_function(boxes)  # what device code can call
 
 
 @gluon.constexpr_function
@@ -73,20 +76,14 @@ def _steps_in_all(STEPS, S, together, apart):
 
 
 @gluon.constexpr_function
-def boxes(OWN):
-    """OWN weight rows, a multiple of 16, as the copy engine brings them: powers of two, the largest first."""
-    return [1 << bit for bit in range(OWN.bit_length() - 1, 3, -1) if OWN >> bit & 1]
-
-
-@gluon.constexpr_function
 def _box_first(OWN, index):
     """In groups of 16 rows, as `_box_size`."""
-    return sum(boxes(OWN)[:index]) // 16
+    return sum(_boxes(OWN)[:index]) // 16
 
 
 @gluon.constexpr_function
 def _box_size(OWN, index):
-    return boxes(OWN)[index] // 16
+    return _boxes(OWN)[index] // 16
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope
-from fastspec.kernels.reference.layer import layer_tail
+from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
     linear,
@@ -19,11 +19,13 @@ from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, v
 __all__ = [
     "argmax",
     "attend",
+    "attention_out",
     "commit",
     "embed",
     "feed_rows",
     "layer_tail",
     "linear",
+    "mlp",
     "packed_argmax",
     "packed_linear",
     "paged_attention",

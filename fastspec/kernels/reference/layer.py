@@ -26,6 +26,58 @@ class Layer(Protocol):
     down_bias: Tensor | None
 
 
+Reduce = Callable[[Tensor], Tensor]  # the sum of what each device has, given to each of them: an all-reduce
+
+
+def attention_out(
+    linear: Callable[..., Tensor],
+    attended: Tensor,
+    x: Tensor,
+    layer: Layer,
+    tiling: Tiling,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """The residual stream behind a layer's attention: x + attended o^T [+ bias].
+
+    Args:
+        linear: the op of that name.
+        attended: [B, Q, H * D], what attention gave. With `reduce`, of the heads of this device.
+        x: [B, Q, hidden], the residual stream.
+        layer: with `reduce`, `layer.o` has this device's columns.
+        reduce: sums products [B, Q, hidden] over devices; None where one device has the whole layer.
+    """
+    return _added(linear, attended, layer.o, layer.o_bias, x, tiling, reduce)
+
+
+def mlp(
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    layer: Layer,
+    next_layer: Layer | None,
+    eps: float,
+    tiling: Tiling,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The residual stream behind a layer's MLP, and the product that goes into the next layer's attention.
+
+    Args:
+        linear: the op of that name.
+        x: [B, Q, hidden], what `attention_out` returned.
+        layer: with `reduce`, `gate_up` has this device's rows of each half, and `down` the same columns.
+        next_layer: None behind the last layer.
+        eps: of the norms.
+        reduce: as in `attention_out`.
+
+    Returns:
+        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None behind the last.
+    """
+    gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
+    x = _added(linear, gated, layer.down, layer.down_bias, x, tiling, reduce)
+    if next_layer is None:
+        return x, None
+    return x, linear(x, next_layer.qkv, next_layer.qkv_bias, tiling, norm=(next_layer.input_norm, eps))
+
+
 def layer_tail(
     linear: Callable[..., Tensor],
     attended: Tensor,
@@ -34,21 +86,31 @@ def layer_tail(
     next_layer: Layer | None,
     eps: float,
     tiling: Tiling,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What lies between the attention of a layer and that of the `following` one, None behind the last.
+    """What lies between the attention of a layer and that of the next: `attention_out`, then `mlp`.
 
-    Args:
-        linear: the op of that name.
-        attended: [B, Q, H * D], what attention gave.
-        x: [B, Q, hidden], the residual stream.
-        eps: of the norms.
-
-    Returns:
-        The residual stream behind `layer`, and the product that goes into the attention of `following`.
+    Arguments and results are theirs.
     """
-    x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
-    gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
-    x = linear(gated, layer.down, layer.down_bias, tiling, residual=x)
-    if next_layer is None:
-        return x, None
-    return x, linear(x, next_layer.qkv, next_layer.qkv_bias, tiling, norm=(next_layer.input_norm, eps))
+    x = attention_out(linear, attended, x, layer, tiling, reduce)
+    return mlp(linear, x, layer, next_layer, eps, tiling, reduce)
+
+
+def add_reduced(product: Tensor, bias: Tensor | None, residual: Tensor, reduce: Reduce) -> Tensor:
+    """residual + (sum of products over devices [+ bias]); the bias is added once, by every device behind the sum."""
+    product = reduce(product)
+    return residual + (product if bias is None else product + bias)
+
+
+def _added(
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    tiling: Tiling,
+    reduce: Reduce | None,
+) -> Tensor:
+    if reduce is None:
+        return linear(x, weight, bias, tiling, residual=residual)
+    return add_reduced(linear(x, weight, None, tiling), bias, residual, reduce)

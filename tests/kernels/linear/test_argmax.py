@@ -41,8 +41,9 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         cases = [(17, 304, 1), (40, 304, 132), (64, 16384, 132), (70, 304, 132), (150, 304, 132), (200, 16384, 132)]
         for rows, many, multiprocessors in cases:
             monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
-            monkeypatch.setattr(packed.plan, "ONE_EACH", multiprocessors)
-            tile = packed.plan.tile_of(304, 512, rows, (9, 0), True)
+            gpu = packed.plan.Gpu((9, 0), multiprocessors)
+            monkeypatch.setattr(packed.launches, "gpu_of", lambda device, gpu=gpu: gpu)
+            tile = packed.plan.tile_of(304, 512, rows, gpu, True)
             assert isinstance(tile, packed.plan.Ring)
             assert (tile.weight_rows < tile.room) == (multiprocessors == 1 or rows == 70 or many > 304)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")

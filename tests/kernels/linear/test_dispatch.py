@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def modules(device: str, capability: tuple[int, int] = (9, 0), late: bool = True
     else:
         from fastspec.kernels.linear import argmax, dispatch, plan
 
-        yield SimpleNamespace(launch=plan, linear=dispatch, argmax=argmax)
+        yield SimpleNamespace(plan=plan, dispatch=dispatch, argmax=argmax)
 
 
 def case(
@@ -152,7 +152,7 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
             monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
             monkeypatch.setattr(launch, "ALONE", alone)
             if capability == (9, 0) and rows == 40:
-                taken = launch.tile_of(144, 1408, rows, capability).ways
+                taken = launch.tile_of(144, 1408, rows, launch.Gpu(capability, 132)).ways
                 assert taken == (None if many == 1 else together if alone else 1)
 
             def product(x: Tensor, rows: int = rows) -> Tensor:
@@ -324,7 +324,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         assert split.ways % split.together == 0
         for rows in ROWS:
             for whole in (False, True):
-                tile = launch.tile_of(n, k, rows, capability, whole)
+                tile = launch.tile_of(n, k, rows, launch.Gpu(capability, 132), whole)
                 if isinstance(tile, launch.Narrow):
                     assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
@@ -347,6 +347,26 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     assert rows > 16
                     assert isinstance(tile, launch.Wide)
                     assert tile.depth >= 2
+
+
+def test_the_plan_names_where_it_was_measured() -> None:
+    from fastspec.kernels.linear import plan
+
+    assert set(plan.MEASURED_ON) == set(get_args(plan.Tile))
+    assert [plan.tested(each) for each in ((8, 0), (9, 0), (10, 0))] == [False, True, False]
+    kinds = {type(plan.tile_of(4096, 4096, rows, plan.Gpu((9, 0), 132))) for rows in ROWS}
+    assert all(plan.MEASURED_ON[kind] for kind in kinds), "a tile of a tested GPU is not measured"
+
+
+def test_fewer_multiprocessors_have_fewer_programs() -> None:
+    """The plan is made for the GPU it is given: those of an H100 PCIe, 114, never leave some without a program."""
+    from fastspec.kernels.linear import plan
+
+    for sms in (114, 132):
+        tile = plan.tile_of(28672, 4096, 160, plan.Gpu((9, 0), sms), gated=True)
+        assert isinstance(tile, plan.Ring)
+        assert tile.programs is not None
+        assert tile.programs <= sms
 
 
 def test_which_gpus_are_supported() -> None:

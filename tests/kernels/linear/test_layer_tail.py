@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +88,8 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:
-            monkeypatch.setattr(packed.plan, "ONE_EACH", 132 if many > 256 else 2)
+            gpu = packed.plan.Gpu((9, 0), 132 if many > 256 else 2)
+            monkeypatch.setattr(packed.launches, "gpu_of", lambda device, gpu=gpu: gpu)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
                 attended, given = inputs(layers[0], rows)
@@ -118,6 +123,97 @@ def test_few_rows_and_other_weights_go_elsewhere() -> None:
         assert not packed.layer_tail.in_a_ring([weight, Weight(weight.unpack())], 17)
     with modules("cpu", (8, 0)) as packed:
         assert not packed.layer_tail.in_a_ring([weight], 17)
+
+
+def half_of(layer: SimpleNamespace, half: int) -> SimpleNamespace:
+    """What one of two devices has of a layer: rows of qkv and of gate and up, columns of o and of down."""
+    columns = {name: getattr(layer, name).unpack().chunk(2, 1)[half] for name in ("o", "down")}
+    gate, up = layer.gate_up.unpack().chunk(2)
+    gate_up = torch.cat([gate.chunk(2)[half], up.chunk(2)[half]])
+    gate_bias, up_bias = layer.gate_up_bias.chunk(2)
+    matrices = {**columns, "gate_up": gate_up, "qkv": layer.qkv.unpack().chunk(2)[half]}
+    packed = {name: Weight.pack(matrix, name == "gate_up") for name, matrix in matrices.items()}
+    biases = {
+        "gate_up_bias": torch.cat([gate_bias.chunk(2)[half], up_bias.chunk(2)[half]]),
+        "qkv_bias": layer.qkv_bias.chunk(2)[half],
+    }
+    return SimpleNamespace(**{**vars(layer), **packed, **biases})
+
+
+class SumOfTwo:
+    """An all-reduce of two threads."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def __call__(self, half: int, product: Tensor) -> Tensor:
+        self.given[half] = product
+        self.barrier.wait()
+        total = self.given[0] + self.given[1]
+        self.barrier.wait()  # nobody gives the next product before both have read these
+        return total
+
+
+def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], attended: Tensor, x: Tensor) -> list[Any]:
+    """What tail(attended, x, layer, next_layer, reduce) gives each of two threads that have half of the layers."""
+    summed = SumOfTwo()
+
+    def one(half: int) -> Any:
+        mine = [half_of(layer, half) for layer in layers]
+        next_layer = mine[1] if len(mine) > 1 else None
+        return tail(attended.chunk(2, -1)[half], x, mine[0], next_layer, partial(summed, half))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_two_halves_and_a_sum_are_the_whole_layer(last: bool) -> None:
+    """In torch. Products are rounded to bf16 before the sum, so results are close and not the same."""
+    layers = [a_layer(256, 512, 256, 512, "cpu", seed, torch.bfloat16, True) for seed in range(1 if last else 2)]
+    attended, x = inputs(layers[0], 5)
+
+    def tail(attended: Tensor, x: Tensor, layer: Any, next_layer: Any, reduce: Any = None) -> Any:
+        return reference.layer_tail(reference.linear, attended, x, layer, next_layer, 1e-5, UNTILED, reduce)
+
+    whole_x, whole_qkv = tail(attended, x, layers[0], None if last else layers[1])
+    (x_0, qkv_0), (x_1, qkv_1) = on_two_devices(tail, layers, attended, x)
+    assert torch.equal(x_0, x_1)
+    torch.testing.assert_close(x_0, whole_x, rtol=0.02, atol=0.05)
+    if last:
+        assert qkv_0 is qkv_1 is whole_qkv is None
+    else:
+        torch.testing.assert_close(torch.cat([qkv_0, qkv_1], -1), whole_qkv, rtol=0.02, atol=0.1)
+
+
+def test_a_sum_over_devices_goes_behind_o_and_behind_down() -> None:
+    """Of the chain of kernels: what `reduce` is given, and that its result goes on, to the bits of single products."""
+    layers = [a_layer(128, 384, 256, 272, "cpu", seed, torch.bfloat16, True) for seed in range(2)]
+    attended, x = inputs(layers[0], 18)
+    with modules("cpu") as packed:
+
+        def linear(x: Tensor, weight: Weight, bias: Tensor | None, tiling: Any, **options: Any) -> Tensor:
+            found: Tensor = packed.dispatch.packed_linear(x, weight, bias, pdl=True, **options)
+            return found
+
+        seen: list[list[Tensor]] = [[], []]
+
+        def reduce(product: Tensor, calls: list[Tensor]) -> Tensor:
+            calls.append(product.clone())
+            return product * 3
+
+        for next_layer in (layers[1], None):
+            chain = packed.layer_tail.layer_tail(
+                attended, x, layers[0], next_layer, 1e-5, True, partial(reduce, calls=seen[0])
+            )
+            given = (linear, attended, x, layers[0], next_layer, 1e-5, UNTILED)
+            wanted = reference.layer_tail(*given, partial(reduce, calls=seen[1]))
+            assert torch.equal(chain[0], wanted[0])
+            assert (chain[1] is None) == (next_layer is None)
+            assert next_layer is None or torch.equal(chain[1], wanted[1])
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert all(torch.equal(ours.view(theirs.shape), theirs) for ours, theirs in zip(*seen, strict=True))
 
 
 @pytest.mark.gpu

@@ -173,7 +173,7 @@ def test_tables_fit_their_devices() -> None:
 
 def test_arguments_are_checked() -> None:
     x, weight, _ = case(2, 16, 64, torch.float16, "cpu")
-    with pytest.raises(ValueError, match="packed"):
+    with pytest.raises(ValueError, match="pack it first"):
         prefill.prefill_linear(x, Weight(weight.unpack()))
     with pytest.raises(ValueError, match="wanted both"):
         prefill.prefill_linear(x.float(), Weight(weight.data.float(), "packed"))
