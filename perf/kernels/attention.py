@@ -8,7 +8,7 @@ bytes of K and V come to. SDPA gets K and V contiguous, queries rotated, and not
 
 Usage: python -m perf.kernels.attention [--models 8b 1b] [--queries 1 6] [--contexts 128 1024 32768 131072]
        [--batch 1] [--splits 128 256] [--chunks 2048 8192] [--repeats 15] [--chain] [--flex]
-       [--kernel tiles | fragments | ring]
+       [--kernel tiles | mma | tma]
 """
 
 from __future__ import annotations
@@ -249,12 +249,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    kernels = ["tiles", "fragments", "ring"]
+    kernels = ["tiles", "mma", "tma"]
     parser.add_argument("--kernel", choices=kernels, help="for steps; by default what the library takes")
     given = parser.parse_args(arguments)
     if given.kernel:
         attention.uses_mma = lambda *args: given.kernel != "tiles"
-        plan.LATE_FROM = 0 if given.kernel == "ring" else 2**30  # every row, or none
+        plan.LATE_FROM = 0 if given.kernel == "tma" else 2**30  # every row, or none
     ceiling = timing.read_ceiling()
     print(f"read ceiling {ceiling:.0f} GB/s", flush=True)
     records = []

@@ -19,8 +19,7 @@ from tests.helpers.compile_kernels import PDL_FROM, Entry
 KERNELS = {each.__name__: each for each in (fragment_kernel, batch_kernel, shares_kernel, gather_kernel)}
 SMS = 132  # of the GPU that is planned for
 ELEMENT = {2: "*bf16", 4: "*fp32"}
-FRAGMENT_DIMS = (64, 128)  # that the kernel out of registers can take, whether or not it is used for them
-RING_ARCH = 90  # the one whose warp groups multiply
+TMA_ARCH = 90  # the one whose warp groups multiply
 LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
 
 ROWS = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr", "query_ptr")
@@ -40,8 +39,8 @@ COUNTS = (
     "num_pages",
     "num_angles",
 )
-# (rows, pairs, splits) of every launch of `plan.early_plan`: few programs, one for each split, several splits to a
-# program one after the other, and two at once
+# (rows, pairs, splits) of every launch of `plan.early_plan`: few CTAs, one for each split, several splits to a
+# CTA one after the other, and two at once
 SHORT = (
     (8, 8, 2),
     *((8, 8, 16), (16, 192, 1), (24, 192, 1), (32, 192, 1)),
@@ -62,10 +61,10 @@ def entries(arch: int) -> Iterator[Entry]:
     for dim in (64, 128) if arch >= PDL_FROM else ():
         for rows, pairs, splits in SHORT:
             planned = plan.early_plan(gpu, plan.Pass(rows, pairs, dim), splits)
-            for variant, regroup in ((PLAIN, arch == RING_ARCH), (FULL, False)):
+            for variant, regroup in ((PLAIN, arch == TMA_ARCH), (FULL, False)):
                 constants = {**planned.constants, "REGROUP": regroup}
                 yield _entry(KERNELS[planned.kernel], 2, constants, planned.options, variant, arch)
-    for dim in (64, 128) if arch == RING_ARCH else ():
+    for dim in (64, 128) if arch == TMA_ARCH else ():
         late = [plan.late_plan(gpu, plan.Pass(4, pairs, dim), 64) for pairs in (8, 64)]
         for planned in (plan.gather_plan(plan.Pass(4, 8, dim)), *late):
             for variant in (PLAIN, FULL):

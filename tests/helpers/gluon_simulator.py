@@ -441,7 +441,7 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
         yield SimpleNamespace(**loaded, plan=plan)
 
 
-def attention_by_ring() -> dict[str, Any]:
+def attention_by_tma() -> dict[str, Any]:
     """The kernels of decode_tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
     with _loaded([f"attention/{name}" for name in ATTENTION]) as modules:
         return {"shares_kernel": modules[-2].shares_kernel, "gather_kernel": modules[-1].gather_kernel}

@@ -1,4 +1,4 @@
-"""The second launch of a decoding pass over a long cache: adds up what splits left."""
+"""The second launch of a decoding pass over a long cache: combines the partial sums of all splits of a row."""
 
 # mypy: disable-error-code="assignment, misc"
 # blocks change their layout under one name
@@ -11,21 +11,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.kv_loads import split_of, start_of
 from fastspec.kernels.attention.mma_tiles import _along, shift_of
-from fastspec.kernels.attention.query_rows import fed_positions, reach
+from fastspec.kernels.attention.query_rows import kv_range, new_positions
 
 GATHER_WARPS = gl.constexpr(4)
-EACH = gl.constexpr(8)  # neighbouring splits that a warp takes at a time; with GATHER_WARPS, part of the bits of a row
+# neighbouring splits that a warp takes at a time; with GATHER_WARPS, part of the bits of a row
+SPLITS_PER_WARP = gl.constexpr(8)
 
 
 @gluon.jit
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """What each warp's EACH splits, of those from `begin` on, left of a row.
+    """What each warp's SPLITS_PER_WARP splits, of those from `begin` on, left of a row.
 
-    Averages [WARPS, EACH, D], and their weights as log2 [WARPS, EACH, 1].
+    Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
     """
-    number = begin + _along(WARPS, 0, layout) * EACH + _along(EACH, 1, layout)
+    number = begin + _along(WARPS, 0, layout) * SPLITS_PER_WARP + _along(SPLITS_PER_WARP, 1, layout)
     there = (number >= first) & (number <= last)
     at = number * rows + row
     # past L1, where an older content of the same memory may lie
@@ -64,40 +65,40 @@ def gather_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,
-    RUNGS: gl.constexpr,
-    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
+    SPLIT_SIZES: gl.constexpr,
+    LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
-    TILE: gl.constexpr,  # query rows of a program that left partial sums
+    TILE: gl.constexpr,  # query rows of a tile of shares_kernel
     PDL: gl.constexpr,
 ):
-    """Program i of B * Hkv * Q * GROUP adds up the splits that the tile of row i looked into.
+    """CTA i of B * Hkv * Q * GROUP combines the splits that the tile of row i has keys in.
 
-    Each warp takes EACH of every WARPS * EACH splits, counted from the first of all: a split that a row did not look
-    into changes no bit of it. There is little to compute and much to wait for, so that a warp does nothing that
-    another one does as well, and has its next splits on their way.
+    Each warp takes SPLITS_PER_WARP of every WARPS * SPLITS_PER_WARP splits, counted from the first of all: a split
+    without keys for a row changes no bit of it. The kernel waits for memory more than it computes. So no two warps do
+    the same work, and a warp loads its next splits before it adds up the last ones.
 
     partial_ptr: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
     the sums of their weights.
     """
     WARPS: gl.constexpr = GATHER_WARPS
-    AT_ONCE: gl.constexpr = WARPS * EACH
-    layout: gl.constexpr = gl.BlockedLayout([1, EACH, D // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    AT_ONCE: gl.constexpr = WARPS * SPLITS_PER_WARP
+    layout: gl.constexpr = gl.BlockedLayout([1, SPLITS_PER_WARP, D // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
     rows = num_queries * GROUP  # of one kv head
     row, pair = gl.program_id(0) % rows, gl.program_id(0) // rows
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
     if PDL:
         gdc_launch_dependents()
-    given = fed_positions(position_ptr + batch * num_queries, num_queries, WARPS)
-    limit = start_of(splits, RUNGS)
-    _f, oldest, newest = reach(given, row // TILE, FROM, limit, TILE, WINDOW, GROUP, WARPS)
-    first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
-    # of one split the output is there already, as of rows at earlier positions. The first program waits all the same:
-    # what is launched next waits for this kernel alone, which must not end before the other one
+    new = new_positions(position_ptr + batch * num_queries, num_queries, WARPS)
+    limit = start_of(splits, SPLIT_SIZES)
+    _f, oldest, newest = kv_range(new, row // TILE, LATE_FROM, limit, TILE, WINDOW, GROUP, WARPS)
+    first, last = split_of(oldest, SPLIT_SIZES), split_of(newest, SPLIT_SIZES)
+    # a row with one split has its output already, and rows at earlier positions are not this kernel's. The first CTA
+    # waits all the same: the next kernel waits for this one alone, so this one must not end before shares_kernel
     at = gl.load(position_ptr + batch * num_queries + row // GROUP, cache_modifier=".cg")
-    nothing = (at < FROM) | (newest < 0) | (first == last)
+    nothing = (at < LATE_FROM) | (newest < 0) | (first == last)
     if nothing & (gl.program_id(0) > 0):
         return
     if PDL:

@@ -1,4 +1,4 @@
-"""Pieces of decode_mma.py and decode_mma_batch.py: what the splits of a tile left is added up once all are there."""
+"""Pieces of decode_mma.py and decode_mma_batch.py: combining the partial sums of a tile's splits."""
 
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -9,16 +9,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attention.mma_layouts import met, room_place
-from fastspec.kernels.attention.mma_tiles import EIGHT, averaged, finish, shift_of
+from fastspec.kernels.attention.mma_layouts import merged_layout, softmax_memory_layout
+from fastspec.kernels.attention.mma_tiles import EIGHT, averaged, shift_of, store_output
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
-FEW, SOME = gl.constexpr(4), gl.constexpr(8)  # sums on their way at once: as many as short rows leave; and others
+# partial sums that are loaded at a time: of rows with few splits, and of others
+MIN_SUMS_IN_FLIGHT = gl.constexpr(4)
+MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 
 
 @gluon.jit
 def joined(top, total, out, weight, mean):
-    """An average so far, out [R, D] / total [R], with that of another split, as `keep` has it; [R] as log2.
+    """An average so far, out [R, D] / total [R], with that of another split, as `store_partial` has it; [R] as log2.
 
     Of a split that a row sees nothing of, weight = -inf, nothing is joined, to the bit.
     """
@@ -55,8 +57,8 @@ def _combine(
 ):
     """The output of a tile of G groups of rows: splits first .. last, joined in ascending order.
 
-    AT_ONCE of all rows are on their way before one is there. Read past L1, where an older content of the same memory
-    may lie.
+    AT_ONCE sums of each row are loaded before the first is used. Loads bypass L1, which may hold older contents of
+    the same memory.
     """
     layout: gl.constexpr = _row_layout(D, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -86,44 +88,44 @@ def _combine(
                 tops, totals, outs = new_tops, new_totals, new_outs
     for g in gl.static_range(G):
         mean, _weight = averaged(outs[g], tops[g], totals[g])
-        finish(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
+        store_output(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
 
 
 @gluon.jit
-def room_for(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
-    """Shared memory for what `joined` returns of rows, with nothing joined yet."""
-    layout: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
+def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
+    """Shared memory for the state of an online softmax of R rows, as `joined` returns it; of no split yet."""
+    layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    top = gl.allocate_shared_memory(gl.float32, [R], few, gl.full([R], -float("inf"), gl.float32, row))
-    total = gl.allocate_shared_memory(gl.float32, [R], few, gl.zeros([R], gl.float32, row))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    top = gl.allocate_shared_memory(gl.float32, [R], flat, gl.full([R], -float("inf"), gl.float32, row))
+    total = gl.allocate_shared_memory(gl.float32, [R], flat, gl.zeros([R], gl.float32, row))
     out = gl.zeros([R, D], gl.float32, layout)
-    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], room_place(R, D, REGROUP), out)
+    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], softmax_memory_layout(R, D, REGROUP), out)
 
 
 @gluon.jit
-def join(room, splits):
-    """Joins splits, as `together` returns them, to what is in a room; returns the average [R, D] of all of them."""
+def join(memory, splits):
+    """Joins splits, as `merge_parts` returns them, to a `softmax_memory`; returns the average [R, D] of all."""
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    top, total, out = room[0].load(row), room[1].load(row), room[2].load(layout)
+    top, total, out = memory[0].load(row), memory[1].load(row), memory[2].load(layout)
     for i in gl.static_range(len(splits)):
         top, total, out = joined(top, total, out, splits[i][1], splits[i][0])
-    room[0].store(top)
-    room[1].store(total)
-    room[2].store(out)
+    memory[0].store(top)
+    memory[1].store(total)
+    memory[2].store(out)
     average, _weight = averaged(out, top, total)
     return average
 
 
 @gluon.jit
-def settle(
+def combine_splits(
     mean_ptr,
     weight_ptr,
     count_ptr,  # of the tile
     first,
     last,
-    mine,  # how many of them this program has kept
+    mine,  # how many of them this CTA has stored
     out_ptr,
     batch,
     kv_head,
@@ -136,15 +138,15 @@ def settle(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Adds up splits first .. last of a tile once all are kept: the program that keeps the last of them does."""
-    thread_barrier()  # what other threads kept is read below; and the counter is raised by one thread, for all
+    """Combines splits first .. last of a tile: the CTA that stores the last of them does, found by a counter."""
+    thread_barrier()  # other threads' stores are read below; and one thread raises the counter for all
     if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
         return
     gl.store(count_ptr, 0)
     thread_barrier()
     sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
-    # of more rows, so many splits do not fit into registers; and what few leave would wait for more instructions
-    if G <= 2 and last - first >= FEW:
-        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, SOME)
+    # for more rows, so many sums do not fit into registers; with few splits, the longer code costs more than it saves
+    if G <= 2 and last - first >= MIN_SUMS_IN_FLIGHT:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, MAX_SUMS_IN_FLIGHT)
     else:
-        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, FEW)
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, MIN_SUMS_IN_FLIGHT)

@@ -7,9 +7,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.prefill import pages_of, slots_of
-from fastspec.kernels.attention.rope import NEW_ROWS, append, columns, turned
+from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, columns
 
-FAN = tl.constexpr(16)  # partial sums that one program adds up
+FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
 PEEK_KEYS = tl.constexpr(256)  # keys prefetched into L2 before the wait
 
 
@@ -45,7 +45,7 @@ def peek(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Prefetches the first PEEK_KEYS keys and values of this program, by what positions and table say now."""
+    """Prefetches the first PEEK_KEYS keys and values of this CTA, by the positions and the table as they are now."""
     newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
     at = start + tl.arange(0, PEEK_KEYS)
     wanted = (at <= newest) & (at < start + split_keys)
@@ -68,7 +68,7 @@ def averaged(out, top, total):
 
 
 @triton.jit
-def keep(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Stores averages of rows [R] and their weights as numbers `at`."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     tl.store(weight_ptr + at, weight, mask=valid)
@@ -76,7 +76,7 @@ def keep(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, 
 
 
 @triton.jit
-def finish(
+def store_output(
     out_ptr,
     batch,
     kv_head,
@@ -97,7 +97,7 @@ def finish(
 
 @triton.jit
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Numbers `first` .. `last` of what `keep` stored of rows [R], together in ascending order.
+    """Numbers `first` .. `last` of what `store_partial` stored of rows [R], together in ascending order.
 
     Read past L1, where an older content of the same memory may lie.
     """
@@ -155,9 +155,9 @@ def combine(
         valid = row < row_stop
         mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, valid, HEAD_DIM, BLOCK_D)
         if final:
-            finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            store_output(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
         else:
-            keep(mean_ptr, weight_ptr, target * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
+            store_partial(mean_ptr, weight_ptr, target * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -314,7 +314,7 @@ def _decode_kernel(
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
 
     table_ptr += batch * table_stride
-    q1, q2 = turned(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    q1, q2 = apply_rope(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
     append(
         qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
         batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
@@ -333,7 +333,7 @@ def _decode_kernel(
     )  # fmt: skip
 
     if first == last:
-        finish(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_output(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
         return
     splits = tl.num_programs(1)
     groups = tl.cdiv(splits, FAN)
@@ -341,7 +341,7 @@ def _decode_kernel(
     base = pair * (splits + groups) * rows
     mean_ptr, weight_ptr = partial_ptr + base * HEAD_DIM, partial_ptr + (nodes * HEAD_DIM + base)
     count_ptr += tl.program_id(0) * (1 + groups)
-    keep(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
+    store_partial(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
     group = split // FAN
     begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)
     tl.debug_barrier()  # the counter is raised by one thread, for all

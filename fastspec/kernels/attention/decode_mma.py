@@ -20,34 +20,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.combine_mma import settle
+from fastspec.kernels.attention.combine_mma import combine_splits
 from fastspec.kernels.attention.mma_tiles import (
     EIGHT,
     KEYS,
     ROWS,
     begun,
-    finish,
-    held_rows,
-    hold,
-    keep,
     keys_at,
+    merge_parts,
     places_of,
     positions_of,
     rows_of,
     scores_of,
-    together,
+    stage_q,
+    staged_rows,
+    store_output,
+    store_partial,
     values_at,
 )
 from fastspec.kernels.attention.query_rows import (
     NEW_ROWS,
     angles,
     append,
-    fed_positions,
+    apply_rope,
     head_layout,
     idle,
-    reach,
+    kv_range,
+    new_positions,
     slots_of,
-    turned,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
@@ -83,16 +83,16 @@ def fragment_kernel(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    G: gl.constexpr,  # groups of query rows of a program
+    G: gl.constexpr,  # groups of 8 query rows in a tile
     S: gl.constexpr,  # parts of a block of keys, each with a softmax of its own; a warp has one, or two have
-    REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
+    REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of dispatch.py, whose arguments these are."""
+    """As `_decode_kernel` of decode.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
-    HELD: gl.constexpr = held_rows(G)
+    STAGED: gl.constexpr = staged_rows(G)
     WARPS: gl.constexpr = gl.num_warps()
     split = gl.program_id(1)
     rows = num_queries * GROUP  # of one kv head
@@ -106,14 +106,14 @@ def fragment_kernel(
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py.
-    given = fed_positions(at_batch, num_queries, WARPS)
+    new = new_positions(at_batch, num_queries, WARPS)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
-    held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
-    row = tile * TILE + held
-    valid = (row < rows) & (held < TILE)
+    staged = gl.arange(0, STAGED, layout=gl.SliceLayout(1, head_of))
+    row = tile * TILE + staged
+    valid = (row < rows) & (staged < TILE)
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     if (split < first) | (split > last):
         idle(newest, PDL)
@@ -124,14 +124,14 @@ def fragment_kernel(
     where = places_of(
         key_ptr, value_ptr, table_ptr, start, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, S
     )  # fmt: skip
-    keys = keys_at(where, 0, gl.minimum(fresh, stop), None, HALF)
-    values = values_at(where, 0, gl.minimum(fresh, stop), None)
-    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    keys = keys_at(where, 0, gl.minimum(first_new, stop), None, HALF)
+    values = values_at(where, 0, gl.minimum(first_new, stop), None)
+    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     slots = slots_of(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = positions_of(at_batch, tile * TILE, rows, HELD, GROUP, S)
+    positions = positions_of(at_batch, tile * TILE, rows, STAGED, GROUP, S)
     if PDL:
         gdc_wait()
 
@@ -141,8 +141,8 @@ def fragment_kernel(
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
     append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    queries = hold(q1, q2)
+    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    queries = stage_q(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
@@ -150,23 +150,23 @@ def fragment_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    keys = keys_at(where, fresh, stop, keys, HALF)
-    values = values_at(where, fresh, stop, values)
+    keys = keys_at(where, first_new, stop, keys, HALF)
+    values = values_at(where, first_new, stop, values)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
     scores = scores_of(queries, keys, start, positions, scale, WINDOW, S, HALF)
     # product after product: the sums of one leave their registers before those of the next take any
-    for p in gl.static_range(HELD // ROWS):
+    for p in gl.static_range(STAGED // ROWS):
         top, totals, out = begun(scores[p], values, S)
-        mean, weight = together(top, totals, out, S, rows_of(G, p), REGROUP)[0]
+        mean, weight = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)[0]
         done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
         if first == last:
-            finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
         else:
-            keep(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
+            store_partial(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
     if first < last:
-        settle(
+        combine_splits(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
             num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

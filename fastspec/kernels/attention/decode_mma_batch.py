@@ -1,11 +1,11 @@
-"""The decoding kernel of dispatch.py for many splits: what decode_mma.py computes, several of them to a program.
+"""The decoding kernel of early rows for many splits: as decode_mma.py, with several splits to a CTA.
 
-Where there is room for more splits than a device runs programs, one for each would spend more instructions on its
-queries, positions and places than on its keys. So a program takes several neighbouring splits of its tile: a block of
-AT_ONCE of them by warps of their own, and block after block, as many as each other program. How many there are it finds
-among the positions, for a captured step knows only for how many there is room. As soon as a product has taken a block's
-keys or values out of its registers, the next one's loads begin. Where these are all splits of the tile it joins each to
-those before as it goes, in shared memory, and nobody else adds up. The bits are the same.
+Where there is room for more splits than CTAs run at a time, a CTA for each would spend more instructions on queries,
+positions and addresses than on keys. So a CTA takes a run of neighbouring splits of its tile, in blocks of AT_ONCE
+splits, each split read by warps of its own. All CTAs of a tile have about as many blocks. How many it has, the kernel
+finds from the positions: a captured graph knows only the room of a pass. The loads of the next block begin as soon as a
+product has taken the keys or values of this one from registers. A CTA that has all splits of a tile joins each to those
+before it in shared memory, so that no partial sums are stored. The bits are those of decode_mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -17,32 +17,32 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.combine_mma import join, room_for, settle
+from fastspec.kernels.attention.combine_mma import combine_splits, join, softmax_memory
 from fastspec.kernels.attention.kv_loads import key_pages, load_keys, load_values, value_pages, values_of, words_of
 from fastspec.kernels.attention.mma_tiles import (
     EIGHT,
     KEYS,
     ROWS,
     begun,
-    finish,
-    held_rows,
-    hold,
-    keep,
+    merge_parts,
     positions_of,
     rows_of,
     scores_of,
-    together,
+    stage_q,
+    staged_rows,
+    store_output,
+    store_partial,
 )
 from fastspec.kernels.attention.query_rows import (
     NEW_ROWS,
     angles,
     append,
-    fed_positions,
+    apply_rope,
     head_layout,
     idle,
-    reach,
+    kv_range,
+    new_positions,
     slots_of,
-    turned,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
@@ -78,19 +78,19 @@ def batch_kernel(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    G: gl.constexpr,  # groups of query rows of a program
+    G: gl.constexpr,  # groups of 8 query rows in a tile
     S: gl.constexpr,  # parts of a split, each with a softmax and a warp of its own
     AT_ONCE: gl.constexpr,  # splits of a block
-    REGROUP: gl.constexpr,  # out is as the ring's kernel reads it
+    REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of dispatch.py, whose arguments these are."""
+    """As `_decode_kernel` of decode.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     ALL: gl.constexpr = S * AT_ONCE
     BLOCK: gl.constexpr = SPLIT * AT_ONCE
     TILE: gl.constexpr = G * EIGHT
-    HELD: gl.constexpr = held_rows(G)
+    STAGED: gl.constexpr = staged_rows(G)
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
@@ -104,8 +104,8 @@ def batch_kernel(
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
-    given = fed_positions(position_ptr + at_batch, num_queries, WARPS)
-    fresh, oldest, newest = reach(given, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
+    new = new_positions(position_ptr + at_batch, num_queries, WARPS)
+    first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     first_block, last_block = oldest // BLOCK, (newest + BLOCK) // BLOCK - 1
     length = (last_block - first_block + gl.num_programs(1)) // gl.num_programs(1)
@@ -119,22 +119,22 @@ def batch_kernel(
     key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
     k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
     v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
-    old = gl.minimum(fresh, stop)
+    old = gl.minimum(first_new, stop)
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
-    held = gl.arange(0, HELD, layout=gl.SliceLayout(1, head_of))
-    row = tile * TILE + held
+    staged = gl.arange(0, STAGED, layout=gl.SliceLayout(1, head_of))
+    row = tile * TILE + staged
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
-    valid = (row < rows) & (held < TILE)
+    valid = (row < rows) & (staged < TILE)
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     slots = slots_of(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, begin, stop, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
     )  # fmt: skip
-    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, HELD, GROUP, ALL)
+    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, STAGED, GROUP, ALL)
     if PDL:
         gdc_wait()
 
@@ -143,8 +143,8 @@ def batch_kernel(
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
     append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    queries = hold(q1, q2)
+    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    queries = stage_q(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
             table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, begin, stop, num_queries,
@@ -152,20 +152,22 @@ def batch_kernel(
         )  # fmt: skip
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    if (G > 2) | (begin + BLOCK > fresh):  # (a branch costs larger programs registers)
-        keys = load_keys(key_words_ptr, k_page, begin, kv_head, fresh, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
+    if (G > 2) | (begin + BLOCK > first_new):  # (a branch costs larger tiles registers)
+        keys = load_keys(
+            key_words_ptr, k_page, begin, kv_head, first_new, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
+        )
         values = load_values(
-            value_words_ptr, v_page, begin, kv_head, fresh, stop, values, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
+            value_words_ptr, v_page, begin, kv_head, first_new, stop, values, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
     k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
     v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
-    alone = (mine_first == first_block) & (mine_last == last_block)  # all splits of the tile are this program's
-    rooms = ()
-    for p in gl.static_range(HELD // ROWS):
-        rooms += (room_for(rows_of(G, p), D, REGROUP),)
+    owns_tile = (mine_first == first_block) & (mine_last == last_block)  # the tile has no other CTA
+    softmaxes = ()
+    for p in gl.static_range(STAGED // ROWS):
+        softmaxes += (softmax_memory(rows_of(G, p), D, REGROUP),)
     for block in range(mine_first, mine_last + 1):
         here = block * BLOCK
         following = here + BLOCK
@@ -174,34 +176,34 @@ def batch_kernel(
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
         k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
         v = values_of(values, D, DTYPE)
-        for p in gl.static_range(HELD // ROWS):
+        for p in gl.static_range(STAGED // ROWS):
             top, totals, out = begun(scores[p], v, ALL)
             # not sooner: registers hold one block, or the sums of a product with its values
-            if p == HELD // ROWS - 1:
+            if p == STAGED // ROWS - 1:
                 values = load_values(
                     value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
                 v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
             # product after product: the sums of one leave their registers before those of the next take any
-            left = together(top, totals, out, S, rows_of(G, p), REGROUP)
+            left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
             mean = left[0][0]
             done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
             if first == last:
                 for i in gl.static_range(1, AT_ONCE):
                     mean = gl.where(first % AT_ONCE == i, left[i][0], mean)
-                finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
-            elif alone:
-                mean = join(rooms[p], left)
+                store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            elif owns_tile:
+                mean = join(softmaxes[p], left)
                 if block == last_block:
-                    finish(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+                    store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
             else:
                 for i in gl.static_range(AT_ONCE):
                     split = block * AT_ONCE + i
                     there = (done < rows) & (split >= first) & (split <= last)
-                    keep(mean_ptr, weight_ptr, split * rows + done, there, left[i][0], left[i][1])
-    if (first < last) & (alone == 0):
+                    store_partial(mean_ptr, weight_ptr, split * rows + done, there, left[i][0], left[i][1])
+    if (first < last) & (owns_tile == 0):
         kept = gl.minimum(mine_last * AT_ONCE + AT_ONCE - 1, last) - gl.maximum(mine_first * AT_ONCE, first) + 1
-        settle(
+        combine_splits(
             mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, kept, out_ptr, batch, kv_head, tile, rows,
             num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

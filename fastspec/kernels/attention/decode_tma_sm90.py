@@ -1,20 +1,21 @@
-"""The decoding kernel of dispatch.py for long caches on sm_90: K and V through a ring in shared memory, read once.
+"""The decoding kernel for late rows (long caches) on sm_90: K and V come through a TMA pipeline and are read once.
 
-One warp asks the copy engine for tiles of KEYS keys and of their values, as many ahead as the ring holds; four others
-multiply as one warp group, whose products have ROWS rows: 16 queries of 4 heads to a key head cost the time of one.
+One warp issues TMA copies of tiles of KEYS keys and of their values, as many ahead as the pipeline holds. Four others
+multiply as one warp group (wgmma), whose products have ROWS rows: 16 queries of 4 heads to a kv head cost the time of
+one.
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V
 
-Splits grow with their position: short rows need many programs to be read at once, long ones few partial sums. They
-leave their sums to `gather_kernel`, which is launched next, with a program for every row. They are dealt out to as many
-programs as there is room for, and from one split to the next the ring does not run dry. Half to three quarters
-of a multiprocessor's memory are enough to read at full speed; the rest stays L1, where the products of the layer have
-their weights on their way (carveout.py).
+Splits grow with their position: short rows need many CTAs that read concurrently, long ones few partial sums. The
+partial sums are combined by `gather_kernel`, which is launched next with a CTA for every row. Splits are dealt out to
+as many CTAs as run at a time, and the pipeline keeps loading from one split to the next. It takes half to three
+quarters of an SM's memory, which is enough to read at full speed. The rest stays L1, where loads in flight of the
+layer's products need it (carveout.py).
 
-Rows of a product do not touch each other, and which program has a split changes no bit of what it leaves: a row's bits
+Rows of a product do not affect each other, and which CTA has a split changes no bit of its partial sums: a row's bits
 are those of the row alone.
 
-What is fed is stored by the program whose keys it is among; its fetching warp asks for no such tile before.
+New K and V are stored by the CTA whose splits they lie in; its loading warp waits for that before it loads such a tile.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -32,24 +33,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.kv_loads import split_of, start_of
-from fastspec.kernels.attention.mma_tiles import finish, keep
+from fastspec.kernels.attention.mma_tiles import store_output, store_partial
 from fastspec.kernels.attention.query_rows import (
     NEVER,
     NEW_ROWS,
     angles,
     append,
-    fed_positions,
+    apply_rope,
     head_layout,
     idle,
-    reach,
+    kv_range,
+    new_positions,
     slots_of,
-    turned,
 )
 from fastspec.kernels.attention.tma_parts import (
     WIDTH,
-    fetch,
     in_pieces,
     keys_of,
+    load_tiles,
     masked,
     power,
     rescaled,
@@ -69,14 +70,14 @@ def _sums_layout(columns):
 
 
 @gluon.jit
-def _stored_for_the_engine():
-    """What this thread stored is seen by copies that are asked for behind a barrier."""
+def _fence_stored():
+    """Makes this thread's stores visible to TMA copies that start behind a barrier (proxy fence)."""
     gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _clear_tail(tile, count):
-    """Zeros in the rows of a tile from `count` on: what lies behind the newest key may be NaN, and NaN times 0 is."""
+    """Zeros in the rows of a tile from `count` on: memory behind the newest key may be NaN, and NaN * 0 is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     tile.store(gl.where(row < count, tile.load(layout), 0.0))
@@ -84,14 +85,14 @@ def _clear_tail(tile, count):
 
 @gluon.jit
 def _products(q, keys):
-    """Sends for the products [ROWS, KEYS] of queries with a tile of keys."""
+    """Starts the products [ROWS, KEYS] of queries with a tile of keys; they end asynchronously."""
     KEYS: gl.constexpr = keys.shape[0]
     nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
 
 
 @gluon.jit
-def _keep_queries(qs, q1, q2):
+def _stage_queries(qs, q1, q2):
     """Puts both halves of heads [ROWS, D / 2] into shared memory [1, ROWS, D], as products take them."""
     D: gl.constexpr = qs.shape[2]
     pieces = in_pieces(qs, ROWS)
@@ -103,7 +104,7 @@ def _keep_queries(qs, q1, q2):
 
 
 @gluon.jit
-def _nothing(KEYS: gl.constexpr, D: gl.constexpr):
+def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
     """(top, total, out) before the first key of a split."""
     row: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
     out = gl.zeros([ROWS, D], gl.float32, _sums_layout(D))
@@ -111,17 +112,18 @@ def _nothing(KEYS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _attended(
-    qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
-    tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-    RUNGS: gl.constexpr, FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+def _attend_splits(
+    qs, pipeline, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
+    tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+    SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the program's splits, one by one, and leaves what becomes of each: the output, where it is the `only`
-    one of the tile.
+    """Attends to the CTA's splits, one by one, and stores a partial sum of each; the output, where a split is the
+    `only` one of the tile.
     """
-    STAGES: gl.constexpr = ring.shape[0]
-    KEYS: gl.constexpr = ring.shape[1]
-    D: gl.constexpr = ring.shape[2]
+    STAGES: gl.constexpr = pipeline.shape[0]
+    KEYS: gl.constexpr = pipeline.shape[1]
+    D: gl.constexpr = pipeline.shape[2]
     sums: gl.constexpr = gl.SliceLayout(1, _sums_layout(D))
     rows = num_queries * GROUP
     row = tile * ROWS + gl.arange(0, ROWS, layout=sums)
@@ -130,27 +132,27 @@ def _attended(
     q = qs.index(0)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_products(q, ring.index(0)),))
+    scores = warpgroup_mma_wait(0, deps=(_products(q, pipeline.index(0)),))
     thread_barrier()
     mbarrier.arrive(free.index(0), count=1)
     for i in range(mine):
-        split = split_number(i, share, shares, last)
-        first, end = keys_of(split, begin, stop, RUNGS)
-        top, total, out = _nothing(KEYS, D)
+        split = split_number(i, cta, ctas, last)
+        first, end = keys_of(split, begin, stop, SPLIT_SIZES)
+        top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
             # the next keys are multiplied while this tile's weights are found; behind the last tile, the same again
             following = gl.where((here + KEYS < end) | (i + 1 < mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
-            ahead = _products(q, ring.index(k_place))
-            if (here + KEYS > fresh + 1) | ((WINDOW > 0) & (here + WINDOW <= newest)):
+            ahead = _products(q, pipeline.index(k_place))
+            if (here + KEYS > first_new + 1) | ((WINDOW > 0) & (here + WINDOW <= newest)):
                 scores = masked(scores, here, position, WINDOW)
             top, shift, fade = rescaled(top, scores, scale)
             weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
             total = total * fade + gl.sum(weights, axis=1)
-            left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, _sums_layout(D), 2))
+            left = gl.convert_layout(weights.to(pipeline.dtype), gl.DotOperandLayout(0, _sums_layout(D), 2))
             out = out * gl.expand_dims(gl.convert_layout(fade, sums), 1)
-            values = ring.index(v_place)
+            values = pipeline.index(v_place)
             mbarrier.wait(full.index(v_place), (step + 1) // STAGES & 1)
             if here + KEYS > stop:
                 _clear_tail(values, stop - here)
@@ -165,24 +167,26 @@ def _attended(
         top, total = gl.convert_layout(top, sums), gl.convert_layout(total, sums)
         mean = out * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
         if only:
-            late = gl.convert_layout(gl.max(position, axis=1), sums) >= FROM
-            finish(out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, KV_HEADS, GROUP)
+            late = gl.convert_layout(gl.max(position, axis=1), sums) >= LATE_FROM
+            store_output(out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, KV_HEADS, GROUP)
         else:
-            # K and V stream through L2, more of them than it holds; this is to be there when it is gathered
-            keep(mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True)
+            # K and V that stream through L2 are more than it holds; partial sums must stay there until gather_kernel
+            store_partial(
+                mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True
+            )
 
 
 @gluon.jit
 def _append_more(
     qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-    batch, kv_head, mine, share, shares, last, stop, fresh, num_queries, num_angles, table_width, num_pages, eps,
-    RUNGS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    batch, kv_head, mine, cta, ctas, last, stop, first_new, num_queries, num_angles, table_width, num_pages, eps,
+    SPLIT_SIZES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Stores what is fed to the program's splits, but for the first rows that are fed to the first of them."""
+    """Stores new K and V that lie in the CTA's splits, except the first NEW_ROWS rows of the first split."""
     for i in range(mine):
-        low, high = keys_of(split_number(i, share, shares, last), 0, stop, RUNGS)
-        if high > fresh:
+        low, high = keys_of(split_number(i, cta, ctas, last), 0, stop, SPLIT_SIZES)
+        if high > first_new:
             for first_row in range(gl.where(i == 0, NEW_ROWS, 0), num_queries, NEW_ROWS):
                 slots = slots_of(
                     table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, low, high,
@@ -192,17 +196,18 @@ def _append_more(
 
 
 @gluon.jit
-def _multiply(
-    qs, ring, full, free, stored,
+def _consumer(
+    qs, pipeline, full, free, stored,
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
     out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles, scale, eps,
-    tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-    RUNGS: gl.constexpr, FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+    SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
     D: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply: what is fed to their splits, queries, then the tiles that come."""
+    """What the warps do that multiply: append K and V to their splits, stage q, then take tile after tile."""
     HALF: gl.constexpr = D // 2
-    KEYS: gl.constexpr = ring.shape[1]
+    KEYS: gl.constexpr = pipeline.shape[1]
     rows = num_queries * GROUP
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, head_of))
@@ -210,13 +215,13 @@ def _multiply(
     valid = row < rows
     at = batch * num_queries + row // GROUP
     q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    turn = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
     own = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _sums_layout(KEYS)))
-    fed = batch * num_queries + own // GROUP
+    at_own = batch * num_queries + own // GROUP
     # a padding row sees nothing
-    position = gl.load(position_ptr + fed, mask=own < rows, other=-1, cache_modifier=".cg")
+    position = gl.load(position_ptr + at_own, mask=own < rows, other=-1, cache_modifier=".cg")
     position = gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 1)
-    low, high = keys_of(split_number(0, share, shares, last), 0, stop, RUNGS)
+    low, high = keys_of(split_number(0, cta, ctas, last), 0, stop, SPLIT_SIZES)
     slots = slots_of(
         table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, low, high, num_queries,
         num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
@@ -228,24 +233,24 @@ def _multiply(
     source = qkv_ptr + gl.expand_dims(first, 1) + column
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    if high > fresh:
+    if high > first_new:
         append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
         _append_more(
             qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-            batch, kv_head, mine, share, shares, last, stop, fresh, num_queries, num_angles, table_width, num_pages,
-            eps, RUNGS, KV_HEADS, GROUP, D, PAGE_SIZE, head_of,
+            batch, kv_head, mine, cta, ctas, last, stop, first_new, num_queries, num_angles, table_width, num_pages,
+            eps, SPLIT_SIZES, KV_HEADS, GROUP, D, PAGE_SIZE, head_of,
         )  # fmt: skip
-        _stored_for_the_engine()
+        _fence_stored()
         thread_barrier()
     mbarrier.arrive(stored.index(0), count=1)
-    q1, q2 = turned(q1, q2, turn, q_norm_ptr, eps, HALF)
-    _keep_queries(qs, q1, q2)
+    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    _stage_queries(qs, q1, q2)
     fence_async_shared()
     thread_barrier()
-    _attended(
-        qs, ring, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
-        tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, only,
-        RUNGS, FROM, WINDOW, KV_HEADS, GROUP,
+    _attend_splits(
+        qs, pipeline, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
+        tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+        SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP,
     )  # fmt: skip
 
 
@@ -276,18 +281,18 @@ def shares_kernel(
     num_angles,
     scale,
     eps,
-    RUNGS: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
-    FROM: gl.constexpr,  # position: rows at earlier ones are left alone
+    SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
+    LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     KEYS: gl.constexpr,  # of a tile; part of the bits of a row
-    STAGES: gl.constexpr,  # tiles of keys or values in the ring
+    STAGES: gl.constexpr,  # tiles of keys or values in the pipeline
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of dispatch.py, whose arguments these are: program (t, i) has share i of tile t's splits."""
+    """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
     DTYPE: gl.constexpr = key_ptr.dtype.element_ty
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
@@ -296,20 +301,20 @@ def shares_kernel(
     if PDL:
         gdc_launch_dependents()
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
-    given = fed_positions(position_ptr + batch * num_queries, num_queries, WARPS)
-    limit = start_of(splits, RUNGS)
-    fresh, oldest, newest = reach(given, tile, FROM, limit, ROWS, WINDOW, GROUP, WARPS)
-    first, last = split_of(oldest, RUNGS), split_of(newest, RUNGS)
-    share, shares = gl.program_id(1), gl.num_programs(1)
+    new = new_positions(position_ptr + batch * num_queries, num_queries, WARPS)
+    limit = start_of(splits, SPLIT_SIZES)
+    first_new, oldest, newest = kv_range(new, tile, LATE_FROM, limit, ROWS, WINDOW, GROUP, WARPS)
+    first, last = split_of(oldest, SPLIT_SIZES), split_of(newest, SPLIT_SIZES)
+    cta, ctas = gl.program_id(1), gl.num_programs(1)
     begin, stop = oldest // KEYS * KEYS, newest + 1
-    mine = gl.where(newest < 0, 0, splits_of(share, shares, last - first + 1))
+    mine = gl.where(newest < 0, 0, splits_of(cta, ctas, last - first + 1))
     if mine == 0:
         idle(newest, PDL)
         return
 
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)
-    ring = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
+    pipeline = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -322,16 +327,16 @@ def shares_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply, (
-                qs, ring, full, free, stored,
+            (_consumer, (
+                qs, pipeline, full, free, stored,
                 qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr,
                 write_ptr, out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles,
-                scale, eps, tile, batch, kv_head, mine, share, shares, last, begin, stop, fresh, newest, first == last,
-                RUNGS, FROM, WINDOW, KV_HEADS, GROUP, D, PAGE_SIZE, PDL,
+                scale, eps, tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, first == last,
+                SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, D, PAGE_SIZE, PDL,
             )),
-            (fetch, (
-                key_desc, value_desc, ring, full, free, stored, table_ptr, kv_head * D, mine, share, shares, last,
-                begin, stop, fresh, table_width, num_pages, RUNGS, PAGE_SIZE,
+            (load_tiles, (
+                key_desc, value_desc, pipeline, full, free, stored, table_ptr, kv_head * D, mine, cta, ctas, last,
+                begin, stop, first_new, table_width, num_pages, SPLIT_SIZES, PAGE_SIZE,
             )),
         ],
         [1], [40],  # a warp more, and how many registers its threads need

@@ -9,29 +9,28 @@
 | cos, sin     | [positions, D/2] fp32                          | contiguous                                        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
-| positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`
- |
-| writes       | [B, Q] bool                                    | K/V of other rows are not stored, outputs are junk |
+| positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
+| write_mask   | [B, Q] bool                                    | else K/V are not stored, and outputs are junk     |
 
-A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: program (t, s) holds query tile t of one row and kv head and
+A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: CTA (t, s) has query tile t of one row and kv head and
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
-from the cache in blocks, and leaves the average of what it saw and its weight. The last program of a tile to arrive,
+from the cache in blocks, and stores the average of the values and its weight. The last CTA of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. So does
 `_decode_kernel` of decode.py. Where `plan.uses_mma`, other kernels do the same out of registers and without groups:
-decode_mma.py or, with several splits to a program, decode_mma_batch.py; for rows at `plan.LATE_FROM` and later,
-decode_tma_sm90.py. A pass that has room for both launches both, and each leaves the other's rows alone. A prompt chunk
+decode_mma.py or, with several splits to a CTA, decode_mma_batch.py; for rows at `plan.LATE_FROM` and later,
+decode_tma_sm90.py. A pass that has room for both launches both, and each skips the other's rows. A prompt chunk
 (more rows) appends in one launch (rope.py) and attends in a second (prefill.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the row's position, for `_decode_kernel` on the room of its cache; blocks and splits lie at absolute
 positions, sums over them are taken in ascending order, and a block or split that is masked for a row is an exact no-op
-for it. Nothing is fused behind the compiler's back (enable_fp_fusion=False): every product is rounded where it stands,
+for it. No product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands,
 so that K has the same bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
-product ends; a stale peek prefetches the wrong lines and changes nothing. The others take them for good, and K and V
-of earlier passes with them: `attend` says what that asks of its caller.
+product ends; a stale peek prefetches the wrong lines and changes nothing. The other kernels read positions, table,
+and K and V of earlier passes before their wait, and rely on them: see what `attend` asks of its caller.
 """
 
 from __future__ import annotations

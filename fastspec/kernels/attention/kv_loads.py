@@ -10,21 +10,23 @@ from fastspec.kernels.attention.mma_tiles import KEYS, _along
 
 
 @gluon.jit
-def split_of(position, RUNGS: gl.constexpr):
-    """The split that a position lies in; RUNGS as `plan.rungs` returns them."""
-    split = position // RUNGS[0][1]
-    for i in gl.static_range(1, len(RUNGS)):
-        beyond = RUNGS[i][2] + (position - RUNGS[i][0]) // RUNGS[i][1]
-        split = gl.where(position >= RUNGS[i][0], beyond, split)
+def split_of(position, SPLIT_SIZES: gl.constexpr):
+    """The split that a position lies in; SPLIT_SIZES as `plan.split_sizes` returns them."""
+    split = position // SPLIT_SIZES[0][1]
+    for i in gl.static_range(1, len(SPLIT_SIZES)):
+        beyond = SPLIT_SIZES[i][2] + (position - SPLIT_SIZES[i][0]) // SPLIT_SIZES[i][1]
+        split = gl.where(position >= SPLIT_SIZES[i][0], beyond, split)
     return split
 
 
 @gluon.jit
-def start_of(split, RUNGS: gl.constexpr):
+def start_of(split, SPLIT_SIZES: gl.constexpr):
     """The first position of a split."""
-    start = split * RUNGS[0][1]
-    for i in gl.static_range(1, len(RUNGS)):
-        start = gl.where(split >= RUNGS[i][2], RUNGS[i][0] + (split - RUNGS[i][2]) * RUNGS[i][1], start)
+    start = split * SPLIT_SIZES[0][1]
+    for i in gl.static_range(1, len(SPLIT_SIZES)):
+        start = gl.where(
+            split >= SPLIT_SIZES[i][2], SPLIT_SIZES[i][0] + (split - SPLIT_SIZES[i][2]) * SPLIT_SIZES[i][1], start
+        )
     return start
 
 

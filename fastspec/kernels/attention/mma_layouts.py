@@ -54,7 +54,7 @@ def value_layout(WARPS, S, D, RUN):
 
 
 @gluon.constexpr_function
-def meeting_place(S, R, D):
+def exchange_memory(S, R, D):
     """Shared memory of sums [S, R, D] as products' lanes have them: what a lane has of one product side by side."""
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -62,7 +62,7 @@ def meeting_place(S, R, D):
 
 
 @gluon.constexpr_function
-def meeting(WARPS, R, D):
+def exchange_layout(WARPS, R, D):
     """Sums [PARTS, R, D] in the lanes of products again: all PARTS of one, and neighbours e of a head.
 
     In this order, warps have: what is left of e, c, the other half of rows, or g, and more of e.
@@ -82,8 +82,8 @@ def _columns(bases, REGROUP):
 
 
 @gluon.constexpr_function
-def met(WARPS, R, D, REGROUP):
-    """The same once PARTS are added up, with the columns of a head; REGROUP: as the ring's kernel reads them."""
+def merged_layout(WARPS, R, D, REGROUP):
+    """The same once PARTS are added up, with the columns of a head; REGROUP: as the next product reads them."""
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
     # side by side in memory, side by side in a lane
@@ -94,8 +94,8 @@ def met(WARPS, R, D, REGROUP):
 
 
 @gluon.constexpr_function
-def room_place(R, D, REGROUP):
-    """Shared memory of averages [R, D] as `met` lays them out: what a warp has side by side."""
+def softmax_memory_layout(R, D, REGROUP):
+    """Shared memory of averages [R, D] as `merged_layout` lays them out: what a warp has side by side."""
     rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
     bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
     return gl.SharedLinearLayout(_columns(bits, REGROUP))

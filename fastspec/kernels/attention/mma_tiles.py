@@ -10,7 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda.libdevice import fast_log2f
 
-from fastspec.kernels.attention.mma_layouts import key_layout, meeting, meeting_place, met, operands, value_layout
+from fastspec.kernels.attention.mma_layouts import (
+    exchange_layout,
+    exchange_memory,
+    key_layout,
+    merged_layout,
+    operands,
+    value_layout,
+)
 from fastspec.kernels.attention.query_rows import NEVER
 
 KEYS = gl.constexpr(32)  # of one warp's products
@@ -160,7 +167,7 @@ def _in_order_of_heads(out):
 
 
 @gluon.constexpr_function
-def held_rows(G):
+def staged_rows(G):
     """Rows of queries that are held for G groups of EIGHT: of whole products, and a power of two."""
     return 16 if G <= 2 else 32
 
@@ -172,7 +179,7 @@ def rows_of(G, P):
 
 
 @gluon.jit
-def hold(q1, q2):
+def stage_q(q1, q2):
     """Halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
@@ -180,23 +187,23 @@ def hold(q1, q2):
 
 
 @gluon.jit
-def _queries_of(held, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
-        part = held[i].slice(P * ROWS, ROWS).load(gl.SliceLayout(0, left))
+        part = staged[i].slice(P * ROWS, ROWS).load(gl.SliceLayout(0, left))
         same, _a = gl.broadcast(gl.expand_dims(part, 0), gl.zeros([S, ROWS, HALF], part.dtype, left))
         found += (same,)
     return found
 
 
 @gluon.jit
-def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
-    """Positions [1, ROWS, 1] of HELD rows from first_row on, by products; of what is not below `rows`, -1."""
+def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
+    """Positions [1, ROWS, 1] of STAGED rows from first_row on, by products; of what is not below `rows`, -1."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
-    for p in gl.static_range(HELD // ROWS):
+    for p in gl.static_range(STAGED // ROWS):
         row = first_row + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
         # a padding row sees nothing
         position = gl.load(position_ptr + row // GROUP, mask=row < rows, other=-1, cache_modifier=".cg")
@@ -205,11 +212,11 @@ def positions_of(position_ptr, first_row, rows, HELD: gl.constexpr, GROUP: gl.co
 
 
 @gluon.jit
-def scores_of(held, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+def scores_of(staged, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """`_scored` of every product, of queries that are held and `positions_of` them."""
     found = ()
     for p in gl.static_range(len(positions)):
-        found += (_scored(_queries_of(held, p, S, HALF), keys, first, positions[p], scale, WINDOW, S),)
+        found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scale, WINDOW, S),)
     return found
 
 
@@ -281,36 +288,36 @@ def _regrouped(out):
 
 
 @gluon.jit
-def together(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
+def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
     """For each split, (averages [R, D], their weights as log2 [R]) of what its S parts have, added up in order.
 
     A lane then has the S values of one sum, and 4 neighbours of a head.
 
     Args:
         R: as `rows_of` has it.
-        REGROUP: columns come, and all that is made of them stays, in the order in which the ring's kernel reads them.
+        REGROUP: columns are in the order in which the next product's TMA pipeline reads them.
     """
     ALL: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
     total = gl.convert_layout(_summed(totals), top.type.layout)
     if R == EIGHT:
         out, top, total = _upper(out), _upper(top), _upper(total)
-    place = gl.allocate_shared_memory(gl.float32, [ALL, R, D], meeting_place(ALL, R, D), out)
+    place = gl.allocate_shared_memory(gl.float32, [ALL, R, D], exchange_memory(ALL, R, D), out)
     few: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     tops = gl.allocate_shared_memory(gl.float32, [ALL, R], few, top)
     sums = gl.allocate_shared_memory(gl.float32, [ALL, R], few, total)
     found = ()
     for first in gl.static_range(0, ALL, S):
-        found += (_met(tops.slice(first, S), sums.slice(first, S), place.slice(first, S), REGROUP),)
+        found += (_merge_split(tops.slice(first, S), sums.slice(first, S), place.slice(first, S), REGROUP),)
     return found
 
 
 @gluon.jit
-def _met(tops, sums, place, REGROUP: gl.constexpr):
-    """`together` of one split, whose parts' largest scores, sums of weights and of values are in shared memory."""
+def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
+    """`merge_parts` of one split, whose parts' largest scores, sums of weights and of values are in shared memory."""
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
-    layout: gl.constexpr = meeting(gl.num_warps(), R, D)
+    layout: gl.constexpr = exchange_layout(gl.num_warps(), R, D)
     top, total = tops.load(gl.SliceLayout(2, layout)), sums.load(gl.SliceLayout(2, layout))
     all_top = gl.max(top, axis=0)
     weights = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
@@ -318,16 +325,16 @@ def _met(tops, sums, place, REGROUP: gl.constexpr):
     out = _in_order_of_heads(out)
     if REGROUP:
         out = _regrouped(out)
-    layout_met: gl.constexpr = met(gl.num_warps(), R, D, REGROUP)
-    out = gl.convert_layout(out, layout_met)
-    row: gl.constexpr = gl.SliceLayout(1, layout_met)
+    layout_merged: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
+    out = gl.convert_layout(out, layout_merged)
+    row: gl.constexpr = gl.SliceLayout(1, layout_merged)
     total = gl.convert_layout(gl.sum(total * weights, axis=0), row)
     return averaged(out, gl.convert_layout(all_top, row), total)
 
 
 @gluon.jit
-def keep(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
-    """Stores what `together` returned of rows, as numbers `at`; LASTING: whatever else streams through L2 meanwhile."""
+def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
+    """Stores partial sums of rows, as `merge_parts` returns them, as numbers `at`; LASTING: kept in L2 longest."""
     policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
     gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
@@ -337,7 +344,7 @@ def keep(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = 
 
 
 @gluon.jit
-def finish(out_ptr, batch, kv_head, row, stop, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+def store_output(out_ptr, batch, kv_head, row, stop, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Stores the output of rows that are before `stop`."""
     D: gl.constexpr = mean.shape[1]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))

@@ -116,7 +116,7 @@ def uses_mma(gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int) -
 LATE_SPLITS: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 
 
-def rungs() -> tuple[tuple[int, int, int], ...]:
+def split_sizes() -> tuple[tuple[int, int, int], ...]:
     """LATE_SPLITS as (first position, keys of a split, number of the first split)."""
     found: list[tuple[int, int, int]] = []
     for position, keys in LATE_SPLITS:
@@ -132,7 +132,7 @@ def early_splits(room: int) -> int:
 
 def late_splits(room: int) -> int:
     """Splits of decode_tma_sm90.py that the positions below `room` lie in."""
-    position, keys, number = [rung for rung in rungs() if rung[0] < room][-1]
+    position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 
 
@@ -311,7 +311,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int) -> LaunchPlan:
     tiles = sizes.pairs * cdiv(sizes.num_rows, TMA_TILE_ROWS)
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
-    constants = {"RUNGS": rungs(), "FROM": LATE_FROM, "D": sizes.dim}
+    constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim}
     constants |= {"KEYS": keys, "STAGES": pipeline // (keys * sizes.dim * 2)}
     grid = tiles, min(splits, ctas_of_late_tile(tiles, ctas_per_sm * gpu.sms))
     return LaunchPlan("shares_kernel", grid, constants, {"num_warps": TMA_WARPS, "maxnreg": TMA_REGISTERS})
@@ -319,6 +319,6 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int) -> LaunchPlan:
 
 def gather_plan(sizes: Pass) -> LaunchPlan:
     """The launch of `gather_kernel` behind `late_plan`."""
-    constants = {"RUNGS": rungs(), "FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
+    constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
     options = {"num_warps": GATHER_WARPS, "maxnreg": GATHER_REGISTERS}
     return LaunchPlan("gather_kernel", (sizes.pairs * sizes.num_rows,), constants, options)

@@ -10,7 +10,7 @@
 | block_table  | [B, P] int64                          | rows may be views of a longer table                 |
 | positions    | [B, Q] int64                          | >= 0                                                |
 
-Made for prompt chunks: a program takes a tile of query rows of one head and all the keys they see, without a mask
+Made for prompt chunks: a CTA takes a tile of query rows of one head and all the keys they see, without a mask
 where every row of the tile sees all of a block (online softmax, arXiv 2205.14135). Decoding passes: dispatch.py.
 
 Products accumulate in fp32, fp32 inputs in IEEE precision. Slots above a tile's newest position are never read into
@@ -179,7 +179,7 @@ def _flash_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # the tiles with most keys first: programs that start last are short ones
+    # the tiles with most keys first: CTAs that start last are short
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)

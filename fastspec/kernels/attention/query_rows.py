@@ -1,4 +1,4 @@
-"""Pieces of the kernel of decode_mma.py: the rows of a pass, as rope.py has them."""
+"""New positions of a pass, rotary embedding and K/V append for the Gluon kernels; rope.py has the same for Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
-FED = gl.constexpr(32)  # positions of a row's pass, padded
+PADDED_QUERIES = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
 
 
@@ -18,16 +18,16 @@ def head_layout(HALF, WARPS):
 
 
 @gluon.jit
-def fed_positions(position_ptr, num_queries, WARPS: gl.constexpr):
-    """int32 [FED]: the positions that a pass feeds, NEVER beyond them; each warp has them all."""
-    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    given = gl.load(position_ptr + fed, mask=fed < num_queries, other=NEVER, cache_modifier=".cg")
-    return gl.minimum(given, NEVER).to(gl.int32)
+def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
+    """int32 [PADDED_QUERIES]: the positions of the new tokens of a row, then NEVER; each warp has them all."""
+    query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
+    return gl.minimum(position, NEVER).to(gl.int32)
 
 
 @gluon.jit
-def reach(
-    given,  # as `fed_positions` returns them
+def kv_range(
+    new,  # as `new_positions` returns them
     tile,
     low,
     high,
@@ -36,27 +36,27 @@ def reach(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """(first fed, oldest seen, newest seen) position, the latter of those rows of a tile that are at low .. high-1.
+    """(first new, oldest seen, newest seen) position, the latter of those rows of a tile that are at low .. high-1.
 
     Newest is -1 where there are none.
     """
-    fed = gl.arange(0, FED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    mine = (fed >= tile * TILE // GROUP) & (fed <= (tile * TILE + TILE - 1) // GROUP)
-    mine = mine & (given >= low) & (given < high)
-    newest = gl.max(gl.where(mine, given, -1), axis=0)
+    query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    mine = (query >= tile * TILE // GROUP) & (query <= (tile * TILE + TILE - 1) // GROUP)
+    mine = mine & (new >= low) & (new < high)
+    newest = gl.max(gl.where(mine, new, -1), axis=0)
     oldest = 0
     if WINDOW > 0:
-        oldest = gl.min(gl.where(mine, given, NEVER), axis=0) - WINDOW + 1
+        oldest = gl.min(gl.where(mine, new, NEVER), axis=0) - WINDOW + 1
         oldest = gl.minimum(gl.maximum(oldest, 0), newest)
-    return gl.min(given, axis=0), oldest, newest
+    return gl.min(new, axis=0), oldest, newest
 
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """What a program does that has nothing to do; newest as `reach` found it.
+    """What a CTA without work does; newest as `kv_range` found it.
 
-    Where no row of a tile is this kernel's, the first program waits all the same: what is launched next waits for this
-    kernel alone, which must not end before the one before it.
+    Where no row of a tile is this kernel's, the first CTA waits all the same: the next kernel waits for this one alone,
+    so this one must not end before its predecessor.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
         gdc_wait()
@@ -80,8 +80,8 @@ def angles(position, valid, cos_ptr, sin_ptr, num_angles, HALF: gl.constexpr, la
 
 
 @gluon.jit
-def turned(x1, x2, turn, norm_ptr, eps, HALF: gl.constexpr):
-    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves; `turn` is what `angles` returned."""
+def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves; `cos_sin` is what `angles` returned."""
     layout: gl.constexpr = x1.type.layout
     if norm_ptr is not None:
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -90,7 +90,7 @@ def turned(x1, x2, turn, norm_ptr, eps, HALF: gl.constexpr):
         factor = gl.rsqrt(squares / (2 * HALF) + eps)
         x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
         x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
-    first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), turn[0], turn[1]
+    first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), cos_sin[0], cos_sin[1]
     return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
 
 
@@ -120,16 +120,16 @@ def slots_of(
     They go to the cache where their position lies in start..stop-1.
     """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
-    fed = row < num_queries
+    valid = row < num_queries
     at = batch * num_queries + row  # int64 from batch
-    position = gl.load(position_ptr + at, mask=fed, other=0, cache_modifier=".cg")
-    write_mask = gl.load(write_ptr + at, mask=fed, other=0, cache_modifier=".cg") != 0
+    position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
+    write_mask = gl.load(write_ptr + at, mask=valid, other=0, cache_modifier=".cg") != 0
     entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=fed, other=0, cache_modifier=".cg")
+    page = gl.load(table_ptr + entry, mask=valid, other=0, cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
-    turn = angles(position, fed, cos_ptr, sin_ptr, num_angles, D // 2, layout)
-    return at, slot, write_mask & (position >= start) & (position < stop), turn
+    cos_sin = angles(position, valid, cos_ptr, sin_ptr, num_angles, D // 2, layout)
+    return at, slot, write_mask & (position >= start) & (position < stop), cos_sin
 
 
 @gluon.jit
@@ -146,9 +146,9 @@ def append(
     D: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Stores K and V of the rows that `slots_of` told of."""
+    """Stores K and V of the rows that `slots_of` described."""
     HALF: gl.constexpr = D // 2
-    at, slot, stored, turn = slots
+    at, slot, stored, cos_sin = slots
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
     mask = gl.expand_dims(stored, 1)
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D
@@ -157,7 +157,7 @@ def append(
     k2 = gl.load(source + HALF, mask=mask, other=0.0)
     v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
     v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
-    k1, k2 = turned(k1, k2, turn, k_norm_ptr, eps, HALF)
+    k1, k2 = apply_rope(k1, k2, cos_sin, k_norm_ptr, eps, HALF)
     target = gl.expand_dims(slot, 1) + column
     gl.store(key_ptr + target, k1, mask=mask)
     gl.store(key_ptr + target + HALF, k2, mask=mask)

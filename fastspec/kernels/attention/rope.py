@@ -29,7 +29,7 @@ from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.launch import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
-CHUNK_ROWS = tl.constexpr(32)  # rows of one head that one program of a prompt chunk takes
+CHUNK_ROWS = tl.constexpr(32)  # rows of one head that a CTA of a prompt chunk takes
 NUM_WARPS = 4
 
 
@@ -53,7 +53,7 @@ def _scaled(x, factor, weight):
 
 
 @triton.jit
-def turned(
+def apply_rope(
     x1,
     x2,
     position,
@@ -117,23 +117,25 @@ def append(
     """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
     row = first_row + tl.arange(0, NEW_ROWS)
     at = batch * num_queries + row
-    fed = row < num_queries
+    is_new = row < num_queries
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
     inside = (column < HALF)[None, :]
-    mask = fed[:, None] & inside
+    mask = is_new[:, None] & inside
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM  # int64 from batch
     source = qkv_ptr + head[:, None] + column[None, :]
-    position = tl.load(position_ptr + at, mask=fed, other=0)
-    write_mask = tl.load(write_ptr + at, mask=fed, other=0) != 0
+    position = tl.load(position_ptr + at, mask=is_new, other=0)
+    write_mask = tl.load(write_ptr + at, mask=is_new, other=0) != 0
     k1 = tl.load(source, mask=mask, other=0.0)
     k2 = tl.load(source + HALF, mask=mask, other=0.0)
     v1 = tl.load(source + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
     v2 = tl.load(source + KV_HEADS * HEAD_DIM + HALF, mask=mask, other=0.0)
     entry = tl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = tl.load(table_ptr + entry, mask=fed, other=0)
+    page = tl.load(table_ptr + entry, mask=is_new, other=0)
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-    k1, k2 = turned(k1, k2, position, fed, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    k1, k2 = apply_rope(
+        k1, k2, position, is_new, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM
+    )
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     target = slot[:, None] + column[None, :]
     stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
@@ -177,16 +179,18 @@ def _rotate_kernel(
     first_row, head, batch = tl.program_id(0) * CHUNK_ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     if head < KV_HEADS * GROUP:
         row = first_row + tl.arange(0, CHUNK_ROWS)
-        fed = row < num_queries
+        is_new = row < num_queries
         at = batch * num_queries + row
         HALF: tl.constexpr = HEAD_DIM // 2
         column = tl.arange(0, BLOCK_D // 2)
-        mask = fed[:, None] & (column < HALF)[None, :]
-        position = tl.load(position_ptr + at, mask=fed, other=0)
+        mask = is_new[:, None] & (column < HALF)[None, :]
+        position = tl.load(position_ptr + at, mask=is_new, other=0)
         source = qkv_ptr + ((at * ((GROUP + 2) * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
         q1 = tl.load(source, mask=mask, other=0.0)
         q2 = tl.load(source + HALF, mask=mask, other=0.0)
-        q1, q2 = turned(q1, q2, position, fed, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+        q1, q2 = apply_rope(
+            q1, q2, position, is_new, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM
+        )
         target = out_ptr + ((at * (GROUP * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
         tl.store(target, q1, mask=mask)
         tl.store(target + HALF, q2, mask=mask)

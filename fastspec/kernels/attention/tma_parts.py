@@ -1,4 +1,4 @@
-"""Pieces of the kernel of decode_tma_sm90.py: splits of a program, softmax, the warp that fetches."""
+"""Pieces of decode_tma_sm90.py: the splits of a CTA, the softmax, the warp that loads tiles."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -13,7 +13,7 @@ from fastspec.kernels.attention.kv_loads import start_of
 from fastspec.kernels.attention.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block
 
-WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as the copy engine puts them for warp groups
+WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
 
 
 @gluon.constexpr_function
@@ -37,25 +37,25 @@ def in_pieces(memory, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def splits_of(share, shares, splits):
-    """How many of `splits` splits a program has, the i-th of which is `split_number`."""
-    turned = splits // shares % 2 == 1
-    return splits // shares + gl.where(gl.where(turned, shares - 1 - share, share) < splits % shares, 1, 0)
+def splits_of(cta, ctas, splits):
+    """How many of `splits` splits a CTA has, the i-th of which is `split_number`."""
+    backwards = splits // ctas % 2 == 1
+    return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
 
 
 @gluon.jit
-def split_number(i, share, shares, last):
-    """A program's i-th split: dealt out from the last on, the largest, and backwards every second time.
+def split_number(i, cta, ctas, last):
+    """A CTA's i-th split: dealt out from the last and largest on, in reverse order every second time.
 
-    So all programs have about as many keys.
+    So all CTAs have about as many keys.
     """
-    return last - (i * shares + gl.where(i % 2 == 1, shares - 1 - share, share))
+    return last - (i * ctas + gl.where(i % 2 == 1, ctas - 1 - cta, cta))
 
 
 @gluon.jit
-def keys_of(split, begin, stop, RUNGS: gl.constexpr):
+def keys_of(split, begin, stop, SPLIT_SIZES: gl.constexpr):
     """(first, end) of a split's keys, of those from `begin` on and before `stop`."""
-    return gl.maximum(begin, start_of(split, RUNGS)), gl.minimum(stop, start_of(split + 1, RUNGS))
+    return gl.maximum(begin, start_of(split, SPLIT_SIZES)), gl.minimum(stop, start_of(split + 1, SPLIT_SIZES))
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def _slots_at(
 
 @gluon.jit
 def _ask(desc, pieces, full, free, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr):
-    """Sends for a tile, as soon as its place in the ring is free."""
+    """Issues the TMA copies of a tile, as soon as its stage of the pipeline is free."""
     place = step % STAGES
     if step >= STAGES:
         mbarrier.wait(free.index(place), (step // STAGES - 1) & 1)
@@ -112,33 +112,33 @@ def _ask(desc, pieces, full, free, step, slots, column, PARTS: gl.constexpr, STA
 
 
 @gluon.jit
-def fetch(
-    key_desc, value_desc, ring, full, free, stored, table_ptr, column, mine, share, shares, last,
-    begin, stop, fresh, table_width, num_pages,
-    RUNGS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def load_tiles(
+    key_desc, value_desc, pipeline, full, free, stored, table_ptr, column, mine, cta, ctas, last,
+    begin, stop, first_new, table_width, num_pages,
+    SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that fetches, tile by tile: keys, then their values.
+    """What the loading warp does, tile by tile: keys, then their values.
 
-    It need not wait for the kernel before this one, but for what `stored` tells where a tile holds keys of this pass,
-    those from `fresh` on.
+    It need not wait for the previous kernel. Where a tile holds keys of this pass, from `first_new` on, it waits for
+    the barrier `stored`.
     """
-    STAGES: gl.constexpr = ring.shape[0]
-    KEYS: gl.constexpr = ring.shape[1]
-    PARTS: gl.constexpr = ring.shape[2] // WIDTH
+    STAGES: gl.constexpr = pipeline.shape[0]
+    KEYS: gl.constexpr = pipeline.shape[1]
+    PARTS: gl.constexpr = pipeline.shape[2] // WIDTH
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
-    pieces = in_pieces(ring, PIECE)
+    pieces = in_pieces(pipeline, PIECE)
     step = 0
-    first, end = keys_of(split_number(0, share, shares, last), begin, stop, RUNGS)
+    first, end = keys_of(split_number(0, cta, ctas, last), begin, stop, SPLIT_SIZES)
     slots = _slots_at(table_ptr, first, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
     for i in range(mine):
-        # where the tile behind this one lies is looked up while this one is asked for, in another split as well
-        then = split_number(gl.minimum(i + 1, mine - 1), share, shares, last)
-        next_first, next_end = keys_of(then, begin, stop, RUNGS)
+        # the next tile's pages, also of another split, are looked up before the copies of this tile are issued
+        then = split_number(gl.minimum(i + 1, mine - 1), cta, ctas, last)
+        next_first, next_end = keys_of(then, begin, stop, SPLIT_SIZES)
         for here in range(first, end, KEYS):
             behind = gl.where(here + KEYS < end, here + KEYS, next_first)
             following = _slots_at(table_ptr, behind, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
-            if here + KEYS > fresh:
+            if here + KEYS > first_new:
                 mbarrier.wait(stored.index(0), 0)
             _ask(key_desc, pieces, full, free, step, slots, column, PARTS, STAGES)
             _ask(value_desc, pieces, full, free, step + 1, slots, column, PARTS, STAGES)

@@ -1,7 +1,7 @@
 """Decoding attention and prompt chunks against their torch twin: on a GPU for real, elsewhere in the interpreter.
 
-Kernels written in Gluon have no interpreter: on the CPU the source of those out of registers runs in Triton's, that of
-the ring by stand-ins.
+Gluon kernels have no interpreter: on the CPU the source of the mma kernels runs in Triton's interpreter, that of the
+TMA kernel in a simulator.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.helpers.gluon_on_cpu import interpreted
 CPU_PARTS = ("attention/query_rows", "attention/mma_layouts", "attention/mma_tiles", "attention/combine_mma")
 CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode_mma")
 CPU_BATCH = (*CPU_PARTS, "attention/kv_loads", "attention/decode_mma_batch")
-MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "several": CPU_BATCH}
-KINDS = ("tiles", *MODULES, "ring")
-LADDER = ((0, 256), (256, 128), (512, 384), (896, 256))  # every rung of it within reach of short rows
+MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "concurrent": CPU_BATCH}
+KINDS = ("tiles", *MODULES, "tma")
+LATE_SPLITS = ((0, 256), (256, 128), (512, 384), (896, 256))  # every size within reach of short rows
 
 
 @cache
@@ -43,8 +43,8 @@ def _interpreted(stems: tuple[str, ...]) -> Any:
 
 
 @cache
-def _simulated_ring() -> dict[str, Any]:
-    return gluon_simulator.attention_by_ring()
+def _simulated_tma() -> dict[str, Any]:
+    return gluon_simulator.attention_by_tma()
 
 
 @pytest.fixture(params=KINDS)
@@ -59,26 +59,26 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         for name in ("fragment_kernel", "batch_kernel"):
             if hasattr(module, name):
                 monkeypatch.setattr(decode_launch, name, getattr(module, name))
-    if kind == "ring" and not torch.cuda.is_available():
-        simulate_ring(monkeypatch)
-    share(0 if kind == "fragments" else 1, monkeypatch)
-    monkeypatch.setattr(plan, "reads_concurrently", lambda *args: kind == "several")
+    if kind == "tma" and not torch.cuda.is_available():
+        simulate_tma(monkeypatch)
+    set_ctas(0 if kind == "fragments" else 1, monkeypatch)
+    monkeypatch.setattr(plan, "reads_concurrently", lambda *args: kind == "concurrent")
     as_many = partial(plan.even_groups, most=plan.MAX_ROW_GROUPS)  # rows to a tile as there are
     monkeypatch.setattr(plan, "tile_groups", lambda gpu, sizes: as_many(sizes.num_rows))
     monkeypatch.setattr(attention, "uses_mma", lambda *args: kind != "tiles")
-    monkeypatch.setattr(plan, "LATE_FROM", 0 if kind == "ring" else 2**30)
-    monkeypatch.setattr(plan, "LATE_SPLITS", LADDER)
+    monkeypatch.setattr(plan, "LATE_FROM", 0 if kind == "tma" else 2**30)
+    monkeypatch.setattr(plan, "LATE_SPLITS", LATE_SPLITS)
     return kind
 
 
-def share(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many programs share out the splits of a tile; 0: every split has its own."""
-    monkeypatch.setattr(plan, "ctas_of_early_tile", lambda *args: shares)
+def set_ctas(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many CTAs share the splits of a tile; 0: every split has its own."""
+    monkeypatch.setattr(plan, "ctas_of_early_tile", lambda *args: ctas)
 
 
-def simulate_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs kernels of the ring by stand-ins, as on a GPU whose programs three tiles of two heads share unevenly."""
-    stand_ins: dict[str, Any] = {**_simulated_ring(), "launch": gluon_simulator.launch}
+def simulate_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs decode_tma_sm90.py in the simulator, as on a GPU whose CTAs three tiles of two heads share unevenly."""
+    stand_ins: dict[str, Any] = {**_simulated_tma(), "launch": gluon_simulator.launch}
     stand_ins |= {"described": gluon_simulator.Described, "gpu_of": lambda device: plan.Gpu((9, 0), 20)}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(decode_launch, name, stand_in)
@@ -86,7 +86,7 @@ def simulate_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dtype_for(device: str, kind: str) -> torch.dtype:
     """What a kernel is tested in: the interpreter has none of bf16's products."""
-    return torch.bfloat16 if kind == "ring" or (device == "cuda" and kind != "tiles") else torch.float32
+    return torch.bfloat16 if kind == "tma" or (device == "cuda" and kind != "tiles") else torch.float32
 
 
 def work_for(given: dict[str, Any], split_keys: int = 128) -> attention.AttendWork:
@@ -178,7 +178,7 @@ def test_regroups_for_the_product_behind(kind: str, device: str) -> None:
     for shape in (SHAPES[1], SHAPES[2], SHAPES[3]):
         given = case(device, **shape, dtype=dtype_for(device, kind))
         plain, regrouped = attend(copied(given)), attend(copied(given), regroup=True)
-        if kind in ("fragments", "batch", "several"):
+        if kind in ("fragments", "batch", "concurrent"):
             assert regrouped.shape == (*plain.shape[:2], plain.shape[2] // 64, 64)
             assert not torch.equal(regrouped.flatten(2), plain)
             regrouped = packing.in_order(regrouped)
@@ -207,7 +207,7 @@ def test_a_chunk_equals_its_twin(shape: dict[str, Any], window: int | None, devi
 
 @pytest.mark.parametrize("device", devices())
 def test_chunks_and_steps_store_the_same_bits(device: str, kind: str) -> None:
-    if kind == "ring" and device == "cpu":
+    if kind == "tma" and device == "cpu":
         pytest.skip("of chunks the interpreter stores what it rounds to bf16 by cutting off")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     whole = case(device, lengths=[40], queries=40, dim=64, norm=True, dtype=dtype)
@@ -219,7 +219,7 @@ def test_chunks_and_steps_store_the_same_bits(device: str, kind: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def fed(given: dict[str, Any], queries: int, **options: Any) -> tuple[Tensor, list[Tensor]]:
+def run_in_steps(given: dict[str, Any], queries: int, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Outputs and cache of a case fed `queries` tokens at a time."""
     mine = copied(given)
     total = given["positions"].shape[1]
@@ -242,11 +242,11 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
     shape = {"heads": 16, "kv_heads": 2} if device == "cuda" else {"heads": 2, "kv_heads": 2}
     lengths = [40, 150, 17]
     given = case(device, lengths=lengths, queries=8, dim=64, norm=True, dtype=dtype, **shape)
-    whole = fed(given, 8, window=window)
-    assert_same(fed(given, 1, window=window), whole)
-    assert_same(fed(given, 3, window=window), whole)
+    whole = run_in_steps(given, 8, window=window)
+    assert_same(run_in_steps(given, 1, window=window), whole)
+    assert_same(run_in_steps(given, 3, window=window), whole)
     more = {**given, "num_blocks": given["num_blocks"] + 1}
-    assert_same(fed(more, 8, window=window), whole)
+    assert_same(run_in_steps(more, 8, window=window), whole)
     mine = copied(given)
     alone = torch.cat([attend(rows_of(mine, [row]), window=window) for row in (2, 0, 1)])
     assert torch.equal(alone[[1, 2, 0]], whole[0])
@@ -254,7 +254,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
     moved = {**given, "block_table": 1 + torch.argsort(order)[given["block_table"] - 1]}
     for name in ("keys", "values"):
         moved[name] = torch.cat((given[name][:1], given[name][1:][order]))
-    assert torch.equal(fed(moved, 8, window=window)[0], whole[0])
+    assert torch.equal(run_in_steps(moved, 8, window=window)[0], whole[0])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -271,7 +271,7 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
         same[name].nan_to_num_()
     before = [x.clone() for x in stored(mine)]
     out, expected = attend(mine), twin(same)
-    if device == "cpu" and kind in ("fragments", "batch", "several"):
+    if device == "cpu" and kind in ("fragments", "batch", "concurrent"):
         assert out[1].isnan().all()  # left as new memory is: in a pass over long rows another kernel may have them
     counts = given["writes"]
     error = (out.float() - expected.float())[counts].abs().max().item()
@@ -288,7 +288,7 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 100])
 def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
-    """What runs by default: out of registers where that kernel takes the head; elsewhere splits of several sizes."""
+    """What runs by default: the mma kernels where they take the head; elsewhere splits of several sizes."""
     for queries in (1, 6, 17, 200):
         given = case(
             "cuda", lengths=[989, 300, 512], queries=queries, heads=8, kv_heads=2, dim=dim, dtype=dtype, norm=True
@@ -305,9 +305,9 @@ def test_bits_over_many_rows(dim: int, kind: str) -> None:
     lengths = torch.randint(20, 700, (160,), generator=generator).tolist()
     given = case("cuda", lengths=lengths, queries=8, heads=8, kv_heads=1, dim=dim, dtype=torch.bfloat16, norm=True)
     for split_keys in (128, 256):
-        whole = fed(given, 8, split_keys=split_keys)
+        whole = run_in_steps(given, 8, split_keys=split_keys)
         for queries in (1, 2, 3, 4):  # tiles of 8, 16, 24 and 32 rows
-            assert_same(fed(given, queries, split_keys=split_keys), whole)
+            assert_same(run_in_steps(given, queries, split_keys=split_keys), whole)
         order = torch.randperm(len(lengths), generator=generator).cuda()
         assert torch.equal(attend(rows_of(copied(given), order), split_keys), whole[0][order])
 

@@ -1,4 +1,4 @@
-"""Attention over long caches: splits that grow with their position, added up by a second launch; the ring of keys."""
+"""Attention over long caches: splits that grow with their position, combined by a second launch; the TMA pipeline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.kernels.attention.test_dispatch import (
     check,
     choose,
     dtype_for,
-    fed,
-    simulate_ring,
+    run_in_steps,
+    simulate_tma,
     work_for,
 )
 from tests.runtime.test_scheduler import run as decode
@@ -35,15 +35,15 @@ from tests.runtime.test_scheduler import texts
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_copies_of_the_ring_may_land_early_or_late(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins fetch as much as they may before anything is stored, or nothing."""
-    choose("ring", monkeypatch)
-    simulate_ring(monkeypatch)
+def test_tma_copies_may_land_early_or_late(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator loads as much as it may before anything is stored, or nothing."""
+    choose("tma", monkeypatch)
+    simulate_tma(monkeypatch)
     given = case("cpu", lengths=[700, 131, 64], queries=11, heads=14, kv_heads=2, dim=128, dtype=torch.bfloat16)
     found = []
     for late in (True, False):
         monkeypatch.setattr(gluon_simulator.MACHINE, "late", late)
-        found.append(fed(given, 11, window=window))
+        found.append(run_in_steps(given, 11, window=window))
     assert_same(*found)
     check(given, 128, window)
 
@@ -51,12 +51,12 @@ def test_copies_of_the_ring_may_land_early_or_late(window: int | None, monkeypat
 @pytest.mark.parametrize("device", devices())
 def test_bits_over_a_ladder(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the pass and the room: rows that end in each rung, the longest at both edges of a split."""
-    dtype = dtype_for(device, choose("ring", monkeypatch))
+    dtype = dtype_for(device, choose("tma", monkeypatch))
     given = case(device, lengths=[1155, 518, 259], queries=3, heads=1, kv_heads=1, dim=64, dtype=dtype)
-    whole = fed(given, 3)
+    whole = run_in_steps(given, 3)
     check(given, 128, None)
-    assert_same(fed(given, 1), whole)
-    assert_same(fed({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
+    assert_same(run_in_steps(given, 1), whole)
+    assert_same(run_in_steps({**given, "num_blocks": given["num_blocks"] + 6}, 3), whole)
     alone = [attend({**rows_of(copied(given), [row]), "num_blocks": room}) for row, room in enumerate((5, 3, 2))]
     assert torch.equal(torch.cat(alone), whole[0])
 
@@ -67,29 +67,29 @@ def test_more_splits_than_are_added_up_at_once(
     device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """39 splits of a row, and 34; with the window those from number 25, or for one of its queries 26, and 20 on."""
-    dtype = dtype_for(device, choose("ring", monkeypatch))
+    dtype = dtype_for(device, choose("tma", monkeypatch))
     monkeypatch.setattr(plan, "LATE_SPLITS", ((0, 128),))
     assert combine.GATHER_WARPS.value * combine.EACH.value == 32
     given = case(device, lengths=[4928, 4250], queries=2, heads=2, kv_heads=1, dim=64, dtype=dtype)
     check(given, 128, window)
-    whole = fed(given, 2, window=window)
-    assert_same(fed(given, 1, window=window), whole)
+    whole = run_in_steps(given, 2, window=window)
+    assert_same(run_in_steps(given, 1, window=window), whole)
     for row in range(2):
-        assert torch.equal(fed(rows_of(given, [row]), 2, window=window)[0], whole[0][[row]])
+        assert torch.equal(run_in_steps(rows_of(given, [row]), 2, window=window)[0], whole[0][[row]])
 
 
 @pytest.mark.parametrize("device", devices())
 def test_splits_of_the_ladder_that_a_window_reaches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own ladder, where its rungs meet: only the splits of the two sides leave sums."""
     ladder = plan.LATE_SPLITS
-    choose("ring", monkeypatch)
+    choose("tma", monkeypatch)
     monkeypatch.setattr(plan, "LATE_SPLITS", ladder)
     edges = [position for position, _keys in ladder[1:]]
-    dtype = dtype_for(device, "ring")
+    dtype = dtype_for(device, "tma")
     given = case(device, lengths=[edge + 1 for edge in edges], queries=2, heads=1, kv_heads=1, dim=64, dtype=dtype)
     check(given, 128, 70)
     work = work_for(given)
-    alone = fed(rows_of(given, [-1]), 1, window=70)[0]
+    alone = run_in_steps(rows_of(given, [-1]), 1, window=70)[0]
     assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
     splits = plan.late_splits(given["num_blocks"] * KEY_BLOCK)
     weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
@@ -110,28 +110,28 @@ def test_rows_of_either_kind_beside_each_other(
 ) -> None:
     """Rows whose queries are early, late, or some of either: each as alone, where there is room for it and no more."""
     if device == "cpu":
-        pytest.skip("what interprets the short kernels has none of the products of 16-bit values that the ring takes")
-    choose("ring", monkeypatch)
+        pytest.skip("the interpreter of the early kernels has no products of 16-bit values, which the TMA kernel takes")
+    choose("tma", monkeypatch)
     dtype = dtype_for(device, choose(short, monkeypatch))
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
     lengths = [FROM + 2, 900, 300, 1155, FROM + 1, FROM]  # the first and the fifth have queries on both sides
     given = case(device, lengths=lengths, queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype, norm=True)
     check(given, 128, window)
-    whole = fed(given, 3, window=window)
-    assert_same(fed(given, 1, window=window), whole)
+    whole = run_in_steps(given, 3, window=window)
+    assert_same(run_in_steps(given, 1, window=window), whole)
     for row, length in enumerate(lengths):
         room = -(-length // KEY_BLOCK)
-        alone = fed({**rows_of(given, [row]), "num_blocks": room}, 3, window=window)
+        alone = run_in_steps({**rows_of(given, [row]), "num_blocks": room}, 3, window=window)
         assert torch.equal(alone[0], whole[0][[row]]), length
     late = [row for row, length in enumerate(lengths) if length > FROM + 3]  # no row is the short kernels'
-    assert torch.equal(fed(rows_of(given, late), 3, window=window)[0], whole[0][late])
+    assert torch.equal(run_in_steps(rows_of(given, late), 3, window=window)[0], whole[0][late])
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 70])
 def test_early_rows_are_left_alone(device: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late ones are as where all rows are; with the window a single split is the output at once."""
-    dtype = dtype_for(device, choose("ring", monkeypatch))
+    dtype = dtype_for(device, choose("tma", monkeypatch))
     given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
     expected = attend(copied(given), window=window)
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
@@ -145,14 +145,14 @@ def test_early_rows_are_left_alone(device: str, window: int | None, monkeypatch:
 @pytest.mark.parametrize("device", devices())
 def test_passes_whose_rows_are_all_late(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is for early rows is launched where there may be some; the others are the same without it."""
-    dtype = dtype_for(device, choose("ring", monkeypatch))
+    dtype = dtype_for(device, choose("tma", monkeypatch))
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
     given = case(device, lengths=[900, 1155], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
     short, launched = decode_launch.start_early, []
 
     def counted(*arguments: Any) -> None:
         launched.append(arguments)
-        if device != "cpu":  # what interprets the short kernels takes other types than the ring does
+        if device != "cpu":  # the interpreter of the early kernels takes other types than the simulator does
             short(*arguments)
 
     monkeypatch.setattr(decode_launch, "start_early", counted)

@@ -48,7 +48,7 @@ def test_a_cache_beyond_two_to_the_31_elements(queries: int, kind: str) -> None:
     A step, and a chunk of a prompt. Memory that nobody touches costs nothing: numpy's zeros are not even written.
     Each comes to lie below the one before: of offsets that wrap the last keeps the process alive, and the test fails.
     """
-    dtype = torch.bfloat16 if kind == "ring" and queries == 3 else torch.float16
+    dtype = torch.bfloat16 if kind == "tma" and queries == 3 else torch.float16
     small = case("cpu", lengths=[40], queries=queries, dim=64, page_size=16, dtype=dtype)
     pages = 2**31 // (16 * 2 * 64) + 4
     beyond = torch.arange(pages - 4, pages)[None]

@@ -1,4 +1,4 @@
-"""Which kernel decodes over a short cache, with how many query rows and programs to a tile, on which no bit depends."""
+"""Which kernel decodes over a short cache, with how many query rows and CTAs to a tile, on which no bit depends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.attention import combine, decode, decode_tma_sm90, mma_layouts, mma_tiles, plan
 from tests.house.test_house import BLOCK_TRITON, run_python
-from tests.kernels.attention.test_dispatch import SHAPES, attend, check, choose, dtype_for, share
+from tests.kernels.attention.test_dispatch import SHAPES, attend, check, choose, dtype_for, set_ctas
 
 H100 = plan.Gpu((9, 0), 132)
 
 
 @pytest.mark.parametrize(
-    ("sequences", "queries", "splits", "groups", "at_once", "programs"),
+    ("sequences", "queries", "splits", "groups", "at_once", "ctas"),
     [
         *((1, 1, 32, 1, 0, 32), (1, 5, 8, 1, 0, 8), (1, 5, 32, 1, 1, 11), (1, 8, 32, 1, 1, 8), (1, 17, 32, 2, 2, 3)),
         *((2, 8, 4, 2, 2, 2), (2, 8, 32, 2, 2, 4), (4, 8, 32, 2, 2, 2), (8, 1, 4, 1, 0, 4), (8, 1, 32, 1, 1, 4)),
@@ -30,34 +30,32 @@ H100 = plan.Gpu((9, 0), 132)
         (32, 5, 2, 3, 1, 1),
     ],
 )
-def test_who_reads_keys_once(
-    sequences: int, queries: int, splits: int, groups: int, at_once: int, programs: int
-) -> None:
-    """For four query heads of 128 to each of eight: groups of 8 query rows to a program, splits that it reads at once
-    (0: it has no other), programs to a tile."""
+def test_who_reads_keys_once(sequences: int, queries: int, splits: int, groups: int, at_once: int, ctas: int) -> None:
+    """For four query heads of 128 to each of eight: groups of 8 query rows to a tile, splits that a CTA reads at once
+    (0: it has no other), CTAs to a tile."""
     planned = plan.early_plan(H100, plan.Pass(4 * queries, 8 * sequences, 128), splits)
     grid, constants, options = planned.grid, planned.constants, planned.options
-    assert (constants["G"], grid[1]) == (groups, programs)
+    assert (constants["G"], grid[1]) == (groups, ctas)
     assert planned.kernel == ("batch_kernel" if at_once else "fragment_kernel")
     assert constants.get("AT_ONCE", 0) == at_once
-    if at_once == 2:  # a program has a multiprocessor to itself
+    if at_once == 2:  # a CTA owns its SM
         assert options["num_warps"] * 32 * options["maxnreg"] > 65_536 // 2
         assert grid[0] * grid[1] <= H100.sms
 
 
 @pytest.mark.parametrize(
-    ("sequences", "queries", "groups", "at_once", "programs"),
+    ("sequences", "queries", "groups", "at_once", "ctas"),
     [(4, 5, 2, 1, 6), (2, 8, 1, 1, 6), (8, 5, 2, 2, 1), (16, 1, 1, 2, 1), (32, 2, 1, 1, 1)],
 )
 def test_heads_of_64_have_more_warps_one_by_one(
-    sequences: int, queries: int, groups: int, at_once: int, programs: int
+    sequences: int, queries: int, groups: int, at_once: int, ctas: int
 ) -> None:
-    """Three programs share a multiprocessor: two splits at once only where one program then has all of a tile's."""
+    """Three CTAs run on an SM: two splits concurrently only where one CTA then has all splits of a tile."""
     planned = plan.early_plan(H100, plan.Pass(4 * queries, 8 * sequences, 64), 32)
-    assert (planned.constants["G"], planned.constants["AT_ONCE"], planned.grid[1]) == (groups, at_once, programs)
+    assert (planned.constants["G"], planned.constants["AT_ONCE"], planned.grid[1]) == (groups, at_once, ctas)
 
 
-def test_more_programs_run_at_a_time_with_fewer_registers() -> None:
+def test_more_ctas_run_at_a_time_with_fewer_registers() -> None:
     assert [plan.early_plan(H100, plan.Pass(32, 7, dim), 32).grid[1] for dim in (64, 128)] == [14, 9]
 
 
@@ -98,24 +96,24 @@ def test_plans_need_no_triton() -> None:
 def equal_however_shared(
     given: dict[str, Any], window: int | None, ways: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs that share out splits, by kind and how many to a tile, against a program for every split."""
+    """CTAs that share splits, by kind and how many to a tile, against a CTA for every split."""
     choose("fragments", monkeypatch)
     expected = attend(copied(given), window=window)
-    for kind, shares in ways:
+    for kind, ctas in ways:
         choose(kind, monkeypatch)
-        share(shares, monkeypatch)
-        assert torch.equal(attend(copied(given), window=window), expected), (kind, shares)
+        set_ctas(ctas, monkeypatch)
+        assert torch.equal(attend(copied(given), window=window), expected), (kind, ctas)
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4]], ids=str)
-def test_programs_that_share_out_splits_change_no_bit(
+def test_ctas_that_share_splits_change_no_bit(
     shape: dict[str, Any], window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What several left is added up by whoever comes last, one needs nobody."""
+    """The partial sums of several are combined by the last; a single CTA stores none."""
     given = case(device, **shape, dtype=dtype_for(device, "fragments"))
-    ways = [(kind, shares) for kind in ("batch", "several") for shares in (1, 2, 3, 40)]
+    ways = [(kind, ctas) for kind in ("batch", "concurrent") for ctas in (1, 2, 3, 40)]
     equal_however_shared(given, window, ways, monkeypatch)
 
 
@@ -124,10 +122,10 @@ def test_programs_that_share_out_splits_change_no_bit(
 def test_as_many_splits_as_are_added_up_at_once_and_one_more(
     window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and by programs that take runs of them."""
+    """4, 5, 8, 9, 16, 17, 23 and 24 splits: against the twin, and by CTAs that take runs of them."""
     lengths = [512, 513, 1024, 1025, 2048, 2049, 2900, 3000]
     given = case(device, lengths=lengths, queries=2, heads=4, kv_heads=1, dim=64, dtype=dtype_for(device, "fragments"))
     choose("fragments", monkeypatch)
     check(given, 128, window)
-    ways = [("batch", 1), ("batch", 2), ("batch", 3), ("several", 1), ("several", 2)]
+    ways = [("batch", 1), ("batch", 2), ("batch", 3), ("concurrent", 1), ("concurrent", 2)]
     equal_however_shared(given, window, ways, monkeypatch)
