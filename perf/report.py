@@ -31,7 +31,8 @@ STEPS: tuple[Column, ...] = (
 BRIEF: tuple[Column, ...] = tuple(
     column
     for column in STEPS
-    if column[0] in ("case", "engine", "tok_s", "tokens_per_pass", "ms_step", "step_over_floor", "speed_up", "commit")
+    if column[0]
+    in ("case", "engine", "k", "tok_s", "tokens_per_pass", "ms_step", "step_over_floor", "speed_up", "commit")
 )
 START: tuple[Column, ...] = (
     ("case", "case"), ("start_up_s", "first start, s"), ("start_up_warm_s", "second, s"),

@@ -111,7 +111,7 @@ def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files
             assert "| cpu |" not in text
     page, results, log = texts
     assert "5 pictures" in row["status"]
-    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 8 |" in page
+    assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in page
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in results
     assert "27 (3)" in results
     assert "REGRESSION" in results

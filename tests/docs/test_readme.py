@@ -1,4 +1,7 @@
-"""What the documents show is run: every ```python block, and every `fastspec ...` line of a ```bash block."""
+"""What the documents show is run: every ```python block, and every `fastspec ...` line of a ```bash block.
+
+A block whose fence says what it needs, as in ```python title="Needs a download", is compiled and not run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from fastspec.inputs import options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = 'title="Needs '
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,12 @@ class Snippet:
     language: str
     code: str
     place: str
+    runs: bool = True
 
 
 def snippets_of(text: str, name: str) -> list[Snippet]:
     return [
-        Snippet(match[1], match[2], f"{name}:{text.count(chr(10), 0, match.start()) + 1}")
+        Snippet(match[1], match[3], f"{name}:{text.count(chr(10), 0, match.start()) + 1}", NEEDS not in match[2])
         for match in FENCE.finditer(text)
     ]
 
@@ -63,14 +68,19 @@ def test_snippets_are_found_with_their_line() -> None:
         Snippet("python", "x = 1\n", "f.md:2"),
         Snippet("bash", "fastspec demo\n", "f.md:6"),
     ]
+    (needing,) = snippets_of('```python title="Needs a GPU"\nx = 1\n```\n', "f.md")
+    assert not needing.runs
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.place)
 def test_python_block_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile(snippet.code, snippet.place, "exec")
+    if not snippet.runs:
+        return
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(snippet.code, snippet.place, "exec"), {"__name__": "__main__"})
+        exec(code, {"__name__": "__main__"})
     # a comment `# -> text` after a line that prints says what it prints
     for promised in re.findall(r"# -> (.+)$", snippet.code, re.MULTILINE):
         assert promised in printed.getvalue()
