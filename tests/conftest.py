@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -19,8 +21,26 @@ if not torch.cuda.is_available():
         let_dots_be_row_invariant()
 
 
+QUICK_SECONDS = 90  # after that --quick begins no further test
+LEFT_OUT = "left out by --quick"
+_begun = time.monotonic()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--quick", action="store_true", help=f"begin no test after {QUICK_SECONDS} seconds")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("quick") and time.monotonic() - _begun > QUICK_SECONDS:
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    files = Counter(report.nodeid.partition("::")[0] for report in skipped if LEFT_OUT in str(report.longrepr))
+    for file, count in sorted(files.items()):
+        terminalreporter.write_line(f"{LEFT_OUT}: {count} tests of {file}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,118 @@
+"""Compiles what one group of calls launches on one CUDA architecture, without a GPU; prints a JSON line each.
+
+Usage: python -m tests.helpers.compile_launches 90 attention
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import torch
+
+from tests.helpers import recorder
+from tests.helpers.launches import GROUPS
+from tests.helpers.recorder import Launch, first_of_each
+
+MMA = ("mma.sync", "wgmma", "tcgen05.mma")
+
+
+def report(launch: Launch, arch: int) -> dict[str, Any]:
+    """What a launch is, and what its machine code is made of."""
+    code, arguments = recorder.compiled(launch), launch.arguments
+    ptx, out = code.asm["ptx"], arguments.get("out_ptr")
+    sizes = [value.dtype.itemsize for value in arguments.values() if _floats(value)]
+    return {
+        "call": launch.call,
+        "kernel": launch.name,
+        "element": min(sizes, default=8),
+        "constants": {name: value for name, value in launch.constants.items() if not isinstance(value, tuple)},
+        "programs": math.prod(launch.grid),
+        "registers": launch.options.get("maxnreg"),
+        "shared": code.metadata.shared,
+        "spills": recorder.spilled_bytes(code.asm["cubin"]),
+        "one_by_one": recorder.one_by_one(ptx, arch),
+        "mma": any(kind in ptx for kind in MMA),
+        "tf32": "tf32" in ptx,
+        "waits_first": 0 <= ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
+        "vector": ".v4.b32" in ptx or "cp.async.cg.shared.global [" in ptx,
+        "apart": arguments.get("parts_ptr") is not None,
+        "last": out is not None and out.dtype.itemsize > 2,
+        "norm": arguments.get("gamma_ptr") is not None,
+        "factors": arguments.get("squares_ptr") is not None,
+        "bf16": out is not None and out.dtype == torch.bfloat16,
+    }
+
+
+def _floats(value: object) -> bool:
+    base = getattr(value, "base", None)  # of a descriptor
+    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (value, base))
+
+
+def order(launch: Launch) -> list[str]:
+    """What the order of a product's sums follows from: its matrix instructions, or where they reduce in fp32."""
+    code = recorder.compiled(launch).asm
+    if launch.name.startswith("tile_"):
+        return sorted(set(re.findall(r"(?:wgmma|tcgen05)\.mma[\w.:]*|mma\.sync[\w.:]*", code["ptx"])))
+    return _reductions(code["ttgir"])
+
+
+def _reductions(ttgir: str) -> list[str]:
+    """How the numbers that sums over threads are made of lie in them: the layouts of fp32 operands of reductions."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r"\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\) ->", ttgir)
+    assert operands
+    assert "convert_layout" not in ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]
+    return sorted({f"{size} {layouts[name]}" for size, name in operands})
+
+
+def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
+    """Of a kernel of the packed products: when it waits, and how it reads weights."""
+    wait, next_one = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+    before = ptx[: max(wait, 0)]
+    if kernel == "ring_kernel":  # the warps that multiply wait for what is fetched: their code may stand in front
+        before = before[before.rfind("st.global") + 1 :]
+    found = {
+        "starts_early": wait > 0,
+        "lets_next": "no" if next_one < 0 else "first" if next_one < wait else "later",
+        "stays": re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None,
+        "waits": ptx.count("griddepcontrol.wait"),
+        "single_stores": len(re.findall(r"st\.global[\w.:]*\.b16", ptx)),
+        "product": kernel in ("narrow_kernel", "wide_kernel", "ring_kernel"),
+    }
+    if not found["product"]:
+        return found
+    weights = r"ld\.global\.L1::evict_first\.L2::cache_hint\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10"
+    weights += r"|cp\.async\.bulk\.tensor\.3d"
+    return found | {
+        "mma": re.search(r"mma.sync.aligned.m16n8k16|wgmma.mma_async.sync.aligned.m64n\d+k16", ptx) is not None,
+        "wide_loads": len(re.findall(weights, ptx)),
+        "narrow_loads": len(re.findall(r"evict_first\.L2::cache_hint\.(?:v2\.)?b32|cp\.async\.ca", ptx)),
+        "weights_before": len(re.findall(weights, before)),
+        "others_before": len(re.findall(r"ld\.global(?!\.L1::evict_first)|bulk\.tensor\.2d", before)),
+    }
+
+
+def main() -> None:
+    arch, group = int(sys.argv[1]), sys.argv[2]
+    recorder.use(recorder.cuda(arch))
+    launches = recorder.record(arch, lambda: GROUPS[group](arch))
+    for launch in first_of_each(launches, recorder.specialised):
+        found = report(launch, arch)
+        if group.startswith("products"):
+            found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
+        if group == "portable_whole":
+            product = launch.name not in ("norm_kernel", "_norm_kernel")
+            found["order"] = order(launch) if product else None
+        if launch.name == "_hopper_kernel":
+            ptx = recorder.compiled(launch).asm["ptx"]
+            found["mma"] = f"wgmma.mma_async.sync.aligned.m64n{launch.arguments['COLUMNS']}k16" in ptx
+            found["vector"] = "st.global.v4.b32" in ptx and "st.global.b" not in ptx
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Calls of every kernel's wrapper whose launches are compiled ahead of time, by group: see `recorder`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fastspec.kernels.attention import dispatch
+from fastspec.kernels.embed import embed
+from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.linear import plan, portable
+from fastspec.kernels.linear.argmax import packed_argmax
+from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.layer_tail import layer_tail
+from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.sampling.commit import commit, scratch_of
+from fastspec.kernels.sampling.draw import sampled_draw
+from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.logits import sampled_work
+from fastspec.kernels.sampling.logprobs import record_work
+from fastspec.kernels.sampling.publish import publish
+from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.state import DecodeState
+from tests.helpers.recorder import Calls, on_meta, record
+
+META = torch.device("meta")
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
+KV_HEADS, GROUP, EPS = 8, 4, 1e-5
+# (window, norm, page_size, how much narrower than a power of two)
+PLAIN, FULL = (None, False, 64, 0), (4096, True, 80, 1)
+NO_TMA = (None, False, 20, 0)  # pages that are no multiple of 8 keys: no copy engine fetches them
+DEEP = (17, 20)  # first block and blocks of rows that all lie beyond `plan_long.FROM`
+# (queries, rows, blocks of 256 keys) of decoding passes: few programs, one for each split, several splits to a program
+# one after the other, and two at once
+SHORT = (
+    *((2, 1, 1), (2, 1, 4), (4, 24, 1), (6, 24, 1), (8, 24, 1)),
+    *((2, 1, 16), (4, 24, 16), (6, 24, 16), (8, 24, 16)),
+    *((2, 16, 16), (4, 8, 16), (6, 16, 16), (8, 16, 16)),
+)
+
+
+def _attend(
+    dtype: torch.dtype,
+    dim: int,
+    variant: tuple[int | None, bool, int, int],
+    shape: tuple[int, int],
+    blocks: tuple[int, int],
+    regroup: bool = False,
+) -> object:
+    """One call; shape: queries and rows, blocks: the first and all of 256 keys."""
+    window, norm, page_size, narrow = variant
+    (queries, batch), (first, last) = shape, blocks
+    dim -= narrow * dim // 4
+    heads, positions = KV_HEADS * GROUP, 256 * last
+    pages = positions // page_size + 1
+    cache = on_meta((pages, page_size, KV_HEADS, dim), dtype)
+    gamma = on_meta((dim,), dtype) if norm else None
+    return dispatch.attend(
+        on_meta((batch, queries, (heads + 2 * KV_HEADS) * dim), dtype),
+        on_meta((positions, dim // 2), F32),
+        on_meta((positions, dim // 2), F32),
+        cache,
+        cache,
+        on_meta((batch, pages), I64),
+        on_meta((batch, queries), I64),
+        on_meta((batch, queries), torch.bool),
+        num_heads=heads,
+        q_norm=gamma,
+        k_norm=gamma,
+        eps=EPS,
+        num_blocks=last,
+        first_block=first,
+        window=window,
+        work=dispatch.attend_work(META, batch * queries, positions, (heads, KV_HEADS, dim)),
+        regroup=regroup,
+    )
+
+
+def attention(arch: int) -> Calls:
+    """Decoding passes of every head width, and of long and short caches where these have kernels of their own."""
+    for size, width in dispatch.LAUNCH:
+        for variant in (PLAIN, FULL):
+            named = f"attend {DTYPES[size]} {width}"
+            yield named, partial(_attend, DTYPES[size], width, variant, (5, 1), (0, 8))
+
+
+def attention_short(arch: int) -> Calls:
+    for dim in (64, 128):
+        for queries, rows, blocks in SHORT:
+            for variant, regroup in ((PLAIN, arch == 90), ((*FULL[:3], 0), False)):
+                named = f"attend short {dim} {queries} {rows} {blocks}"
+                yield named, partial(_attend, BF16, dim, variant, (queries, rows), (0, blocks), regroup)
+
+
+def attention_long(arch: int) -> Calls:
+    for dim in (64, 128):
+        for queries, rows in ((2, 1), (4, 1), (2, 8), (4, 8)):
+            for variant in (PLAIN, (*FULL[:3], 0), NO_TMA):
+                named = f"attend long {dim} {queries} {rows}"
+                yield named, partial(_attend, BF16, dim, variant, (queries, rows), DEEP)
+
+
+def attention_prompt(arch: int) -> Calls:
+    for size, width in dispatch.LAUNCH:
+        for variant in (PLAIN, FULL):
+            yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
+
+
+# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weights there are
+LAYERS = [
+    (6144, 4096, "norm"),
+    (4096, 4096, "residual"),
+    (28672, 4096, "norm+gated"),
+    (4096, 14336, "residual"),
+    (128256, 4096, "norm+fp32"),
+    (128256, 4096, "norm+pick"),
+    (3072, 2048, "norm"),
+    (16384, 2048, "norm+gated"),
+    (2048, 8192, "residual"),
+    (10240, 8192, "norm+bias"),
+    (1152, 896, "norm+bias"),
+    (9728, 896, "norm+gated"),
+    (3584, 18944, "residual"),
+    (16, 128, "norm+bias"),
+    (1152, 896, "norm+pick"),
+]
+LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
+ROWS = range(1, 161)  # every number of them that one program of the ring takes: each change of kernel and of tile
+
+
+def product(n: int, k: int, fused: str, rows: int, pdl: bool, dtype: torch.dtype = BF16) -> object:
+    """One product with a packed weight."""
+    words = fused.split("+")
+    x, weight = on_meta((rows, k), dtype), on_meta((n // 16, k // 32, 16, 32), dtype)
+    norm = (on_meta((k,), dtype), EPS) if "norm" in words else None
+    if "pick" in words:
+        return packed_argmax(x, weight, n, on_meta((ROWS[-1] + 1,), I64), norm=norm, pdl=pdl)
+    return packed_linear(
+        x,
+        weight,
+        on_meta((n,), dtype) if "bias" in words else None,
+        norm=norm,
+        residual=on_meta((rows, n // 2 if "gated" in words else n), dtype) if "residual" in words else None,
+        gated="gated" in words,
+        out_dtype=F32 if "fp32" in words else None,
+        pdl=pdl,
+    )
+
+
+def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
+    """What lies between two attentions, on sm_90."""
+    names = {"o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (qkv, hidden)}
+    given: dict[str, Any] = {name: on_meta((n // 16, k // 32, 16, 32)) for name, (n, k) in names.items()}
+    given |= {f"{name}_bias": None for name in names} | {
+        name: on_meta((hidden,)) for name in ("input_norm", "post_norm")
+    }
+    layer: Any = SimpleNamespace(**given)
+    x = on_meta((rows, 1, hidden))
+    return layer_tail(x, x, layer, layer, EPS, True)
+
+
+def products(arch: int) -> Calls:
+    """Every product of the layers above, and on sm_90 what lies between two attentions."""
+    for n, k, fused in LAYERS:
+        for rows in ROWS:
+            yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
+    for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
+        for rows in ROWS[plan.narrow_rows((9, 0)) :]:
+            yield f"{hidden}, {inner} {rows}", partial(tail, hidden, inner, qkv, rows)
+    for rows in (8, 64):
+        named = "norm+gated+bias"
+        yield f"fp16 {rows}", partial(product, 3072, 2048, named, rows, arch >= 90, torch.float16)
+
+
+WHOLE = 4096  # a K of whole steps; of others the loop is masked
+RAGGED = (2880, 4001)  # in pieces of 16 bytes, and in none
+ALL_FUSED = "norm+bias+residual"
+
+
+def portable_product(size: int, k: int, width: int, rows: int, fused: str, pdl: bool) -> object:
+    """One product with a weight of rows."""
+    dtype, words = DTYPES[size], fused.split("+")
+    n = 2 * width if "gated" in words else width
+    x, weight = on_meta((rows, k), dtype), on_meta((n, k), dtype)
+    norm = (on_meta((k,), dtype), EPS) if "norm" in words else None
+    if "pick" in words:
+        return portable.tile_argmax(x, weight, n - 1, on_meta((rows + 1,), I64), norm=norm, pdl=pdl)
+    bias = on_meta((n,), dtype) if "bias" in words else None
+    residual = on_meta((rows, width), dtype) if "residual" in words else None
+    return portable.tile_linear(x, weight, bias, norm=norm, residual=residual, gated="gated" in words, pdl=pdl)
+
+
+def portables(k: int, arch: int) -> Calls:
+    """Every tile with everything there is, gated and not, and picking; of whole steps with nothing as well."""
+    seen = set()
+    for (size, wide), tiles in portable.LAUNCH.items():
+        for tile in tiles:
+            if k in RAGGED and (size, tile) in seen:
+                continue  # how wide a result is changes nothing in the loop
+            seen.add((size, tile))
+            for fused in (ALL_FUSED, f"{ALL_FUSED}+gated", "norm+pick", *(("", "pick") if k == WHOLE else ())):
+                width = 16384 if wide else 4096
+                call = partial(portable_product, size, k, width, tile.rows, fused, arch >= 90)
+                yield f"{size} bytes {k} {fused} {tile.rows} {wide}", call
+
+
+def prompts(arch: int) -> Calls:
+    """Products of prompts: every tile, whole, gated and masked."""
+    for rows in (64, 128, 256, 512, 4096):
+        for n, fused in ((4096, ""), (4096, "gated"), (4112, "bias+residual"), (4112, "fp32")):
+            yield f"prompt {n} {fused} {rows}", partial(_prompt, rows, n, fused)
+
+
+def _prompt(rows: int, n: int, fused: str) -> object:
+    words = fused.split("+")
+    bias, residual = (on_meta((n,)), on_meta((rows, n))) if "bias" in words else (None, None)
+    weight, norm = on_meta((n // 16, 128, 16, 32)), (on_meta((4096,)), EPS)
+    more: dict[str, Any] = {"gated": "gated" in words, "out_dtype": F32 if "fp32" in words else None}
+    return prefill_linear(on_meta((rows, 4096)), weight, bias, norm=norm, residual=residual, **more)
+
+
+VOCABS = (32000, 128256, 256000)
+BATCH, DRAFTS = 4, 4
+
+
+def _state(vocab: int, batch: int = BATCH) -> DecodeState:
+    return DecodeState.allocate(
+        batch=batch, max_drafts=DRAFTS, max_length=500, pages_per_row=8, vocab_size=vocab, device=META
+    )
+
+
+def _outbox(state: DecodeState) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(entries and counter, details), for the results of steps."""
+    batch, places = state.block.shape
+    width = 1 + batch * (4 + places)
+    details = on_meta((64, batch, places, 1 + 2 * state.top_ids.shape[2]), torch.int32)
+    return (on_meta((64, width), I64), on_meta((1,), I64)), details
+
+
+def _records(state: DecodeState, vocab: int, details: torch.Tensor | None) -> Record:
+    return Record(5, record_work(len(state.lengths), DRAFTS, vocab, META), details)
+
+
+def steps(arch: int) -> Calls:
+    """Kernels that build a pass's rows and end a step."""
+    state = _state(VOCABS[0])
+    scratch = scratch_of(BATCH, DRAFTS, META)
+    ring, details = _outbox(state)
+    for queries in (1, 2, 32):
+        for counts in (state.draft_counts, None):
+            yield f"feed {queries}", partial(_feed, queries, counts)
+    for dtype in (BF16, F32):
+        for shape in ((32000, 4096), (2000, 128, 16, 32)):
+            yield f"embed {dtype}", partial(embed, on_meta(shape, dtype), on_meta((BATCH, 2), I64))
+    for entry in (ring, None):
+        yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
+    for vocab in VOCABS:
+        for batch in (1, BATCH, 64):
+            yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, True)
+        for published in (True, False):
+            yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
+    yield "publish", partial(publish, *ring, state, drafting=True)
+    yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
+
+
+def _feed(queries: int, counts: torch.Tensor | None) -> object:
+    state = _state(64)
+    drafts = on_meta((BATCH, queries), I64)
+    fixed: dict[str, Any] = {"first": -1, "queries": queries, "limit": 2**30, "vocab": 64, "num_drafts": 3}
+    return feed_rows(state.tokens, state.lengths, state.finish, drafts, draft_counts=counts, **fixed)
+
+
+def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
+    state = _state(vocab, batch)
+    ring, details = _outbox(state)
+    record = _records(state, vocab, details if published else None) if recorded else None
+    scratch = scratch_of(batch, DRAFTS, META)
+    verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
+
+
+def sampled(arch: int) -> Calls:
+    """Kernels of a step that samples: one line or many, every rule, recorded and not."""
+    for vocab in VOCABS:
+        for batch in (1, 64):
+            for purpose, keep in ((0, True), (2, False)):
+                yield f"draw {vocab} {batch}", partial(_draw, vocab, batch, purpose, keep)
+            for rule, deterministic in (("rejection", False), ("block", False), ("block", True), ("coupled", False)):
+                named = f"{rule} {vocab} {batch}"
+                yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
+        for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
+            yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
+    yield "block, kept", partial(_sampled, VOCABS[0], BATCH, "block", False, False, False)
+
+
+def _draw(vocab: int, batch: int, purpose: int, keep: bool) -> None:
+    work = sampled_work(batch, DRAFTS, vocab, META)
+    sampled_draw(on_meta((batch, 1, vocab), F32), _state(vocab, batch), 1, work, purpose=purpose, keep_draft_probs=keep)
+
+
+def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: bool, published: bool) -> None:
+    state = _state(vocab, batch)
+    ring, details = _outbox(state)
+    record = _records(state, vocab, details if published else None) if recorded else None
+    work, scratch = sampled_work(batch, DRAFTS, vocab, META), scratch_of(batch, DRAFTS, META)
+    logits, entry = on_meta((batch, DRAFTS + 1, vocab), F32), ring if published else None
+    sampled_commit(logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record)
+
+
+GROUPS: dict[str, Callable[[int], Calls]] = {
+    "attention": attention,
+    "attention_short": attention_short,
+    "attention_long": attention_long,
+    "attention_prompt": attention_prompt,
+    "portable_whole": partial(portables, WHOLE),
+    "portable_pieces": partial(portables, RAGGED[0]),
+    "portable_single": partial(portables, RAGGED[1]),
+    "prompts": prompts,
+    "steps": steps,
+    "sampled": sampled,
+    "products": products,
+}
+
+
+def all_calls(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    for group in GROUPS.values():
+        yield from group(arch)
+
+
+def main() -> None:
+    """Prints which kernels the calls launch on these architectures; compiles nothing."""
+    found = {launch.name for arch in map(int, sys.argv[1:]) for launch in record(arch, partial(all_calls, arch))}
+    print(json.dumps({"kernels": sorted(found)}))
+
+
+if __name__ == "__main__":
+    main()
