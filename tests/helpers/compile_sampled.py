@@ -19,6 +19,7 @@ from fastspec.kernels.sampling import (
     groups as sampled_groups,
 )
 from tests.helpers.compile_kernels import PDL_FROM, Entry
+from tests.helpers.compile_step_kernels import NO_RING, RINGS, STATE
 
 STOPS = 64
 FP32 = ("logits", "bias", "repetition", "presence", "frequency", "temperature", "top_p", "min_p")
@@ -36,7 +37,6 @@ WORK = {
 LINES = ("record_arrivals_ptr", "record_groups_ptr", "levels_ptr", "top_ids_ptr", "top_logprobs_ptr")
 SILENT_LINES = {**dict.fromkeys(LINES), "GROUPS": 0, "TOP": 0}
 SILENT_BLOCKS = {**dict.fromkeys([*LINES[2:], "logprobs_ptr", "details_ptr"]), "TOP": 0}
-RING = ("entries_ptr", "counter_ptr")
 
 
 def entries(arch: int) -> Iterator[Entry]:
@@ -51,7 +51,8 @@ def entries(arch: int) -> Iterator[Entry]:
 def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """Types by the names of arguments: int64 columns, tables as above, sizes."""
     names = [name for name in kernel.arg_names if name not in constants and not name.isupper()]
-    known = {**WORK, "source": _source(constants)}
+    ring = RINGS["ring.entries" not in constants]
+    known = {**WORK, "source": _source(constants), "state": STATE, "ring": ring}
     return {name: known.get(name, "*i64" if name.endswith("_ptr") else "i32") for name in names}
 
 
@@ -83,14 +84,14 @@ def _laws() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
 
 
 def _ends() -> Iterator[tuple[Any, dict[str, Any], dict[str, int]]]:
-    silent = {**dict.fromkeys(RING), **SILENT_BLOCKS}
+    silent = {**dict.fromkeys(NO_RING), **SILENT_BLOCKS}
     for rule, absent in (
         ("rejection", SILENT_BLOCKS),
         ("rejection", {"TOP": 20}),
         ("block", silent),
         ("block", {"q_ptr": None, "TOP": 20}),
         ("coupled", {"q_ptr": None, **SILENT_BLOCKS}),
-        ("coupled", {"q_ptr": None, **dict.fromkeys(RING), "details_ptr": None, "TOP": 20}),
+        ("coupled", {"q_ptr": None, **dict.fromkeys(NO_RING), "details_ptr": None, "TOP": 20}),
     ):
         constants = {
             "RULE": accept.RULES[rule],

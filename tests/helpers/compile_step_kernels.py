@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from fastspec.kernels import embed, feed_rows
 from fastspec.kernels.sampling import commit, greedy_commit, logits, logprobs, publish
 from tests.helpers.compile_kernels import PDL_FROM, Entry
 
-STATE = [
-    *("tokens_ptr", "lengths_ptr", "limits_ptr", "draft_lengths_ptr", "finish_ptr", "stop_ptr"),
-    *("counts_ptr", "block_ptr", "emitted_ptr", "accepted_ptr", "scratch_ptr"),
-]
+STATE = commit.StateRows(*["*i64"] * (len(commit.StateRows._fields) - 1), "i32")
 STATE_SIZES = [
-    *("tokens_stride", "tokens_width", "stop_stride", "block_stride", "slots", "entry_width"),
+    *("tokens_width", "stop_stride", "block_stride", "slots", "entry_width"),
     *("batch", "places", "num_drafts"),
 ]
 FEED = ["tokens_ptr", "lengths_ptr", "finish_ptr", "drafts_ptr"]
 FEED_SIZES = ["tokens_stride", "tokens_width", "drafts_stride", "queries", "first", "limit", "vocab", "num_drafts"]
 RING = ["entries_ptr", "counter_ptr"]
+RINGS = {True: commit.Ring("*i64", "*i64"), False: commit.Ring("constexpr", "constexpr")}
+NO_RING = ("ring.entries", "ring.counter")
 RECORDED = {
     **{"arrivals_ptr": "*i64", "groups_ptr": "*fp32", "levels_ptr": "*fp32", "top_ids_ptr": "*i64"},
     **{"top_logprobs_ptr": "*fp32", "logprobs_ptr": "*fp32", "details_ptr": "*i32"},
@@ -33,7 +33,7 @@ def entries(arch: int) -> Iterator[Entry]:
         yield kernel, signature, {**constants, **pdl}, {**options, "launch_pdl": pdl["PDL"]}, size
 
 
-def _signature(wide: list[str], narrow: list[str], **others: str) -> dict[str, str]:
+def _signature(wide: list[str], narrow: list[str], **others: Any) -> dict[str, Any]:
     return {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "i32"), **others}
 
 
@@ -55,18 +55,19 @@ def _feeds() -> Iterator[Entry]:
 
 def _commits() -> Iterator[Entry]:
     constants = {"PLACES": 32, "STOPS": 64, "NUM_STOPS": 64}
-    for ring in (RING, []):
-        absent = dict.fromkeys(RING) if not ring else {}
+    for published in (True, False):
+        absent = {} if published else dict.fromkeys(NO_RING)
+        ring = RINGS[published]
         given = ["given_accepted_ptr", "given_block_ptr"]
-        signature = _signature([*given, *STATE, *ring], ["given_stride", *STATE_SIZES])
+        signature = _signature([*given, "scratch_ptr"], ["given_stride", *STATE_SIZES], state=STATE, ring=ring)
         yield commit._commit_kernel, signature, {**constants, **absent}, {"num_warps": commit.NUM_WARPS}, 8
         sizes = ["vocab", "logits_stride", "drafts_stride", *STATE_SIZES, "top", "details_width"]
-        signature = _signature(["drafts_ptr", *STATE, *ring], sizes, logits_ptr="*fp32")
+        signature = _signature(["drafts_ptr", "scratch_ptr"], sizes, logits_ptr="*fp32", state=STATE, ring=ring)
         for _, chunk, warps in greedy_commit.LAUNCH:
             silent = dict.fromkeys(RECORDED) | {"GROUPS": 0, "TOP": 0}
             blocks = {**constants, "CHUNK": chunk, **absent, **silent}
             yield greedy_commit._verify_kernel, signature, blocks, {"num_warps": warps}, 4
-        details = dict.fromkeys([] if ring else ["details_ptr"])
+        details = dict.fromkeys([] if published else ["details_ptr"])
         signature |= {name: kind for name, kind in RECORDED.items() if name not in details}
         for groups in (512, 2048, 4096):  # of 32000, 128256 and 256000 ids
             chunk = greedy_commit.LAUNCH[-1][1]

@@ -14,6 +14,8 @@ step's entry (publish.py).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -38,33 +40,54 @@ DETAILS_BLOCK = tl.constexpr(512)  # words of log-probabilities at a time
 _MIN_PLACES = 32  # one compiled kernel for all usual k
 
 
+class StateRows(NamedTuple):
+    """The fields of `fastspec.state.DecodeState` that a commit reads and writes, and the stride of a row of tokens."""
+
+    tokens: Any
+    lengths: Any
+    limits: Any
+    draft_lengths: Any
+    finish: Any
+    stop_ids: Any
+    draft_counts: Any
+    block: Any
+    emitted: Any
+    accepted: Any
+    tokens_stride: int
+
+
+class RowSizes(NamedTuple):
+    """Integers that a commit needs. They vary between launches, so kernels take them one by one (`STATE_INTS`)."""
+
+    tokens_width: Any
+    stop_stride: Any
+    block_stride: Any
+    slots: Any
+    entry_width: Any
+    batch: Any
+    places: Any  # K + 1
+    num_drafts: Any
+
+
+class Ring(NamedTuple):
+    """Where a step's entry is published; None: nowhere."""
+
+    entries: Any
+    counter: Any
+
+
+SIZES = tl.constexpr(RowSizes)
+
+
 @triton.jit
 def commit_row(
     row,
     accepted,
     block,  # int64 [PLACES], -1 from place num_drafts + 1 on
-    tokens_ptr,
-    lengths_ptr,
-    limits_ptr,
-    draft_lengths_ptr,
-    finish_ptr,
-    stop_ptr,
-    counts_ptr,
-    block_ptr,
-    emitted_ptr,
-    accepted_ptr,
+    state,  # StateRows
     scratch_ptr,
-    entries_ptr,  # None: nothing is published
-    counter_ptr,
-    tokens_stride,
-    tokens_width,
-    stop_stride,
-    block_stride,
-    slots,
-    entry_width,
-    batch,
-    places,  # K + 1
-    num_drafts,
+    ring,
+    sizes,  # RowSizes
     record,  # None, or (logits, their stride, levels, logprobs, top_ids, top_logprobs), see logprobs.py
     details_ptr,  # None: log-probabilities are not published
     details_width,
@@ -79,19 +102,23 @@ def commit_row(
 
     Returns how many tokens were emitted.
     """
+    entries_ptr, counter_ptr = ring.entries, ring.counter
+    tokens_width, stop_stride, block_stride = sizes.tokens_width, sizes.stop_stride, sizes.block_stride
+    slots, entry_width, batch = sizes.slots, sizes.entry_width, sizes.batch
+    places, num_drafts = sizes.places, sizes.num_drafts
     place = tl.arange(0, PLACES)
     stop = tl.arange(0, STOPS)
-    was = tl.load(finish_ptr + row)
+    was = tl.load(state.finish + row)
     running = was == RUNNING
-    length = tl.load(lengths_ptr + row)
-    room = tl.load(limits_ptr + row) - length
-    counts = tl.load(counts_ptr + row)
-    stop_ids = tl.load(stop_ptr + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
+    length = tl.load(state.lengths + row)
+    room = tl.load(state.limits + row) - length
+    counts = tl.load(state.draft_counts + row)
+    stop_ids = tl.load(state.stop_ids + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
     if entries_ptr is not None:
         # nobody counts the step before every row has been committed
         sequence = tl.load(counter_ptr) + 1
         beyond = (place > num_drafts) & (place < places)
-        old_block = tl.load(block_ptr + row * block_stride + place, mask=beyond, other=0)
+        old_block = tl.load(state.block + row * block_stride + place, mask=beyond, other=0)
 
     same = (block[:, None] == stop_ids[None, :]) & (stop < NUM_STOPS)[None, :]
     is_stop = (tl.max(same.to(tl.int32), axis=1) > 0) & (place <= accepted)
@@ -107,13 +134,13 @@ def commit_row(
     tl.debug_barrier()
     # in range for every length there is; clamped all the same, for lengths are data
     at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
-    tl.store(tokens_ptr + row * tokens_stride + at, block, mask=place < count)
-    tl.store(draft_lengths_ptr + row, fed, mask=running & (counts > 0) & (num_drafts > 0))
-    tl.store(lengths_ptr + row, length + count)
-    tl.store(finish_ptr + row, finish)
-    tl.store(block_ptr + row * block_stride + place, block, mask=place <= num_drafts)
-    tl.store(emitted_ptr + row, count)
-    tl.store(accepted_ptr + row, accepted)
+    tl.store(state.tokens + row * state.tokens_stride + at, block, mask=place < count)
+    tl.store(state.draft_lengths + row, fed, mask=running & (counts > 0) & (num_drafts > 0))
+    tl.store(state.lengths + row, length + count)
+    tl.store(state.finish + row, finish)
+    tl.store(state.block + row * block_stride + place, block, mask=place <= num_drafts)
+    tl.store(state.emitted + row, count)
+    tl.store(state.accepted + row, accepted)
     if record is not None:
         record_block(record[0], record[1], record[2], record[3], row, block, place, count, num_drafts, places)
     if entries_ptr is not None:
@@ -136,11 +163,11 @@ def commit_row(
                 store_entry(
                     entries_ptr,
                     sequence,
-                    emitted_ptr,
-                    accepted_ptr,
-                    counts_ptr,
-                    finish_ptr,
-                    block_ptr,
+                    state.emitted,
+                    state.accepted,
+                    state.draft_counts,
+                    state.finish,
+                    state.block,
                     block_stride,
                     slots,
                     entry_width,
@@ -161,21 +188,10 @@ def commit_row(
 def _commit_kernel(
     given_accepted_ptr,
     given_block_ptr,
-    tokens_ptr,
-    lengths_ptr,
-    limits_ptr,
-    draft_lengths_ptr,
-    finish_ptr,
-    stop_ptr,
-    counts_ptr,
-    block_ptr,
-    emitted_ptr,
-    accepted_ptr,
+    state,
     scratch_ptr,
-    entries_ptr,
-    counter_ptr,
+    ring,
     given_stride,
-    tokens_stride,
     tokens_width,
     stop_stride,
     block_stride,
@@ -199,28 +215,10 @@ def _commit_kernel(
         row,
         tl.load(given_accepted_ptr + row),
         block,
-        tokens_ptr,
-        lengths_ptr,
-        limits_ptr,
-        draft_lengths_ptr,
-        finish_ptr,
-        stop_ptr,
-        counts_ptr,
-        block_ptr,
-        emitted_ptr,
-        accepted_ptr,
+        state,
         scratch_ptr,
-        entries_ptr,
-        counter_ptr,
-        tokens_stride,
-        tokens_width,
-        stop_stride,
-        block_stride,
-        slots,
-        entry_width,
-        batch,
-        places,
-        num_drafts,
+        ring,
+        SIZES(tokens_width, stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
         None,
         None,
         0,
@@ -258,9 +256,9 @@ def commit(
         (batch,),
         accepted,
         block,
-        *state_of(rows),
+        state_of(rows),
         scratch,
-        *(publish_to or (None, None)),
+        Ring(*(publish_to or (None, None))),
         block.stride(0),
         *sizes_of(rows, publish_to),
         batch,
@@ -282,9 +280,9 @@ def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -
     check_room("scratch", scratch, 1 + batch * (num_drafts + 2), f"make it with scratch_of({batch}, {num_drafts}, ...)")
 
 
-def state_of(rows: CommitRows) -> tuple[Tensor, ...]:
-    """Pointers, in the kernels' order."""
-    return (
+def state_of(rows: CommitRows) -> StateRows:
+    """The kernels' argument."""
+    return StateRows(
         rows.tokens,
         rows.lengths,
         rows.limits,
@@ -295,15 +293,16 @@ def state_of(rows: CommitRows) -> tuple[Tensor, ...]:
         rows.block,
         rows.emitted,
         rows.accepted,
+        rows.tokens.stride(0),
     )
 
 
 def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """tokens_stride to entry_width, in the kernels' order."""
+    """tokens_width to entry_width, in the kernels' order."""
     if publish_to is not None:
         check_ring(publish_to[0], rows)
     slots, width = (1, 1) if publish_to is None else publish_to[0].shape
-    return rows.tokens.stride(0), rows.tokens.shape[1], rows.stop_ids.stride(0), rows.block.stride(0), slots, width
+    return rows.tokens.shape[1], rows.stop_ids.stride(0), rows.block.stride(0), slots, width
 
 
 def constants_of(rows: CommitRows) -> dict[str, int]:

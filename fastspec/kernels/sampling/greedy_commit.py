@@ -24,7 +24,16 @@ from fastspec.kernels.common.checks import check_logits
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import logprobs
-from fastspec.kernels.sampling.commit import STATE_INTS, check_rows, commit_row, constants_of, sizes_of, state_of
+from fastspec.kernels.sampling.commit import (
+    SIZES,
+    STATE_INTS,
+    Ring,
+    check_rows,
+    commit_row,
+    constants_of,
+    sizes_of,
+    state_of,
+)
 from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line
 from fastspec.sampling.verify import CommitRows
 
@@ -59,19 +68,9 @@ def _best_of(x, index):
 def _verify_kernel(
     logits_ptr,
     drafts_ptr,
-    tokens_ptr,
-    lengths_ptr,
-    limits_ptr,
-    draft_lengths_ptr,
-    finish_ptr,
-    stop_ptr,
-    counts_ptr,
-    block_ptr,
-    emitted_ptr,
-    accepted_ptr,
+    state,  # StateRows
     scratch_ptr,
-    entries_ptr,  # None: nothing is published
-    counter_ptr,
+    ring,
     arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
     groups_ptr,
     levels_ptr,
@@ -82,7 +81,6 @@ def _verify_kernel(
     vocab,
     logits_stride,
     drafts_stride,
-    tokens_stride,
     tokens_width,
     stop_stride,
     block_stride,
@@ -129,7 +127,7 @@ def _verify_kernel(
         ranked = tl.load(best_ptr, mask=in_block, other=0, cache_modifier=".cg")
         picks = tl.where(in_block, 0x7FFFFFFF - (ranked & 0x7FFFFFFF), -1)
         drafts = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < num_drafts, other=-2)
-        counted = place < tl.load(counts_ptr + row)
+        counted = place < tl.load(state.draft_counts + row)
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
         # the largest of all is NaN or infinite: nothing can be chosen there
         level = (ranked >> 31) - 0x80000000
@@ -140,28 +138,10 @@ def _verify_kernel(
             row,
             accepted,
             picks,
-            tokens_ptr,
-            lengths_ptr,
-            limits_ptr,
-            draft_lengths_ptr,
-            finish_ptr,
-            stop_ptr,
-            counts_ptr,
-            block_ptr,
-            emitted_ptr,
-            accepted_ptr,
+            state,
             scratch_ptr,
-            entries_ptr,
-            counter_ptr,
-            tokens_stride,
-            tokens_width,
-            stop_stride,
-            block_stride,
-            slots,
-            entry_width,
-            batch,
-            places,
-            num_drafts,
+            ring,
+            SIZES(tokens_width, stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
             record,
             details_ptr,
             details_width,
@@ -201,9 +181,9 @@ def verify_commit(
         grid,
         lines,
         rows.draft_tokens,
-        *state_of(rows),
+        state_of(rows),
         scratch,
-        *(publish_to or (None, None)),
+        Ring(*(publish_to or (None, None))),
         *logprobs.of_lines(record, rows),
         *logprobs.of_blocks(record, rows),
         vocab,

@@ -50,7 +50,7 @@ from fastspec.kernels.sampling.accept import (
     span,
     spread,
 )
-from fastspec.kernels.sampling.commit import STATE_INTS, commit_row
+from fastspec.kernels.sampling.commit import SIZES, STATE_INTS, Ring, commit_row
 from fastspec.kernels.sampling.distribution import find_laws
 from fastspec.kernels.sampling.logits import (
     BEYOND,
@@ -93,15 +93,9 @@ def _end_kernel(
     groups_ptr,
     found_ptr,
     q_ptr,  # None: drafts were certain
-    tokens_ptr,
-    limits_ptr,
-    draft_lengths_ptr,
-    block_ptr,
-    emitted_ptr,
-    accepted_ptr,
+    state,  # StateRows
     scratch_ptr,
-    entries_ptr,  # None: nothing is published
-    counter_ptr,
+    ring,
     levels_ptr,  # None, with all that follow: no log-probabilities are recorded
     top_ids_ptr,
     top_logprobs_ptr,
@@ -110,7 +104,6 @@ def _end_kernel(
     num_places,  # k + 1
     q_row,
     q_place,
-    tokens_stride,
     tokens_width,
     block_stride,
     slots,
@@ -223,28 +216,10 @@ def _end_kernel(
             row,
             accepted.to(tl.int64),
             block,
-            tokens_ptr,
-            source.lengths,
-            limits_ptr,
-            draft_lengths_ptr,
-            source.finish,
-            source.stop_ids,
-            source.counts,
-            block_ptr,
-            emitted_ptr,
-            accepted_ptr,
+            state,
             scratch_ptr,
-            entries_ptr,
-            counter_ptr,
-            tokens_stride,
-            tokens_width,
-            source.stop_stride,
-            block_stride,
-            slots,
-            entry_width,
-            batch,
-            places,
-            num_drafts,
+            ring,
+            SIZES(tokens_width, source.stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
             record,
             details_ptr,
             details_width,
@@ -290,7 +265,7 @@ def sampled_commit(
     drafts = 0 if rule == COUPLED else places - 1
     find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True, record=record)
     source = sampled_parts.source_of(logits, rows)
-    tokens_stride, tokens_width, _, *others = committing.sizes_of(rows, publish_to)
+    tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     _, details_width = logprobs.sizes_of(record)
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
@@ -304,13 +279,12 @@ def sampled_commit(
         (programs, batch * parts),
         source,
         *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
-        *(rows.tokens, rows.limits, rows.draft_lengths, rows.block, rows.emitted, rows.accepted, scratch),
-        *(publish_to or (None, None)),
+        *(committing.state_of(rows), scratch, Ring(*(publish_to or (None, None)))),
         *logprobs.of_lines(record, rows)[2:],
         *logprobs.of_blocks(record, rows),
         places,
         *((0, 0) if laws is None else laws.stride()[:2]),
-        *(tokens_stride, tokens_width, *others, batch, rows.block.shape[1], parts),
+        *(tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,
         RULE=RULES[rule],
         TOP=logprobs.width_of(record, rows),
