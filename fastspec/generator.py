@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from fastspec.runtime import calls
 from fastspec.runtime.build import build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.runtime.draft_plan import DraftPlan
+from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.request import Request, lengths_of
@@ -46,15 +46,14 @@ class FastSpecGenerator:
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
         draft: the same, with the target's tokenizer; None decodes without drafts.
-        proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own (README).
+        proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
-            while it decodes, by measured tokens per second (README says how, and what becomes of seeds).
+            while it decodes, by measured tokens per second (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
-            models' contexts, and what fits in 90% of the free memory; it is printed. A row that outgrows the draft's
-            context goes on without drafts.
+            models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.
         page_size: positions per K/V cache page.
         dtype: of weights and cache, for both models. Default: each checkpoint's own on CUDA, float32 on a CPU.
         device: default: the live target model's, else CUDA where there is one.
@@ -200,7 +199,7 @@ class FastSpecGenerator:
             attention_mask: like input_ids, 0 for left padding and 1 for the prompt.
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
-            **keywords: generation options (README lists them; most take one value, or one per prompt), `seed`,
+            **keywords: generation options (most take one value, or one per prompt), `seed`,
                 `num_speculative_tokens` to draft fewer than the generator was made for, or "auto", and `tokenizer`
                 for stop_strings where it is not the checkpoint's.
 
@@ -397,7 +396,5 @@ class FastSpecGenerator:
     def __enter__(self) -> FastSpecGenerator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

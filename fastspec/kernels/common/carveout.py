@@ -3,7 +3,7 @@
 Values on their way from memory lie in L1, so a kernel with little of it reads slowly. A division lasts until a kernel
 that prefers another finds the multiprocessor idle, which with early launches no kernel without a preference does; and
 Triton prefers all shared memory as soon as a kernel needs more than 48 KiB. So one such kernel in a layer slows down
-all others: measured in docs/performance.md, and why each kernel gets a preference here.
+all others: measured in perf/LOG.md, and why each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 """
