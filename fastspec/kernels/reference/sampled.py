@@ -56,7 +56,7 @@ def sampled_commit(
         scratch, work: of the kernels, without use here.
         publish_to: as in `commit`.
         rule: one of `fastspec.sampling.rules.MODES`.
-        certain: drafts had the law that is one on them; otherwise that in draft_probs.
+        deterministic: drafts were not drawn: their distribution is one on them. Otherwise it is that in draft_probs.
         draws: coins and draws.
         record: log-probabilities to record, of the raw logits.
     """
@@ -88,7 +88,7 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: verify.Draws,
 ) -> None:
-    """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where the law is kept.
+    """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where distributions are kept.
 
     Args:
         logits: fp32 [B, 1, V'] of the draft, of the ids below V' <= V; the law is zero on the others.
@@ -96,7 +96,7 @@ def sampled_draw(
         j: the draft; it comes after the row's first j drafts.
         work: of the kernels, without use here.
         purpose: keys the draw.
-        keeps_law: whether the law is judged by later.
+        keep_draft_probs: whether verification needs the distribution later.
         draws: draws.
     """
     judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :j])
