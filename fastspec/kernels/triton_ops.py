@@ -20,8 +20,8 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
-from fastspec.kernels.linear.layer_tail import in_a_ring, read_once
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
+from fastspec.kernels.linear.layer_tail import read_once, runs_on_tma
 from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
@@ -75,7 +75,7 @@ def store(rows: Tensor, gated: bool) -> Weight:
 def attend(*tensors: Tensor, work: Workspace, product: Weight | None = None, **options: Any) -> Tensor:
     """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can."""
     positions = tensors[6]
-    regroup = product is not None and in_a_ring([product], positions.numel())
+    regroup = product is not None and runs_on_tma([product], positions.numel())
     return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 
 
@@ -122,7 +122,7 @@ def layer_tail(
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
     """
     weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
-    chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else in_a_ring
+    chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else runs_on_tma
     if chained(weights, x.shape[0] * x.shape[1]):
         return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device), reduce)
     if attended.dim() == 4:

@@ -156,7 +156,7 @@ def entries(arch: int) -> Iterator[tuple[str, Launch]]:
             for launch in launches(n, k, fused, rows, torch.bfloat16, arch):
                 yield f"{n}x{k} {fused} {rows}", launch
     for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in ROWS[plan.narrow_rows((9, 0)) :]:
+        for rows in ROWS[plan.small_rows((9, 0)) :]:
             for launch in between_launches(hidden, inner, qkv, rows):
                 yield f"{hidden}, {inner} {rows}", launch
     for rows in (8, 64):

@@ -57,5 +57,5 @@ def packed_argmax(
     if out.shape != (len(rows),) or out.dtype != torch.int64:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; it must be int64 [{len(rows)}]")
     if len(rows) > 0:
-        run(Call(rows, weight, out, norm=norm, keys=scratch, limit=limit), pdl)
+        run(Call(rows, weight, out, norm=norm, argmax_keys=scratch, limit=limit), pdl)
     return out

@@ -1,6 +1,6 @@
 """Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
 
-Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same. There each of
+Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same. There each of
 S warps takes every S-th slab of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
 
 Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
@@ -224,7 +224,7 @@ def wide_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One program of the wide kernel: R weight rows by GROUPS * GROUP rows of x."""
+    """One program of the large-M kernel: R weight rows by GROUPS * GROUP rows of x."""
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

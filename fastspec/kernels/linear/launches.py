@@ -14,9 +14,9 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import plan
 from fastspec.kernels.linear.large_m import wide_kernel
 from fastspec.kernels.linear.norm import norm_rows
-from fastspec.kernels.linear.plan import Gpu, Narrow, Ring, Split, Tile
+from fastspec.kernels.linear.plan import Gpu, Small, Split, Tile, Tma
 from fastspec.kernels.linear.small_m import narrow_kernel
-from fastspec.kernels.linear.split_k import Parts, add_up, given_rows
+from fastspec.kernels.linear.split_k import Parts, add_up, permuted_rows
 from fastspec.kernels.linear.tma_sm90 import ring_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -43,14 +43,14 @@ class Call:
     bias: Tensor | None = None
     norm: Norm | None = None
     residual: Tensor | None = None
-    keys: Tensor | None = None
+    argmax_keys: Tensor | None = None
     limit: int = 0
     gated: bool = False
 
 
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
     """Constants that all kernels of products have."""
-    cut = {"K": call.x.shape[1], "S": split.ways, "KT": split.slab, "TOGETHER": split.together}
+    cut = {"K": call.x.shape[1], "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
     return {**cut, "GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
@@ -58,61 +58,61 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     """Launches a product, and before it its norm, where that is a kernel of its own."""
     rows, k = call.x.shape
     n, _ = call.weight.shape
-    tile = tile or tile_for(call.weight, rows, whole=call.keys is not None, gated=call.gated)
+    tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
     split = plan.split_of(n, k)
-    if isinstance(tile, Ring):
-        _, given, squares = given_to(call.weight, call.x, call.norm, pdl)
-        whole_ring(tile, replace(call, x=given), squares, pdl)
+    if isinstance(tile, Tma):
+        _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+        launch_tma_and_sum(tile, replace(call, x=given), squares, pdl)
         return
     gamma = scale = None
-    if call.norm is not None and isinstance(tile, Narrow) and tile.rows <= plan.FUSED_ROWS:
+    if call.norm is not None and isinstance(tile, Small) and tile.rows <= plan.FUSED_ROWS:
         gamma = call.norm[0].view(torch.int32)
     elif call.norm is not None:
-        x, scale = norm_rows(call.x, *call.norm, split.ways, split.slab, GLUON_TYPE[call.x.dtype], pdl)
+        x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
         call = replace(call, x=x)
-    ends = (scale, call.bias, call.residual, call.out, call.keys)
-    numbers = (call.limit, 0 if call.keys is None else call.out.stride(0))
+    ends = (scale, call.bias, call.residual, call.out, call.argmax_keys)
+    numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     words = (call.x.view(torch.int32), call.weight.words())
-    steps = plan.cdiv(k, split.ways * split.slab)
-    if isinstance(tile, Narrow):
+    steps = plan.cdiv(k, split.split_k * split.k_tile)
+    if isinstance(tile, Small):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         eps = 0.0 if call.norm is None else call.norm[1]
-        shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.ways}
+        shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.split_k}
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
         launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
         return
     grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
-    turns = plan.cdiv(steps * (split.slab // plan.STEP), tile.depth)
+    turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
     shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps}
     launch(wide_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
 
 
-def given_to(
+def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`given_rows` for a product of the ring's kernel with `weight`."""
+    """`permuted_rows` for a product of the TMA kernel with `weight`."""
     split = plan.split_of(*weight.shape)
-    return given_rows(x, norm, (split.ways, split.slab), GLUON_TYPE[x.dtype], pdl, parts, bias)
+    return permuted_rows(x, norm, (split.split_k, split.k_tile), GLUON_TYPE[x.dtype], pdl, parts, bias)
 
 
-def whole_ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """`ring`, and behind it what adds up ways that were left apart."""
-    parts = ring(tile, call, squares, pdl)
+def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
+    """`launch_tma`, and behind it what adds up ways that were left apart."""
+    parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
-def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
-    """Launches the ring's kernel.
+def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
+    """Launches the TMA kernel.
 
     Args:
-        call: x as `given_to` makes it.
+        call: x as `permuted_for` makes it.
         squares: what comes with it.
         regroup_out: the result is regrouped as x is.
 
@@ -122,14 +122,14 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
     rows, k = call.x.shape
     n, _ = call.weight.shape
     split = plan.split_of(n, k)
-    ways, parts = split.together, None
-    if tile.ways is not None:
-        ways = tile.ways
-        sums = call.x.new_empty(split.ways // ways, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.together // ways)
+    ways, parts = split.pairwise, None
+    if tile.split_k is not None:
+        ways = tile.split_k
+        sums = call.x.new_empty(split.split_k // ways, rows, n, dtype=torch.float32)
+        parts = Parts(sums, split.pairwise // ways)
     blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
-    stride = 0 if call.keys is None else call.out.stride(0)
+    stride = 0 if call.argmax_keys is None else call.out.stride(0)
     words = call.weight.words(n // 16, k // 4, 32)
     shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
     shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
@@ -140,7 +140,7 @@ def ring(tile: Ring, call: Call, squares: Tensor | None, pdl: bool, regroup_out:
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        *(squares if parts is None else None, call.bias, call.residual, call.out, call.keys),
+        *(squares if parts is None else None, call.bias, call.residual, call.out, call.argmax_keys),
         *(None if parts is None else parts.sums, rows, n, eps, call.limit, stride),
         **shape,
         num_warps=tile.warps,

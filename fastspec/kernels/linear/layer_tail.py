@@ -1,4 +1,4 @@
-"""What lies between the attention of a layer and that of the next, for rows that the ring's kernel multiplies.
+"""What lies between the attention of a layer and that of the next, for rows that the TMA kernel multiplies.
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.launches import Call, Norm, given_to, ring, tile_for, whole_ring
-from fastspec.kernels.linear.plan import RING_ROWS, Ring
+from fastspec.kernels.linear.launches import Call, Norm, launch_tma, launch_tma_and_sum, permuted_for, tile_for
+from fastspec.kernels.linear.plan import TMA_ROWS, Tma
 from fastspec.kernels.reference.layer import Layer, Reduce, add_reduced
 
 
-def in_a_ring(weights: list[Weight], rows: int) -> bool:
-    """Whether all these are packed, and rows so many that the ring's kernel multiplies them."""
-    return is_packed(weights) and all(isinstance(_tile(weight, rows), Ring) for weight in weights)
+def runs_on_tma(weights: list[Weight], rows: int) -> bool:
+    """Whether all these are packed, and rows so many that the TMA kernel multiplies them."""
+    return is_packed(weights) and all(isinstance(_tile(weight, rows), Tma) for weight in weights)
 
 
 def read_once(weights: list[Weight], rows: int) -> bool:
     """Whether they are, and no program's rows are so many that another has to read the weights again."""
-    return rows <= RING_ROWS and in_a_ring(weights, rows)
+    return rows <= TMA_ROWS and runs_on_tma(weights, rows)
 
 
 class NextInput(NamedTuple):
     """The residual stream x [M, hidden], and what the product behind it reads.
 
     Attributes:
-        permuted: x times the norm's weight, as `given_rows` orders it.
+        permuted: x times the norm's weight, as `permuted_rows` orders it.
         squares: fp32 [S, M], the sums of squares that come with it; None without a norm.
     """
 
@@ -52,7 +52,7 @@ def layer_tail(
     pdl: bool,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.layer_tail`, for weights and rows that are `in_a_ring`; attended as there, or regrouped."""
+    """As `reference.layer_tail`, for weights and rows that are `runs_on_tma`; attended as there, or regrouped."""
     shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
     return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
@@ -70,7 +70,7 @@ def attention_out(
     """
     given = attended.reshape(len(x), -1).contiguous()
     if attended.dim() == 3:
-        _, given, _ = given_to(layer.o, given, None, pdl)
+        _, given, _ = permuted_for(layer.o, given, None, pdl)
     return _added(given, layer.o, layer.o_bias, x, (layer.post_norm, eps), layer.gate_up, pdl, reduce)
 
 
@@ -81,17 +81,17 @@ def mlp(
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
-    ring(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
+    launch_tma(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
     norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
     x, permuted, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl, reduce)
     call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
-    whole_ring(_tile(next_layer.qkv, len(x)), call, squares, pdl)
+    launch_tma_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
     return x, qkv
 
 
-def _tile(weight: Weight, rows: int, gated: bool = False) -> Ring:
+def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma:
     return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
 
 
@@ -101,9 +101,9 @@ def _summed(
     """residual + the product with `given` rows, summed over devices where `reduce` does that [+ bias]."""
     out, tile = torch.empty_like(residual), _tile(weight, len(given))
     if reduce is not None:
-        whole_ring(tile, Call(given, weight, out), None, pdl)
+        launch_tma_and_sum(tile, Call(given, weight, out), None, pdl)
         return add_reduced(out, bias, residual, reduce)
-    whole_ring(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
+    launch_tma_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
     return out
 
 
@@ -117,9 +117,9 @@ def _added(
     pdl: bool,
     reduce: Reduce | None,
 ) -> NextInput:
-    """`_summed`, and what `given_to` makes of it for a product with `next_weight`."""
+    """`_summed`, and what `permuted_for` makes of it for a product with `next_weight`."""
     tile = _tile(weight, len(given))
-    if tile.ways is None or reduce is not None:
-        return NextInput(*given_to(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
-    parts = ring(tile, Call(given, weight, residual, bias), None, pdl)
-    return NextInput(*given_to(next_weight, residual, norm, pdl, parts, bias))
+    if tile.split_k is None or reduce is not None:
+        return NextInput(*permuted_for(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
+    parts = launch_tma(tile, Call(given, weight, residual, bias), None, pdl)
+    return NextInput(*permuted_for(next_weight, residual, norm, pdl, parts, bias))

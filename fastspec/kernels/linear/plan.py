@@ -10,18 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-FUSED_ROWS = 8  # up to here a norm costs less on the way than as a kernel of its own
-RING_ROWS = 160  # of x at most in one program of the ring's kernel: two sums of each fill the registers
-ALONE_ROWS = 64  # of x that a program has room for (so 49 and more): from here on weights in ALONE have other tiles
-SOME_ROWS = 128  # up to here programs are shared out: with more of them what multiplies is busy, whatever it is given
-MANY_WEIGHT_ROWS = 16384  # from here on one program does all of K for its weight rows
-WIDE_ROWS = 128  # of the weight: 32 for each warp
-STEP = 64  # values of K that the wide kernel multiplies at a time
-RING_BYTES = (224_000, 115_000)  # of shared memory for the ring of one program on a multiprocessor, and of two
-TURNED_BYTES = 4096  # of those at most, through which the compiler puts a tile's values in rows
-ROUND_ROWS = 16  # weight rows that take as long as the beginning and the end of one program more
-LONG = 16  # slabs: longer sums take a loop, and with it registers
-# bytes of shared memory that one program may have; 99 KiB elsewhere (CUDA programming guide, compute capabilities)
+# rows of x
+FUSED_ROWS = 8  # the most for which the product computes the norm itself; with more the norm is a kernel of its own
+TMA_ROWS = 160  # the most that one CTA of the TMA kernel multiplies: two accumulators of each row fill the registers
+ONE_CTA_PER_SM_ROWS = 64  # from here on the weights in ONE_CTA_PER_SM take the tiles that are given there
+SOME_ROWS = 128  # up to here weight rows are balanced over the SMs; with more rows the tensor cores are busy anyway
+# rows of the weight
+MANY_WEIGHT_ROWS = 16384  # from here on one CTA sums all of K for its weight rows
+LARGE_WEIGHT_ROWS = 128  # of a CTA of the large-M kernel: 32 for each warp
+ROUND_ROWS = 16  # weight rows whose time equals the start and the end of one more CTA
+# values of K
+STEP = 64  # that the large-M kernel multiplies at a time
+LONG = 16  # K tiles: longer sums are unrolled less, because registers run out
+# bytes of shared memory
+TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: of the only CTA on an SM, and of each of two
+EXCHANGE_BYTES = 4096  # of those, through which the compiler brings a tile's values into row order
+# GPUs on which one CTA may have more than 99 KiB of shared memory (CUDA programming guide, compute capabilities)
 ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
@@ -37,18 +41,25 @@ class Split:
     """How a sum over K is cut. A row's bits depend on this.
 
     Attributes:
-        ways: S, a power of two. slab: KT, 64 or 128.
-        together: ways whose sums are added up before those of others are.
+        split_k: S, a power of two: how many sums K is divided among; tile i of K goes to sum i % S.
+        k_tile: KT, 64 or 128: consecutive values of K in one tile.
+        pairwise: how many neighbouring sums are added to each other before all are added up; 1 for none.
     """
 
-    ways: int
-    slab: int
-    together: int = 1
+    split_k: int
+    k_tile: int
+    pairwise: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
-    """A launch of the narrow kernel: rows of the weight and of x, slabs of either in flight, squares ahead."""
+class Small:
+    """A launch of the small-M kernel.
+
+    Attributes:
+        weight_rows, rows: of the weight and of x, in one CTA.
+        depth, row_depth: K tiles of the weight and of x that are loaded ahead.
+        ahead: squares for the norm are summed before the products.
+    """
 
     weight_rows: int
     rows: int
@@ -58,27 +69,28 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
-    """A launch of the wide kernel: groups of 32 rows of x, steps in shared memory."""
+class Large:
+    """A launch of the large-M kernel: groups of `rows` rows of x in one CTA, steps of K in shared memory."""
 
     groups: int
     depth: int
-    weight_rows: int = WIDE_ROWS
+    weight_rows: int = LARGE_WEIGHT_ROWS
     rows: int = 32
     warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """A launch of the ring's kernel: rows of x and of the weight, steps in shared memory.
+class Tma:
+    """A launch of the TMA kernel, sm_90's pipeline of TMA loads and warp-group products.
 
     Attributes:
-        rest: more rows of x, which a second product multiplies.
-        weight_rows: of a program, a multiple of 16 and the sum of at most three powers of two.
-        ways: through K that a program takes, one or those that belong together; another kernel adds up what they give.
-            None for all of them.
-        registers: a thread may have on average, so that two programs fit on a multiprocessor.
-        programs: that share the weight's tiles, each going on to the next; None for one to a tile.
+        rows: of x in one CTA. rest: more of them, which a second product multiplies.
+        weight_rows: of a CTA, a multiple of 16 and the sum of at most three powers of two.
+        warps: that multiply. stages: steps of K in shared memory.
+        split_k: sums of the split that a CTA makes, one or those that are added pairwise; another kernel adds up what
+            CTAs leave. None: a CTA makes all of them.
+        registers: limit for a thread, so that two CTAs fit on an SM.
+        programs: CTAs that share the weight's tiles, each going on to its next one; None: one CTA for each tile.
     """
 
     rows: int
@@ -86,7 +98,7 @@ class Ring:
     warps: int
     stages: int
     rest: int = 0
-    ways: int | None = None
+    split_k: int | None = None
     registers: int | None = None
     programs: int | None = None
 
@@ -102,9 +114,9 @@ class Ring:
         return sizes + [0] * (3 - len(sizes))
 
 
-Tile = Narrow | Wide | Ring
+Tile = Small | Large | Tma
 # by kind of tile: the GPU on which its entries were measured, None for untested ones
-MEASURED_ON: dict[type, str | None] = {Narrow: "NVIDIA H200", Ring: "NVIDIA H200", Wide: None}
+MEASURED_ON: dict[type, str | None] = {Small: "NVIDIA H200", Tma: "NVIDIA H200", Large: None}
 TESTED_CAPABILITIES = {(9, 0)}  # of the GPUs named above
 
 # by (N, K)
@@ -113,8 +125,8 @@ SPLITS = {
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# by the split, whatever is added up together, and the rows of x
-NARROW = {
+# (weight rows, depth, row depth) by the split, whatever its `pairwise`, and the most rows of x
+SMALL = {
     (Split(4, 64), 8): (16, 8, 2),
     (Split(4, 128), 8): (16, 4, 1),
     (Split(8, 64), 8): (16, 6, 2),
@@ -124,18 +136,17 @@ NARROW = {
     (Split(8, 64), 16): (16, 4, 1),
     (Split(8, 128), 16): (16, 2, 1),
 }
-# weights that another tile suits better for up to 8 rows, by (N, K)
-NARROW_OWN = {
+# tiles of some weights for up to 8 rows, by (N, K)
+SMALL_OWN = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
     (128256, 2048): (32, 4, 2),
 }
 
+# weight rows, by (N, K), of CTAs that own their SM and make a part of the split: from ONE_CTA_PER_SM_ROWS of x on
+ONE_CTA_PER_SM = {(4096, 4096): 64, (4096, 14336): 128}
 
-# weight rows, by (N, K), of programs that leave ways apart and have a multiprocessor each: from ALONE_ROWS of x on
-ALONE = {(4096, 4096): 64, (4096, 14336): 128}
-
-# weights, by (N, K), that the narrow kernel reads faster with all the L1 there is than without dividing it anew
+# weights, by (N, K), that the small-M kernel reads faster with all the L1 there is than without dividing it anew
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
 
@@ -168,39 +179,39 @@ def tile_of(n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: boo
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
-        whole: no two programs may share weight rows, as where one takes the largest of its sums.
-        gated: sums are multiplied by each other.
+        whole: K must not be split over CTAs, as where each CTA takes the largest of its sums.
+        gated: as in `reference.linear`.
     """
     split = split_of(n, k)
-    if rows > narrow_rows(gpu.capability):
+    if rows > small_rows(gpu.capability):
         if gpu.capability == (9, 0):
-            return _ring_of(n, k, rows, split, gpu.multiprocessors, whole, gated)
-        return _wide_of(rows, split, gpu.capability)
+            return _tma_of(n, k, rows, split, gpu.multiprocessors, whole, gated)
+        return _large_of(rows, split, gpu.capability)
     block = 8 if rows <= 8 else 16
-    steps = cdiv(k, split.ways * split.slab)
-    own = NARROW_OWN.get((n, k)) if block == 8 else None
-    weight_rows, depth, row_depth = own or NARROW[replace(split, together=1), block]
+    steps = cdiv(k, split.split_k * split.k_tile)
+    own = SMALL_OWN.get((n, k)) if block == 8 else None
+    weight_rows, depth, row_depth = own or SMALL[replace(split, pairwise=1), block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
-    if steps > LONG and split.slab == 64:
+    if steps > LONG and split.k_tile == 64:
         depth = min(depth, 6)
-    return Narrow(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
+    return Small(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
-def narrow_rows(capability: tuple[int, int]) -> int:
-    """Rows of x up to which the narrow kernel does best; with more the ring's does, or where there is none the wide."""
+def small_rows(capability: tuple[int, int]) -> int:
+    """Rows of x up to which the small-M kernel runs; for more the TMA kernel does, on other GPUs the large-M one."""
     return 8 if capability == (9, 0) else 16
 
 
-def _wide_of(rows: int, split: Split, capability: tuple[int, int]) -> Wide:
-    """The wide kernel's tile: one program does all of K for its weight rows."""
+def _large_of(rows: int, split: Split, capability: tuple[int, int]) -> Large:
+    """The large-M kernel's tile: one program does all of K for its weight rows."""
     roomy = capability in ROOMY
-    tight = not roomy and split.together > 1  # whose sums need room of their own
-    return Wide(2 if rows > 32 and roomy else 1, 3 if tight else 4)
+    tight = not roomy and split.pairwise > 1  # whose sums need room of their own
+    return Large(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
-def _ring_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Ring:
-    """The ring's tile: one program on a multiprocessor, or two; where weight rows are few, ways are apart."""
-    rows = cdiv(rows, cdiv(rows, RING_ROWS))
+def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Tma:
+    """The TMA kernel's tile: one or two CTAs on an SM; where weight rows are few, K is split over CTAs."""
+    rows = cdiv(rows, cdiv(rows, TMA_ROWS))
     group = 1 << (rows.bit_length() - 1)
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
     if rest == group:
@@ -208,34 +219,35 @@ def _ring_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gat
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     ways = None
     if n >= MANY_WEIGHT_ROWS:
-        weight_rows, roomy = _shared_out(n, 1, sms, few) if some else 128, not few
+        weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few
     elif whole or gated or n >= 64 * sms * 2 // 3:
         weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
-        weight_rows, ways, roomy = _ways_apart(n, k, group + rest, split, sms)
+        weight_rows, ways, roomy = _split_k_apart(n, k, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
-    tile = Ring(group, weight_rows, warps, 0, rest, ways, None if roomy else 128)
-    # of a pick, the registers do not hold a tile's end and what comes next
+    tile = Tma(group, weight_rows, warps, 0, rest, ways, None if roomy else 128)
+    # an argmax needs the registers that would hold the end of a tile while the next one is loaded
     if warps == 8 and not whole and ways is None:
         tiles = cdiv(n, weight_rows)
         tile = replace(tile, programs=cdiv(tiles, cdiv(tiles, sms)))
-    space = RING_BYTES[not roomy] - (TURNED_BYTES if ways is None else 0)
+    space = TMA_BYTES[not roomy] - (EXCHANGE_BYTES if ways is None else 0)
     return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
 
 
-def _ways_apart(n: int, k: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
-    """Weight rows and ways of a program that leaves its sums, and whether it has a multiprocessor to itself."""
-    if (n, k) in ALONE and rows >= ALONE_ROWS:
-        return ALONE[n, k], split.together, True
-    ways = 1 if cdiv(n, 64) * split.ways <= 2 * sms else split.together
-    return _shared_out(n, split.ways // ways, sms) if rows <= SOME_ROWS else 64, ways, False
+def _split_k_apart(n: int, k: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
+    """Weight rows and sums of the split of one CTA, and whether it owns its SM."""
+    if (n, k) in ONE_CTA_PER_SM and rows >= ONE_CTA_PER_SM_ROWS:
+        return ONE_CTA_PER_SM[n, k], split.pairwise, True
+    ways = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
+    return _balanced(n, split.split_k // ways, sms) if rows <= SOME_ROWS else 64, ways, False
 
 
-def _shared_out(n: int, ways: int, sms: int, two: bool = True) -> int:
-    """Weight rows of a program of n: as many as leave no multiprocessor more than its share.
+def _balanced(n: int, ways: int, sms: int, two: bool = True) -> int:
+    """Weight rows of one CTA, of n: those with which the busiest SM is done first.
 
     Args:
-        two: programs of 64 to 128 weight rows on a multiprocessor, or one of more than 64.
+        ways: CTAs that share the same weight rows.
+        two: two CTAs of 64 to 128 weight rows on an SM, or one of more than 64.
     """
     places, sizes = (2 * sms, (128, 112, 96, 80, 64)) if two else (sms, (128, 112, 96, 80))
     return min(sizes, key=lambda own: cdiv(cdiv(n, own) * ways, places) * (own + ROUND_ROWS))

@@ -170,7 +170,7 @@ def narrow_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One program of the narrow kernel: R weight rows by BM rows of x."""
+    """One program of the small-M kernel: R weight rows by BM rows of x."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

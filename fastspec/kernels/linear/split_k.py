@@ -1,7 +1,7 @@
 """What stands between packed products of many rows: ways added up, bias, residual, one rounding, the next one's norm.
 
-Where a norm and a product come next, rows go on times gamma and regrouped, as the ring's kernel reads them; the factors
-of rows come of the sums of squares that each way of that product has, to the bits of `packed_norm`. So a program has
+Where a norm and a product come next, rows go on times gamma and regrouped, as the TMA kernel reads them; the factors
+of rows come of the sums of squares that each way of that product has, to the bits of `norm`. So a program has
 what one way will multiply of a row, and rows need not be few programs.
 """
 
@@ -46,7 +46,7 @@ class Parts:
     """What ways of a product come to that are left apart: sums fp32 [WAYS, M, N], some of which go together first."""
 
     sums: Tensor
-    together: int
+    pairwise: int
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def add_up(
     """out [M, N] = rounded(sum of parts, in order, * factors of rows [M] + bias [N] + residual).
 
     Args:
-        squares: fp32 [S, M], what `given_rows` returns; None for no factors.
+        squares: fp32 [S, M], what `permuted_rows` returns; None for no factors.
         norm: that they belong to.
     """
     ways, rows, n = parts.sums.shape
@@ -195,7 +195,7 @@ def add_up(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
         *(parts.sums, squares, bias, residual, out, eps, rows),
-        **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.together, "S": 0 if squares is None else len(squares)},
+        **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.pairwise, "S": 0 if squares is None else len(squares)},
         **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -203,7 +203,7 @@ def add_up(
     )
 
 
-def given_rows(
+def permuted_rows(
     x: Tensor,
     norm: tuple[Tensor, float] | None,
     split: tuple[int, int],
@@ -212,7 +212,7 @@ def given_rows(
     parts: Parts | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows for a product of the ring's kernel.
+    """Rows for a product of the TMA kernel.
 
     Args:
         x: [M, K], 16-bit and contiguous.
@@ -237,7 +237,7 @@ def given_rows(
         (ways, rows),
         *(None if parts is None else parts.sums, bias, x, None if parts is None else out),
         *(gamma, given.view(torch.int32), squares, rows),
-        **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.together},
+        **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.pairwise},
         **{"K": k, "S": ways, "KT": slab, "ROOM": room},
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
         **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},

@@ -1,14 +1,14 @@
 """Packed product of 9 rows of x and more on sm_90: weights and x come through a ring in shared memory.
 
-Sums are made of the same terms in the same order as in the narrow kernel, so a row's bits are the same: where there S
+Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
 warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give
 in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
-whose sums belong together; what each gives is left in `parts`, and `packed_sum` adds it up. Where they are many and x
+whose sums belong together; what each gives is left in `parts`, and `split_k` adds it up. Where they are many and x
 has many rows, programs stay for several tiles, and what comes next is fetched while a tile's sums are written.
 
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
-products. What these four take of a row of x lies apart; it comes side by side, from attention, from `packed_sum` or
+products. What these four take of a row of x lies apart; it comes side by side, from attention, from `split_k` or
 from here, as warp groups read it out of shared memory. Another warp makes the factors of rows whose norm goes before.
 """
 
@@ -63,7 +63,7 @@ def _pieces_layout(R, warps):
 
 @gluon.jit
 def _operand(words, DTYPE: gl.constexpr):
-    """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the narrow kernel."""
+    """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the small-M kernel."""
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
     low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)

@@ -44,7 +44,7 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             gpu = packed.plan.Gpu((9, 0), multiprocessors)
             monkeypatch.setattr(packed.launches, "gpu_of", lambda device, gpu=gpu: gpu)
             tile = packed.plan.tile_of(304, 512, rows, gpu, True)
-            assert isinstance(tile, packed.plan.Ring)
+            assert isinstance(tile, packed.plan.Tma)
             assert (tile.weight_rows < tile.room) == (multiprocessors == 1 or rows == 70 or many > 304)
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
             logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)

@@ -87,7 +87,7 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
     """For every split: alone, in every kernel and tile that rows come in."""
     with modules("cpu", capability) as packed:
-        for split in {split for split, _ in packed.plan.NARROW} | {packed.plan.Split(8, 64, 2)}:
+        for split in {split for split, _ in packed.plan.SMALL} | {packed.plan.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, 144, 1408, torch.bfloat16, "cpu", epilogue)
             whole = packed.dispatch.packed_linear(x, weight, **arguments, pdl=True)
@@ -108,7 +108,7 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     """
     with modules("cpu") as packed:
         launch = packed.plan
-        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.NARROW}]
+        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.SMALL}]
         ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1408)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
@@ -116,20 +116,20 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
             parts = [some_rows(x, arguments, slice(first, first + 14)) for first in range(0, 70, 14)]
             whole = torch.cat([packed.dispatch.packed_linear(some, weight, **given, pdl=True) for some, given in parts])
             tiles = [
-                (9, launch.Ring(16, 64, 4, 2)),
-                (38, launch.Ring(32, 128, 4, 3, 8)),
-                (70, launch.Ring(32, 64, 4, 5)),
-                (20, launch.Ring(32, 112, 4, 3)),
-                (40, launch.Ring(64, 48, 4, 4)),
-                (70, launch.Ring(64, 112, 8, 3, 8)),
-                (70, launch.Ring(64, 112, 8, 3, 8, programs=2)),
-                (38, launch.Ring(32, 64, 4, 2, 8, programs=2)),
-                (70, launch.Ring(32, 128, 8, 5, programs=1)),
+                (9, launch.Tma(16, 64, 4, 2)),
+                (38, launch.Tma(32, 128, 4, 3, 8)),
+                (70, launch.Tma(32, 64, 4, 5)),
+                (20, launch.Tma(32, 112, 4, 3)),
+                (40, launch.Tma(64, 48, 4, 4)),
+                (70, launch.Tma(64, 112, 8, 3, 8)),
+                (70, launch.Tma(64, 112, 8, 3, 8, programs=2)),
+                (38, launch.Tma(32, 64, 4, 2, 8, programs=2)),
+                (70, launch.Tma(32, 128, 8, 5, programs=1)),
             ]
             if "gated" not in epilogue:
-                ways = split.together
-                tiles += [(30, launch.Ring(32, 128, 8, 4, ways=ways)), (70, launch.Ring(64, 64, 4, 9, 16, ways=1))]
-                tiles += [(30, launch.Ring(32, 80, 4, 4, ways=1)), (70, launch.Ring(64, 128, 4, 3, 8, ways=ways))]
+                ways = split.pairwise
+                tiles += [(30, launch.Tma(32, 128, 8, 4, split_k=ways)), (70, launch.Tma(64, 64, 4, 9, 16, split_k=1))]
+                tiles += [(30, launch.Tma(32, 80, 4, 4, split_k=1)), (70, launch.Tma(64, 128, 4, 3, 8, split_k=ways))]
             for rows, tile in tiles:
                 monkeypatch.setattr(launch, "tile_of", lambda *given, tile=tile, **options: tile)
                 some, given = some_rows(x, arguments, slice(70 - rows, None))
@@ -146,13 +146,13 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
         launch = packed.plan
         monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
         x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
-        # ways of the ring's kernel one by one, those that belong together, and all in one program
-        monkeypatch.setattr(launch, "ALONE_ROWS", 40)
+        # ways of the TMA kernel one by one, those that belong together, and all in one program
+        monkeypatch.setattr(launch, "ONE_CTA_PER_SM_ROWS", 40)
         for rows, many, alone in ((3, 16384, {}), (40, 16384, {}), (40, 16384, {(144, 1408): 64}), (40, 1, {})):
             monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
-            monkeypatch.setattr(launch, "ALONE", alone)
+            monkeypatch.setattr(launch, "ONE_CTA_PER_SM", alone)
             if capability == (9, 0) and rows == 40:
-                taken = launch.tile_of(144, 1408, rows, launch.Gpu(capability, 132)).ways
+                taken = launch.tile_of(144, 1408, rows, launch.Gpu(capability, 132)).split_k
                 assert taken == (None if many == 1 else together if alone else 1)
 
             def product(x: Tensor, rows: int = rows) -> Tensor:
@@ -320,20 +320,20 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
     with modules("cpu") as packed:
         launch = packed.plan
         split = launch.split_of(n, k)
-        steps = -(-k // (split.ways * split.slab))
-        assert split.ways % split.together == 0
+        steps = -(-k // (split.split_k * split.k_tile))
+        assert split.split_k % split.pairwise == 0
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, launch.Gpu(capability, 132), whole)
-                if isinstance(tile, launch.Narrow):
+                if isinstance(tile, launch.Small):
                     assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
-                elif isinstance(tile, launch.Ring):
+                elif isinstance(tile, launch.Tma):
                     assert rows > 8
                     assert capability == (9, 0)
-                    assert tile.ways in ((None,) if whole else (None, 1, split.together))
+                    assert tile.split_k in ((None,) if whole else (None, 1, split.pairwise))
                     assert tile.rest < tile.rows <= 128
-                    assert tile.rows + tile.rest <= launch.RING_ROWS
+                    assert tile.rows + tile.rest <= launch.TMA_ROWS
                     assert tile.stages >= 3
                     assert sum(tile.boxes) == tile.weight_rows <= tile.room
                     assert tile.warps % 4 == 0
@@ -341,11 +341,11 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                     if tile.programs is not None:
                         tiles = -(-n // tile.weight_rows)
                         assert not whole
-                        assert tile.ways is None
+                        assert tile.split_k is None
                         assert tile.programs == -(-tiles // -(-tiles // 132)) <= 132
                 else:
                     assert rows > 16
-                    assert isinstance(tile, launch.Wide)
+                    assert isinstance(tile, launch.Large)
                     assert tile.depth >= 2
 
 
@@ -364,7 +364,7 @@ def test_fewer_multiprocessors_have_fewer_programs() -> None:
 
     for sms in (114, 132):
         tile = plan.tile_of(28672, 4096, 160, plan.Gpu((9, 0), sms), gated=True)
-        assert isinstance(tile, plan.Ring)
+        assert isinstance(tile, plan.Tma)
         assert tile.programs is not None
         assert tile.programs <= sms
 

@@ -68,7 +68,7 @@ def both(packed: Any, layers: list[SimpleNamespace], attended: Tensor, x: Tensor
         return found
 
     weights = [layers[0].o, layers[0].gate_up, layers[0].down, layers[-1].qkv]
-    assert packed.layer_tail.in_a_ring(weights, rows)
+    assert packed.layer_tail.runs_on_tma(weights, rows)
     chain = packed.layer_tail.layer_tail(attended, x, layers[0], next_layer, 1e-5, pdl)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
@@ -118,11 +118,11 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
 def test_few_rows_and_other_weights_go_elsewhere() -> None:
     with modules("cpu") as packed:
         weight = Weight.pack(torch.zeros(128, 128, dtype=torch.bfloat16))
-        assert packed.layer_tail.in_a_ring([weight], 9)
-        assert not packed.layer_tail.in_a_ring([weight], 8)
-        assert not packed.layer_tail.in_a_ring([weight, Weight(weight.unpack())], 17)
+        assert packed.layer_tail.runs_on_tma([weight], 9)
+        assert not packed.layer_tail.runs_on_tma([weight], 8)
+        assert not packed.layer_tail.runs_on_tma([weight, Weight(weight.unpack())], 17)
     with modules("cpu", (8, 0)) as packed:
-        assert not packed.layer_tail.in_a_ring([weight], 17)
+        assert not packed.layer_tail.runs_on_tma([weight], 17)
 
 
 def half_of(layer: SimpleNamespace, half: int) -> SimpleNamespace:
@@ -226,7 +226,7 @@ def test_real_sizes_on_a_gpu(hidden: int, inner: int, heads: int, qkv: int) -> N
     from fastspec.kernels.linear import dispatch, layer_tail
 
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the ring's kernel needs sm_90")
+        pytest.skip("the TMA kernel needs sm_90")
     packed = SimpleNamespace(layer_tail=layer_tail, dispatch=dispatch)
     layers = [a_layer(hidden, inner, heads, qkv, "cuda", seed, torch.bfloat16, seed == 0) for seed in range(2)]
     for rows in (9, 16, 17, 40, 64, 100, 160):
