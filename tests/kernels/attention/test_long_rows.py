@@ -69,7 +69,7 @@ def test_more_splits_than_are_added_up_at_once(
     """39 splits of a row, and 34; with the window those from number 25, or for one of its queries 26, and 20 on."""
     dtype = dtype_for(device, choose("tma", monkeypatch))
     monkeypatch.setattr(plan, "LATE_SPLITS", ((0, 128),))
-    assert combine.GATHER_WARPS.value * combine.EACH.value == 32
+    assert combine.GATHER_WARPS.value * combine.SPLITS_PER_WARP.value == 32
     given = case(device, lengths=[4928, 4250], queries=2, heads=2, kv_heads=1, dim=64, dtype=dtype)
     check(given, 128, window)
     whole = run_in_steps(given, 2, window=window)
@@ -93,7 +93,7 @@ def test_splits_of_the_ladder_that_a_window_reaches(device: str, monkeypatch: py
     assert torch.equal(attend(copied(given), window=70, work=work)[[-1]], alone)
     splits = plan.late_splits(given["num_blocks"] * KEY_BLOCK)
     weights = work.partials[-len(edges) * splits * 2 :].view(len(edges), splits, 2)
-    numbers = {position: number for position, _keys, number in plan.rungs()}
+    numbers = {position: number for position, _keys, number in plan.split_sizes()}
     for row, edge in enumerate(edges):
         left = (~weights[row].isnan().all(dim=1)).nonzero().flatten().tolist()
         assert left == [numbers[edge] - 1, numbers[edge]]
