@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from fastspec.kernels import reference
 from fastspec.kernels.ops import Ops
+from tests.house.offenders import LONG_SIGNATURES, SPEEDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fastspec"
@@ -217,3 +219,94 @@ def test_the_wheel_holds_the_package_and_the_pair_and_nothing_else(tmp_path: Pat
     for model in ("target", "draft"):
         for file in ("config.json", "tokenizer.json", "model.safetensors"):
             assert f"fastspec/demo/{model}/{file}" in names
+
+
+MAX_ROOT_MODULES, MAX_FILES = 8, 16
+LARGE_FOLDERS = {"kernels/attention": 18, "kernels/linear": 17}  # these may only shrink
+# private words that the glossary of docs/architecture.md has replaced; a word joins them once no source uses it
+BANNED_WORDS = {
+    *("CertainProposer", "Launched", "Outlook", "Pacer", "PassRows", "_settle", "_settle_by_fiat", "keeps_laws"),
+    *("lane", "needs_law", "readying", "take_in"),
+}
+SPEED = re.compile(r"\d\s?(?:us|ms|[KMGT]i?B/s|tok/s|tokens (?:a|per) second)\b")
+MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 12, 20
+
+
+def large_folders(counts: dict[str, int]) -> list[str]:
+    """Folders of the package with more modules than are allowed; "." is its root."""
+    limits = {".": MAX_ROOT_MODULES, **LARGE_FOLDERS}
+    return [folder for folder, count in counts.items() if count > limits.get(folder, MAX_FILES)]
+
+
+def banned_words(source: str) -> set[str]:
+    """Banned words that `source` uses as names."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        found |= {
+            getattr(node, part) for part in ("id", "attr", "arg", "name") if isinstance(getattr(node, part, 0), str)
+        }
+    return found & BANNED_WORDS
+
+
+def speeds(source: str) -> list[str]:
+    """Figures of speed in docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return [found for text in texts for found in SPEED.findall(text)]
+
+
+def long_signatures(source: str) -> dict[str, int]:
+    """Functions with more parameters than are allowed, by name."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            taken = node.args
+            count = len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs])
+            jit = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if count > (MAX_KERNEL_PARAMETERS if jit else MAX_PARAMETERS):
+                found[node.name] = count
+    return found
+
+
+def within(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_folders_are_small() -> None:
+    counts = Counter(str(path.parent.relative_to(PACKAGE)) for path in SOURCES)
+    assert large_folders(counts) == []
+    assert large_folders({".": 9, "text": 17, "kernels/linear": 17}) == [".", "text"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_source_keeps_the_rules_of_words_and_sizes(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert banned_words(source) == set()
+    assert len(speeds(source)) <= SPEEDS.get(within(path), 0)
+    long = long_signatures(source)
+    assert {name: count for name, count in long.items() if count > LONG_SIGNATURES.get(name, 0)} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["lane = 1", "self.take_in()", "class Pacer: ...", "def _settle(): ...", "f(readying=1)", "def f(lane): ..."],
+)
+def test_a_planted_word_is_found(planted: str) -> None:
+    assert len(banned_words(planted)) == 1
+    assert banned_words(f"'{planted}'") == set()  # in a text it may stand
+
+
+@pytest.mark.parametrize("planted", ["takes 3 us", "4.2 GB/s", "508 tok/s", "12 ms a step", "1,961 tokens a second"])
+def test_a_planted_figure_of_speed_is_found(planted: str) -> None:
+    assert len(speeds(f'def f():\n    """It {planted}."""')) == 1
+    assert speeds("'of 16 bytes, 4 users, 32 KiB'") == []
+
+
+def test_planted_signatures_are_found() -> None:
+    def function(count: int, decorator: str = "") -> str:
+        return f"{decorator}\ndef f({', '.join(f'a{i}' for i in range(count))}): ..."
+
+    assert long_signatures(function(13)) == {"f": 13}
+    assert long_signatures(function(12)) == {}
+    assert long_signatures(function(20, "@triton.jit")) == {}
+    assert long_signatures(function(21, "@gluon.jit(do_not_specialize=[])")) == {"f": 21}

@@ -1,0 +1,40 @@
+"""What broke a house rule when the rule came. These lists may only shrink: take out what keeps the rule now."""
+
+from __future__ import annotations
+
+# functions with more parameters than test_house allows, and how many at most
+LONG_SIGNATURES = {
+    "__init__": 19,
+    "_append_more": 28,
+    "_attended": 28,
+    "_commit_kernel": 29,
+    "_decode_kernel": 33,
+    "_draw_kernel": 36,
+    "_end_kernel": 67,
+    "_flash_kernel": 22,
+    "_groups_kernel": 42,
+    "_laws_kernel": 45,
+    "_multiply": 45,
+    "_over": 22,
+    "_passed": 22,
+    "_publish_kernel": 21,
+    "_rotate_kernel": 24,
+    "_verify_kernel": 43,
+    "append": 25,
+    "attend": 18,
+    "attend_op": 16,
+    "batch_kernel": 32,
+    "commit_row": 32,
+    "fragment_kernel": 31,
+    "generate": 26,
+    "narrow_kernel": 26,
+    "plan": 13,
+    "ring_kernel": 31,
+    "settings_of": 13,
+    "shares_kernel": 33,
+    "stream_kernel": 30,
+    "view_of": 22,
+    "wide_kernel": 26,
+}
+# files with figures of speed in docstrings
+SPEEDS = {"kernels/sampling/draw.py": 2, "kernels/sampling/sampled_commit.py": 1}
