@@ -6,12 +6,16 @@ table (the draft and the target hold the same positions, so one table serves bot
 | pages                 | owner                                                        |
 |-----------------------|--------------------------------------------------------------|
 | 0                     | nobody: the trash page takes writes of padding and idle rows |
-| in `_owned[row]`      | that row, in the order of its positions                      |
+| in `_owned[row]`      | that row, in the order of its positions; rows that begin     |
+|                       | with the same tokens may share their first pages             |
 | all others            | free                                                         |
+
+Pages are counted: a shared page is free again when the last row that has it is released.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from fastspec.errors import OutOfPages
@@ -39,6 +43,7 @@ class PageTable:
         self.page_size = page_size
         self._free = usable[::-1]  # a stack: pop() takes the first of `usable`
         self._owned: dict[Hashable, tuple[int, ...]] = {}
+        self._rows_of: Counter[int] = Counter()  # page -> rows that have it
 
     @property
     def num_free(self) -> int:
@@ -49,43 +54,53 @@ class PageTable:
         """Pages that hold `num_positions` positions."""
         return -(-num_positions // self.page_size)
 
-    def fits(self, num_positions: int) -> bool:
-        """Whether `reserve` would succeed now."""
-        return self.pages_for(num_positions) <= len(self._free)
+    def fits(self, num_positions: int, shared: int = 0) -> bool:
+        """Whether `reserve` would succeed now, with the first `shared` pages shared."""
+        return self.pages_for(num_positions) - shared <= len(self._free)
 
-    def reserve(self, row: Hashable, num_positions: int) -> tuple[int, ...]:
+    def reserve(self, row: Hashable, num_positions: int, shared: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Gives `row` pages for `num_positions` positions; all or nothing.
+
+        Args:
+            row: any name of it.
+            num_positions: that it may write or read.
+            shared: the first pages, which other rows have already; the row must not write to them.
 
         Returns:
             The pages, in the order of the positions they hold.
 
         Raises:
-            ValueError: the row already owns pages, or `num_positions` < 1.
+            ValueError: the row already owns pages, `num_positions` < 1, or a page to share belongs to nobody.
             OutOfPages: too few pages are free; nothing was taken.
         """
         if row in self._owned:
             raise ValueError(f"row {row!r} already owns {len(self._owned[row])} pages; release it first")
         if num_positions < 1:
             raise ValueError(f"got {num_positions} positions to reserve, need at least 1")
-        count = self.pages_for(num_positions)
+        if lost := [page for page in shared if not self._rows_of[page]]:
+            raise ValueError(f"pages {lost} belong to no row, so they cannot be shared")
+        count = self.pages_for(num_positions) - len(shared)
         if count > len(self._free):
             raise OutOfPages(
                 f"row {row!r} needs {count} pages of {self.page_size} positions, {len(self._free)} are free of "
                 f"{self.num_pages - 1}; wait for a row to finish, or raise max_length or max_batch_size"
             )
-        pages = tuple(self._free.pop() for _ in range(count))
+        pages = (*shared, *(self._free.pop() for _ in range(count)))
         self._owned[row] = pages
+        self._rows_of.update(pages)
         return pages
 
     def release(self, row: Hashable) -> None:
-        """Takes back every page of `row`.
+        """Takes every page of `row` from it; those that no other row has are free.
 
         Raises:
             KeyError: the row owns nothing.
         """
         if row not in self._owned:
             raise KeyError(f"row {row!r} owns no pages")
-        self._free.extend(reversed(self._owned.pop(row)))
+        pages = self._owned.pop(row)
+        self._rows_of.subtract(pages)
+        self._free.extend(page for page in reversed(pages) if not self._rows_of[page])
 
     def move(self, source: int, place: int) -> None:
         """Gives the pages of row `source` to row `place`.
@@ -106,8 +121,9 @@ class PageTable:
         """Recounts every page from scratch.
 
         Raises:
-            RuntimeError: a page is owned twice, lost, out of range, or the trash page was handed out.
+            RuntimeError: a page is free and owned, miscounted, lost, out of range, or the trash page was handed out.
         """
-        seen = sorted([*self._free, *(page for pages in self._owned.values() for page in pages)])
-        if seen != list(range(1, self.num_pages)):
-            raise RuntimeError(f"page table corrupt: free {self._free}, owned {self._owned}")
+        counted = Counter(page for pages in self._owned.values() for page in pages)
+        whole = sorted([*self._free, *counted]) == list(range(1, self.num_pages))
+        if not whole or counted != +self._rows_of:
+            raise RuntimeError(f"page table corrupt: free {self._free}, owned {self._owned}, counted {self._rows_of}")

@@ -268,16 +268,31 @@ def _forget(part: Callable[[], object]) -> None:
     part()
 
 
-def chunks_of(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Sizes of the passes over so many prompt tokens: a function of nothing else.
+def chunks_of(sizes: tuple[int, ...], stop: int, start: int = 0) -> list[int]:
+    """Sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    One pass with room for them all, or the largest that they fill and then those over the rest: what costs less.
+    They lie on an absolute grid whose cells are as long as the largest size: every whole cell is one pass, whatever
+    the length of the prompt, so that prompts that begin alike have the same bits in the whole cells they share. What is
+    left behind the last whole cell is cut by its length alone: one pass with room for it all, or the largest size that
+    it fills and then those over the rest, whichever costs less.
+
+    Args:
+        sizes: ascending.
+        stop: one position behind the last.
+        start: a multiple of the largest size.
     """
+    assert start % sizes[-1] == 0, "prompts are taken up again at the edges of cells alone"
+    cells, left = divmod(max(0, stop - start), sizes[-1])
+    return [sizes[-1]] * cells + _tail(sizes, left)
+
+
+def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
+    """Sizes of the passes over fewer tokens than a cell has."""
     if tokens <= 0:
         return []
     ways = [[size] for size in sizes if size >= tokens][:1]
     if filled := [size for size in sizes if size < tokens]:
-        ways.append([filled[-1], *chunks_of(sizes, tokens - filled[-1])])
+        ways.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
     return min(ways, key=_cost)  # of equals the first, which is one pass
 
 

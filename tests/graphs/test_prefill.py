@@ -93,6 +93,19 @@ def test_chunks_cover_a_prompt_and_cost_as_little_as_any(sizes: tuple[int, ...])
     assert chunks_of(sizes, 0) == chunks_of(sizes, -1) == []
 
 
+@pytest.mark.parametrize("sizes", [(64,), (64, 128, 256, 512, 1024, 2048), CHUNKS])
+def test_chunks_lie_on_an_absolute_grid(sizes: tuple[int, ...]) -> None:
+    """Whole cells are the same passes for every length, and a prompt may be taken up again at the edge of any."""
+    cell = sizes[-1]
+    for stop in range(1, 4 * cell, 37):
+        whole = chunks_of(sizes, stop)
+        assert whole[: stop // cell] == [cell] * (stop // cell)
+        for start in range(0, stop, cell):
+            assert [cell] * (start // cell) + chunks_of(sizes, stop, start) == whole
+    with pytest.raises(AssertionError, match="edges of cells"):
+        chunks_of(sizes, 4 * cell, cell + 1)
+
+
 def test_chunks_of_some_lengths() -> None:
     """Room for a few tokens more is cheaper than another pass, for many it is not."""
     sizes = (64, 128, 256, 512, 1024, 2048)

@@ -22,7 +22,7 @@ class PageTableMachine(RuleBasedStateMachine):
         self.model: dict[int, tuple[int, ...]] = {}
 
     def free(self) -> int:
-        return NUM_PAGES - 1 - sum(map(len, self.model.values()))
+        return NUM_PAGES - 1 - len({page for pages in self.model.values() for page in pages})
 
     @rule(row=st.integers(0, 5), positions=st.integers(1, 20))
     def reserve(self, row: int, positions: int) -> None:
@@ -42,6 +42,20 @@ class PageTableMachine(RuleBasedStateMachine):
             taken = {page for owned in self.model.values() for page in owned}
             assert taken.isdisjoint(pages)
             self.model[row] = pages
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), row=st.integers(0, 5), more=st.integers(0, 9))
+    def share(self, data: st.DataObject, row: int, more: int) -> None:
+        """A row that begins as another one does: its first pages are that row's."""
+        owner = data.draw(st.sampled_from(sorted(self.model)))
+        shared = self.model[owner][: data.draw(st.integers(1, len(self.model[owner])))]
+        positions = len(shared) * PAGE_SIZE + more
+        if row in self.model or not self.table.fits(positions, len(shared)):
+            with pytest.raises((ValueError, OutOfPages)):
+                self.table.reserve(row, positions, shared)
+        else:
+            self.model[row] = self.table.reserve(row, positions, shared)
+            assert self.model[row][: len(shared)] == shared
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -72,7 +86,8 @@ def test_integrity_check_sees_damage() -> None:
         lambda t: t._free.pop(),  # lost
         lambda t: t._free.append(t._free[0]),  # twice free
         lambda t: t._free.append(TRASH_PAGE),  # trash handed out
-        lambda t: t._owned.__setitem__("b", t._owned["a"]),  # two owners
+        lambda t: t._owned.__setitem__("b", t._owned["a"]),  # two owners, counted as one
+        lambda t: t._rows_of.update(t._owned["a"][:1]),  # counted twice
     ):
         table = PageTable(NUM_PAGES, PAGE_SIZE)
         table.reserve("a", 7)
@@ -100,3 +115,17 @@ def test_sizes_are_checked() -> None:
         PageTable(1, 16)
     with pytest.raises(ValueError, match="need at least 1"):
         PageTable(4, 2).reserve("a", 0)
+
+
+def test_a_shared_page_stays_until_its_last_row_goes() -> None:
+    table = PageTable(6, 2)
+    first = table.reserve("a", 4)
+    assert table.reserve("b", 7, first) == (*first, 3, 4)
+    table.release("a")
+    assert table.num_free == 1
+    assert table.reserve("c", 4, first) == first
+    for row in ("b", "c"):
+        table.release(row)
+    assert table.num_free == 5
+    with pytest.raises(ValueError, match="belong to no row"):
+        table.reserve("d", 4, first)
