@@ -147,7 +147,7 @@ def test_one_scheduler_serves_call_after_call_and_abandoned_ones() -> None:
             assert all(emitted)
             for index, request in enumerate(requests):
                 assert request.new_tokens == alone(tiny_engine(), request)
-                assert sum((step.get(index, []) for step in emitted), []) == request.new_tokens
+                assert [token for step in emitted for token in step.get(index, [])] == request.new_tokens
     finish(scheduler)
 
 
