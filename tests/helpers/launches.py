@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from fastspec.kernels.attention import dispatch
+from fastspec.kernels.attention.plan import TILES
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
@@ -37,7 +39,7 @@ KV_HEADS, GROUP, EPS = 8, 4, 1e-5
 # (window, norm, page_size, how much narrower than a power of two)
 PLAIN, FULL = (None, False, 64, 0), (4096, True, 80, 1)
 NO_TMA = (None, False, 20, 0)  # pages that are no multiple of 8 keys: no copy engine fetches them
-DEEP = (17, 20)  # first block and blocks of rows that all lie beyond `plan_long.FROM`
+DEEP = (17, 20)  # first block and blocks of rows that all lie beyond `LATE_FROM`
 # (queries, rows, blocks of 256 keys) of decoding passes: few programs, one for each split, several splits to a program
 # one after the other, and two at once
 SHORT = (
@@ -86,7 +88,7 @@ def _attend(
 
 def attention(arch: int) -> Calls:
     """Decoding passes of every head width, and of long and short caches where these have kernels of their own."""
-    for size, width in dispatch.LAUNCH:
+    for size, width in TILES:
         for variant in (PLAIN, FULL):
             named = f"attend {DTYPES[size]} {width}"
             yield named, partial(_attend, DTYPES[size], width, variant, (5, 1), (0, 8))
@@ -109,7 +111,7 @@ def attention_long(arch: int) -> Calls:
 
 
 def attention_prompt(arch: int) -> Calls:
-    for size, width in dispatch.LAUNCH:
+    for size, width in TILES:
         for variant in (PLAIN, FULL):
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
 
@@ -133,13 +135,18 @@ LAYERS = [
     (1152, 896, "norm+pick"),
 ]
 LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
-ROWS = range(1, 161)  # every number of them that one program of the ring takes: each change of kernel and of tile
+ROWS = range(1, 161)  # every number of them that one CTA of the TMA pipeline takes: each change of kernel and of tile
+
+
+def packed(n: int, k: int, dtype: torch.dtype = BF16, *, gated: bool = False) -> Weight:
+    """A packed weight [N, K] without memory."""
+    return Weight(on_meta((n // 16, k // 32, 16, 32), dtype), "packed", gated)
 
 
 def product(n: int, k: int, fused: str, rows: int, pdl: bool, dtype: torch.dtype = BF16) -> object:
     """One product with a packed weight."""
     words = fused.split("+")
-    x, weight = on_meta((rows, k), dtype), on_meta((n // 16, k // 32, 16, 32), dtype)
+    x, weight = on_meta((rows, k), dtype), packed(n, k, dtype, gated="gated" in words)
     norm = (on_meta((k,), dtype), EPS) if "norm" in words else None
     if "pick" in words:
         return packed_argmax(x, weight, n, on_meta((ROWS[-1] + 1,), I64), norm=norm, pdl=pdl)
@@ -158,7 +165,7 @@ def product(n: int, k: int, fused: str, rows: int, pdl: bool, dtype: torch.dtype
 def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
     """What lies between two attentions, on sm_90."""
     names = {"o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (qkv, hidden)}
-    given: dict[str, Any] = {name: on_meta((n // 16, k // 32, 16, 32)) for name, (n, k) in names.items()}
+    given: dict[str, Any] = {name: packed(n, k, gated=name == "gate_up") for name, (n, k) in names.items()}
     given |= {f"{name}_bias": None for name in names} | {
         name: on_meta((hidden,)) for name in ("input_norm", "post_norm")
     }
@@ -173,7 +180,7 @@ def products(arch: int) -> Calls:
         for rows in ROWS:
             yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
     for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in ROWS[plan.narrow_rows((9, 0)) :]:
+        for rows in ROWS[plan.small_rows((9, 0)) :]:
             yield f"{hidden}, {inner} {rows}", partial(tail, hidden, inner, qkv, rows)
     for rows in (8, 64):
         named = "norm+gated+bias"
@@ -222,7 +229,7 @@ def prompts(arch: int) -> Calls:
 def _prompt(rows: int, n: int, fused: str) -> object:
     words = fused.split("+")
     bias, residual = (on_meta((n,)), on_meta((rows, n))) if "bias" in words else (None, None)
-    weight, norm = on_meta((n // 16, 128, 16, 32)), (on_meta((4096,)), EPS)
+    weight, norm = packed(n, 4096, gated="gated" in words), (on_meta((4096,)), EPS)
     more: dict[str, Any] = {"gated": "gated" in words, "out_dtype": F32 if "fp32" in words else None}
     return prefill_linear(on_meta((rows, 4096)), weight, bias, norm=norm, residual=residual, **more)
 
@@ -258,8 +265,8 @@ def steps(arch: int) -> Calls:
         for counts in (state.draft_counts, None):
             yield f"feed {queries}", partial(_feed, queries, counts)
     for dtype in (BF16, F32):
-        for shape in ((32000, 4096), (2000, 128, 16, 32)):
-            yield f"embed {dtype}", partial(embed, on_meta(shape, dtype), on_meta((BATCH, 2), I64))
+        for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
+            yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
