@@ -26,7 +26,8 @@ def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:
     draft = model.model
     assert isinstance(draft, Decoder)
     order = order.to(draft.weights.norm.device)
-    held = replace(draft.weights, embed=draft.weights.embed[order], head=draft.weights.head[order])
+    embed, head = (draft.ops.store(w.unpack()[order], False) for w in (draft.weights.embed, draft.weights.head))
+    held = replace(draft.weights, embed=embed, head=head)
     spec = replace(draft.spec, vocab_size=len(order))
     other = Decoder(spec, held, draft.cache, draft.ops, max_positions=draft._cos.shape[0], batch=4, max_queries=5)
     mapped = DraftModel(

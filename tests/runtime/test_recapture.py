@@ -17,6 +17,7 @@ from fastspec.graphs.runner import EagerRunner
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
 from fastspec.sampling.rules import MODES
 from fastspec.shapes import EARLY_BLOCKS, FULL, GREEDY
 from tests.helpers.compiled import compiled_engine, graphs_compiled
@@ -192,7 +193,7 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     """`warmup` of a length has both kinds that calls of such rows may come to."""
     gen = pair.generator(page_size=16, batch=1)
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
-    with mock.patch.object(gen, "_engine", engine), mock.patch.object(gen, "max_length", 9000):
+    with mock.patch.object(gen, "_scheduler", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
         assert len(engine.missing(1, {0}, GREEDY, None, 9000)) == 1
         gen.warmup(0, length=9000)
