@@ -17,7 +17,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.inputs import options, prompts
-from fastspec.inputs.options import Options
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer, resolve
 from fastspec.output import GenerateOutput, Stats
@@ -155,7 +154,11 @@ class FastSpecGenerator:
         target_revision: str | None = None,
         draft_revision: str | None = None,
     ) -> MemoryPlan:
-        """The memory that a generator made with the same arguments needs; allocates nothing. Raises as the class."""
+        """The memory that a generator made with the same arguments needs; loads and allocates nothing.
+
+        Raises:
+            MemoryError: it does not fit; the message names what does.
+        """
         return settings_of(
             resolve(target, role="target", revision=target_revision),
             None if draft is None else resolve(draft, role="draft", revision=draft_revision),
@@ -306,11 +309,9 @@ class FastSpecGenerator:
         check_range("length", length, 0, self.max_length)
         choice = self._drafting.ahead(num_speculative_tokens, sampler)
         with self._in_use() as scheduler:
-            rows = self._settings.layout.batch
+            engine, rows = scheduler.engine, self._settings.layout.batch
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                warm_up_for(
-                    scheduler.engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest
-                )
+                warm_up_for(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
 
     def _prepare(
         self,
@@ -318,7 +319,7 @@ class FastSpecGenerator:
         attention_mask: Any,
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
-    ) -> tuple[list[Request], Options]:
+    ) -> tuple[list[Request], options.Options]:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open()
         spec = self._target.spec
@@ -349,7 +350,7 @@ class FastSpecGenerator:
         finally:
             self._lock.release()
 
-    def _run(self, requests: list[Request], chosen: Options) -> Iterator[dict[int, list[int]]]:
+    def _run(self, requests: list[Request], chosen: options.Options) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
         choice = self._drafting.of(chosen)
         with self._in_use() as scheduler:
@@ -358,10 +359,9 @@ class FastSpecGenerator:
             yield from decode(scheduler, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 
-    def _stats(self, requests: list[Request], chosen: Options, start: float) -> Stats:
+    def _stats(self, requests: list[Request], chosen: options.Options, start: float) -> Stats:
         """What happened since `start`."""
-        rows = tuple(request.stats() for request in requests)
-        seconds = time.perf_counter() - start
+        rows, seconds = tuple(request.stats() for request in requests), time.perf_counter() - start
         choice, settings = self._drafting.of(chosen), self._settings
         return Stats.of(rows, choice.k, seconds, synthetic_name(settings.verification), choice.note, settings.exact)
 
@@ -375,8 +375,8 @@ class FastSpecGenerator:
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        models = self._target, self._draft
-        return explain(self._settings, self._open_engine(), *models, self._shared_vocab, self._drafting)
+        models = self._target, self._draft, self._shared_vocab
+        return explain(self._settings, self._open_engine(), *models, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

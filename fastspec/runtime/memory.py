@@ -104,8 +104,8 @@ class Layout:
         positions = self.num_pages(max_length) * self.page_size
         state, slot = self.state_sizes(max_length), self.with_batch(1).state_sizes(max_length)
         return MemoryPlan(
-            target_weights=weight_bytes(self.target, self.target_dtype),
-            draft_weights=weight_bytes(self.draft, self.draft_dtype) if self.draft else 0,
+            target_weights=self.target.weight_bytes(self.target_dtype),
+            draft_weights=self.draft.weight_bytes(self.draft_dtype) if self.draft else 0,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length),
@@ -166,11 +166,6 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def weight_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
-    """Bytes of a model's fused weights."""
-    return spec.weight_bytes(dtype)
 
 
 def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from fastspec.shapes import FULL
 from fastspec.state import RUNNING, STOPPED
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """What the requests of one call have in common.
 
@@ -24,6 +24,7 @@ class Call:
         top_logprobs: as in StepShape.
         policy: chooses instead of choose_k, and is told what every step did.
         lengths: tokens that the longest of its rows may get, and those of its shortest prompt.
+        steps: launched so far with rows of it.
     """
 
     stop_ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class Call:
     top_logprobs: int | None = None
     policy: DraftLengthPolicy | None = None
     lengths: tuple[int, int] = (0, 0)
+    steps: int = 0
 
     @property
     def full(self) -> bool:

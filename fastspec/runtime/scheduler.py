@@ -10,9 +10,9 @@ the next step empties.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.errors import OutOfPages
@@ -38,7 +38,6 @@ class Scheduler:
         self.engine = engine
         self._arrivals: SimpleQueue[tuple[Request, Call | None]] = SimpleQueue()  # None: cancel
         self._calls: dict[Request, Call] = {}  # of every request that has not ended
-        self._made: Counter[Call] = Counter()  # steps in which a call had rows
         self._waiting: deque[Request] = deque()
         self._rows: dict[int, Request] = {}  # row of the state -> request in it
         self._in_flight: deque[InFlightStep] = deque()
@@ -133,11 +132,8 @@ class Scheduler:
         return self._collect(self._in_flight.popleft()) if self._in_flight else {}
 
     def _take_arrivals(self) -> None:
-        while True:
-            try:
-                request, call = self._arrivals.get_nowait()
-            except Empty:
-                return
+        while not self._arrivals.empty():  # only steps take from it
+            request, call = self._arrivals.get_nowait()
             if call is not None:
                 self._calls[request] = call
                 self._waiting.append(request)
@@ -154,9 +150,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = request.finish_reason or reason
-        call = self._calls.pop(request)
-        if call not in self._calls.values():
-            del self._made[call]
+        del self._calls[request]
 
     def _free_row(self, request: Request, *, running: bool) -> None:
         """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
@@ -173,15 +167,16 @@ class Scheduler:
         if not any(map(needed, self._rows.values())):
             return False
         requests = dict(self._rows)
-        k, drafting = self._drafts(requests)
+        calls = {self._calls[request] for request in requests.values()}
+        k, drafting = self._drafts(calls, requests)
         passes = 0.0
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
             passes = self._catch_up(drafting)
         rows = self.engine.bucket(max(self._rows) + 1)
-        shape = self._shape(k, requests)
-        if self._mixed and not self.engine.ready(rows, shape):
+        shape = self._shape(k, calls, requests)
+        if len(calls) > 1 and not self.engine.ready(rows, shape):
             if self._in_flight:
                 return False  # a capture runs steps of its own: results in flight are read first
             self.engine.capture(rows, shape)
@@ -191,24 +186,15 @@ class Scheduler:
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
         sequence = self.engine.launch(rows, shape)
         self._in_flight.append(InFlightStep(sequence, requests, k, rows, resumed, timed, drafting))
-        self._made.update(self._running_calls)
+        for call in calls:
+            call.steps += 1
         self._last_k, self._disturbed = k, False
         for row, request in requests.items():
             request.draft_lag |= not k or row not in drafting
         return True
 
-    @property
-    def _running_calls(self) -> set[Call]:
-        return {self._calls[request] for request in self._rows.values()}
-
-    @property
-    def _mixed(self) -> bool:
-        """Whether rows of several calls run."""
-        return len(self._running_calls) > 1
-
-    def _shape(self, k: int, requests: dict[int, Request]) -> StepShape:
+    def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
         """The shape of the next step: what any of the running calls needs."""
-        calls = self._running_calls
         if self.engine.runner.static:  # one kind of captured step serves a whole call
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
         else:
@@ -218,16 +204,15 @@ class Scheduler:
         sampler = FULL if any(call.full for call in calls) else GREEDY
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
-    def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _drafts(self, calls: set[Call], requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts for the next step, and the rows that they are for; rows of other calls accept none or fewer."""
         wanted = []
-        for call in self._running_calls:
+        for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
             wanted.append(self._drafts_of(call, own))
         most = max(k for k, _ in wanted)
-        limits = {
-            row: k if self._mixed else self.engine.max_drafts for k, rows in wanted if k or not most for row in rows
-        }
+        alone = len(calls) == 1
+        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not most for row in rows}
         if most:
             for row, request in requests.items():
                 self._limit_drafts(row, request, limits.get(row, 0))
@@ -239,7 +224,7 @@ class Scheduler:
         if not willing:
             return 0, frozenset()  # where every row has opted out the step is a plain one
         if call.policy is None:
-            return call.choose_k(self._made[call]), frozenset(willing)
+            return call.choose_k(call.steps), frozenset(willing)
         passes = {row: _passes(self._draft_lag_chunks(requests[row])) for row in willing}
         nearest = sorted(willing, key=lambda row: (passes[row], row))
         remaining = max(request.limit - request.length for request in requests.values())

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from tests.helpers import recorder
+from tests.helpers.compile_kernels import first_of_each, one_by_one, spilled_bytes
 from tests.helpers.launches import GROUPS
-from tests.helpers.recorder import Launch, first_of_each
+from tests.helpers.recorder import Launch
 
 MMA = ("mma.sync", "wgmma", "tcgen05.mma")
 
@@ -33,8 +34,8 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "programs": math.prod(launch.grid),
         "registers": launch.options.get("maxnreg"),
         "shared": code.metadata.shared,
-        "spills": recorder.spilled_bytes(code.asm["cubin"]),
-        "one_by_one": recorder.one_by_one(ptx, arch),
+        "spills": spilled_bytes(code.asm["cubin"]),
+        "one_by_one": one_by_one(ptx, arch),
         "mma": any(kind in ptx for kind in MMA),
         "tf32": "tf32" in ptx,
         "waits_first": 0 <= ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),

@@ -30,6 +30,7 @@ from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.state import DecodeState
+from tests.helpers.compile_packed_linear import LAYER_SIZES, LAYERS, ROWS
 from tests.helpers.recorder import Calls, on_meta, record
 
 META = torch.device("meta")
@@ -114,28 +115,6 @@ def attention_prompt(arch: int) -> Calls:
     for size, width in TILES:
         for variant in (PLAIN, FULL):
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
-
-
-# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weights there are
-LAYERS = [
-    (6144, 4096, "norm"),
-    (4096, 4096, "residual"),
-    (28672, 4096, "norm+gated"),
-    (4096, 14336, "residual"),
-    (128256, 4096, "norm+fp32"),
-    (128256, 4096, "norm+pick"),
-    (3072, 2048, "norm"),
-    (16384, 2048, "norm+gated"),
-    (2048, 8192, "residual"),
-    (10240, 8192, "norm+bias"),
-    (1152, 896, "norm+bias"),
-    (9728, 896, "norm+gated"),
-    (3584, 18944, "residual"),
-    (16, 128, "norm+bias"),
-    (1152, 896, "norm+pick"),
-]
-LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
-ROWS = range(1, 161)  # every number of them that one CTA of the TMA pipeline takes: each change of kernel and of tile
 
 
 def packed(n: int, k: int, dtype: torch.dtype = BF16, *, gated: bool = False) -> Weight:

@@ -9,18 +9,13 @@ Works in a process that has not bound Triton to its interpreter: see `modules.mo
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -125,15 +120,6 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
     return found
 
 
-def first_of_each(items: Iterable[T], key: Callable[[T], object]) -> Iterator[T]:
-    """Items whose key no earlier one has."""
-    seen = set()
-    for item in items:
-        if (mark := key(item)) not in seen:
-            seen.add(mark)
-            yield item
-
-
 def cuda(arch: int) -> GPUTarget:
     return GPUTarget("cuda", arch, 32)
 
@@ -155,33 +141,3 @@ def compiled(launch: Launch, leave_out: tuple[str, ...] = ()) -> Any:
     options = {name: value for name, value in launch.options.items() if name not in leave_out}
     code = launch.kernel.warmup(*launch.given, grid=launch.grid, **options)
     return code.result() if hasattr(code, "result") else code
-
-
-def _said_of(code: bytes, tool: str, *options: str) -> str:
-    """What one of CUDA's tools prints of a file with this code."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(code)
-        file.flush()
-        run = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True)
-    return run.stdout + run.stderr
-
-
-def spilled_bytes(cubin: bytes) -> int:
-    """Local memory per thread by the resource report of the machine code."""
-    said = _said_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", said)
-    assert found, said
-    return int(found[1]) + int(found[2])
-
-
-def one_by_one(ptx: str, arch: int) -> bool:
-    """Whether each product of a warp group waits for the one before it, as the assembler says that it has to.
-
-    It does where a register that products under way read is written before they are awaited.
-    """
-    if "wgmma" not in ptx:
-        return False
-    options = ("-v", f"--gpu-name=sm_{arch}a", "-o", os.devnull)
-    said = _said_of(ptx.encode(), knobs.nvidia.ptxas.path, *options)
-    assert "registers" in said, said  # it does say what it finds
-    return "wgmma.mma_async instructions are serialized" in said

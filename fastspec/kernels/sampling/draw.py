@@ -11,9 +11,6 @@ are.
 | logits      | [B, 1, V'] fp32  | V' <= V; contiguous over the vocabulary                                  |
 | draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written where the law is not kept     |
 | work        | sampled_work     | counters are zero between launches: the last to use them clears          |
-
-It costs the first two launches of sampled_commit.py at one place, and some 10 us more on an H200 at B = 1 (15 us
-without filters): 0.5 MB of law is written.
 """
 
 from __future__ import annotations
