@@ -330,17 +330,17 @@ def _one_more(mass, above, budget):
 
 @triton.jit
 def _unpenalised(view, index, stops: tl.constexpr):
-    return scaled((*view[:9], False, *view[10:]), index, stops)
+    return scaled(View(*view[:9], False, *view[10:]), index, stops)
 
 
 @triton.jit
 def _no_drafts(view, index, stops: tl.constexpr):
-    return scaled((*view[:12], 0, view[13]), index, stops)
+    return scaled(View(*view[:12], 0, view[13]), index, stops)
 
 
 @triton.jit
 def _stops_at_once(view, index, stops: tl.constexpr):
-    return scaled((*view[:10], False, *view[11:]), index, stops)
+    return scaled(View(*view[:10], False, *view[11:]), index, stops)
 
 
 @triton.jit
@@ -378,6 +378,7 @@ def _too_few(tops, largest, least):
     return reached_by(tops, largest, least // 4)
 
 
+View = sampled_parts.View
 kept, scaled, largest_below = sampled_parts.kept, sampled_parts.scaled, bounds._largest_below
 ranks, weigh = sampled_search._ranks, sampled_search._weigh
 budget_of, taken_of_equals = sampled_search.budget_of, sampled_search.taken_of_equals
