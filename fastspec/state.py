@@ -23,6 +23,9 @@ from fastspec.sampling.processors import ProcessorRows
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 MAX_STOP_IDS = 64
 MAX_TOP_LOGPROBS = 20
+# buffers by the name of the field that takes them; here, for a step that is traced cannot ask a class for its fields
+_SAMPLER = tuple(each.name for each in fields(SamplerRows))
+_PROCESSORS = tuple(each.name for each in fields(ProcessorRows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,12 +226,12 @@ class DecodeState:
     @property
     def sampler(self) -> SamplerRows:
         """The sampling options of the rows."""
-        return SamplerRows(*(getattr(self, each.name) for each in fields(SamplerRows)))
+        return SamplerRows(*(getattr(self, name) for name in _SAMPLER))
 
     @property
     def processors(self) -> ProcessorRows:
         """What the rows do to logits before they are sampled from."""
-        return ProcessorRows(*(getattr(self, each.name) for each in fields(ProcessorRows)))
+        return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""
