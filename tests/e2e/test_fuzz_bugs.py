@@ -116,25 +116,25 @@ def the_lock_is_kept(plant: pytest.MonkeyPatch) -> None:
 
 
 def counts_outlive_their_row(plant: pytest.MonkeyPatch) -> None:
-    tables = admission._fill_tables
+    tables = admission.fill_tables
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         kept = state.output_counts[row].clone()
         tables(state, row, *given)
         state.output_counts[row].copy_(kept)
 
-    plant.setattr(admission, "_fill_tables", planted)
+    plant.setattr(admission, "fill_tables", planted)
 
 
 def biases_outlive_their_row(plant: pytest.MonkeyPatch) -> None:
-    tables = admission._fill_tables
+    tables = admission.fill_tables
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         kept = state.bias[row].clamp(-9, 9)
         tables(state, row, *given)
         state.bias[row].add_(kept)
 
-    plant.setattr(admission, "_fill_tables", planted)
+    plant.setattr(admission, "fill_tables", planted)
     plant.setattr(DecodeState, "reset", lambda state: state.finish.fill_(IDLE))
 
 

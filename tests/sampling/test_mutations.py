@@ -313,7 +313,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("TARGET if shape", "DRAFT if shape", decodes_coupled),
     ],
     "proposers.draft_model": [
-        ("(1, token[:, None], 1.0), law)", "(1, token[:, None], 1.0), 0 * law)", lookup_first),
+        ("(1, token[:, None], 1.0), probs)", "(1, token[:, None], 1.0), 0 * probs)", lookup_first),
     ],
     "kernels.reference.sampled": [
         (

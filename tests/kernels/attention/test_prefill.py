@@ -18,8 +18,8 @@ from tests.helpers.layouts import spread
 
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.attention import dispatch as decoding  # noqa: E402
 from fastspec.kernels.attention import prefill as attention  # noqa: E402
+from fastspec.kernels.attention.plan import TILES  # noqa: E402
 from fastspec.kernels.common.checks import MAX_HEAD_DIM  # noqa: E402
 from fastspec.kernels.common.launch import shared_memory  # noqa: E402
 
@@ -229,7 +229,7 @@ def test_heads_without_a_tile_are_refused(dim: int) -> None:
 
 
 def test_every_head_that_is_taken_has_a_tile() -> None:
-    for table in (attention.LAUNCH, decoding.LAUNCH):
+    for table in (attention.LAUNCH, TILES):
         dims = {(size, dim) for size in (2, 4) for dim in (16, 32, 64, 128, MAX_HEAD_DIM)}
         assert set(table) == dims
     assert MAX_HEAD_DIM == config.MAX_HEAD_DIM

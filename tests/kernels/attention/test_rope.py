@@ -66,7 +66,8 @@ def test_norms(device: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
-LAYOUT = [(name, spread, f"{name} is .*strides") for name in ("positions", "writes")]
+NAMES = {"positions": "positions", "writes": "write_mask"}  # of a case, and of the argument
+LAYOUT = [(name, spread, f"{told} is .*strides") for name, told in NAMES.items()]
 
 
 @pytest.mark.parametrize(("name", "change", "match"), [*MISREAD, *LAYOUT])
