@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ def test_threads_copy_the_same_bits_piece_by_piece(
 @pytest.mark.parametrize("what", ["reading", "compiling"])
 def test_a_start_that_fails_leaves_no_thread(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama2", dtype=torch.bfloat16)
+    # the first of a process also gets what cuBLAS keeps
+    FastSpecGenerator(tmp_path, max_length=64, device="cuda", progress=False).close()
     before, used = threading.active_count(), torch.cuda.memory_allocated()
 
     def fails(*_: Any, **__: Any) -> None:
@@ -103,4 +106,5 @@ def test_a_start_that_fails_leaves_no_thread(what: str, tmp_path: Path, monkeypa
     monkeypatch.undo()
     with FastSpecGenerator(tmp_path, max_length=64, device="cuda", progress=False) as generator:
         assert len(generator.generate([[5, 6]], max_new_tokens=3, eos_token_id=None)[0]) == 5
-    assert torch.cuda.memory_allocated() <= used + 2**20  # cuBLAS and the like keep little
+    gc.collect()  # of the frames of the error
+    assert torch.cuda.memory_allocated() == used
