@@ -192,8 +192,17 @@ def _refuse_unread_settings(fields: ConfigFields) -> None:
         fields.refuse("per_layer_config", "set", "layers of one shape")
     if fields.get("hidden_act") != "silu":
         fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
-    if fields.get("quantization_config"):
+    if says_quantised(fields.get("quantization_config")):
         fields.refuse("quantization_config", fields.get("quantization_config"), "an unquantised checkpoint")
+
+
+def says_quantised(value: object) -> bool:
+    """Whether a config's `quantization_config` asks for anything: None, or only fields that are null or off, do not."""
+    if not isinstance(value, Mapping):
+        return value is not None
+    if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:
+        return value.get("quant_method") not in (None, "bitsandbytes")  # whose other fields say how, not that
+    return any(each not in (None, False) for each in value.values())
 
 
 def _head_dim(fields: ConfigFields, heads: int) -> int:

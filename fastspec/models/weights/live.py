@@ -13,6 +13,7 @@ from torch import nn
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES, supported_models
 from fastspec.models.families import FAMILIES
+from fastspec.models.weights.live_checks import check_unchanged
 from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 def check_module(module: nn.Module) -> None:
     """Refuses every live module that is not a plain, whole, supported transformers model on one device.
 
-    Subclasses, adapters, quantised layers and wrappers are refused too: their forward pass is not the one
-    that the decoder computes, whatever their weights look like.
+    Subclasses, adapters, quantised layers, wrappers, hooks and replaced methods are refused too: their forward pass is
+    not the one that the decoder computes, whatever their weights look like.
 
     Raises:
-        UnsupportedModel: naming the class, the submodule, or the devices.
+        UnsupportedModel: naming the class, the submodule, the devices, or what was changed.
     """
     import transformers
     from transformers.activations import SiLUActivation
@@ -48,6 +49,7 @@ def check_module(module: nn.Module) -> None:
                 f"adapters and load the model unquantised; {supported_models()}"
             )
     _check_devices(module, kind.__name__)
+    check_unchanged(module)
 
 
 def _check_devices(module: nn.Module, name: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
@@ -24,6 +23,7 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, TensorSource, WeightFormat
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors
 from fastspec.models.weights.shards import ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
     from fastspec.models.weights.sources import Checkpoint
 
-EMBED: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
-HEAD: Final = "lm_head.weight"
-# Old checkpoints store this buffer; it is derived from the config, and transformers ignores it too.
-HARMLESS: Final = "model.layers.*.self_attn.rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,21 +121,17 @@ def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -
         infos: the stored tensors. spec: of the same checkpoint. name: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: names are missing or unexpected, or a shape is not the config's.
+        CheckpointError: names are missing, or a shape is not the config's.
         UnsupportedModel: a tensor is stored in a dtype other than bfloat16, float16 or float32.
     """
     wanted = tensor_shapes(spec)
     missing = [tensor for tensor in wanted if tensor not in infos]
     if missing:
-        raise CheckpointError(f"{name}: {_some(missing)} missing; the config of this {spec.family} model needs them")
+        raise CheckpointError(
+            f"{name}: {listing(missing)} missing; the config of this {spec.family} model needs them{_advice(missing)}"
+        )
     if spec.tied and HEAD in infos:
         wanted[HEAD] = wanted[EMBED]
-    extra = [tensor for tensor in infos if tensor not in wanted and not fnmatchcase(tensor, HARMLESS)]
-    if extra:
-        raise CheckpointError(
-            f"{name}: {_some(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
-            "layers has no place for them"
-        )
     for tensor, shape in wanted.items():
         info = infos[tensor]
         if info.shape != shape:
@@ -156,26 +148,35 @@ def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -
             )
 
 
-def _some(names: list[str]) -> str:
+def _advice(missing: list[str]) -> str:
+    if missing == [HEAD]:
+        return (
+            "; tie_word_embeddings is false in the config, or absent, which transformers reads as false: it would fill "
+            "the head with random numbers. If the head is the embedding, set tie_word_embeddings to true in config.json"
+        )
+    return ""
+
+
+def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
+    """Refuses parameters of a live model that its config has no place for: its layers compute with them.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    wanted = {*tensor_shapes(spec), HEAD}
+    extra = [tensor for tensor in infos if tensor not in wanted]
+    if extra:
+        raise CheckpointError(
+            f"{name}: {listing(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
+            "layers has no place for them"
+        )
+
+
+def listing(names: list[str]) -> str:
+    """The number of names and the first three of them, for messages."""
     shown = ", ".join(names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{len(names)} tensor(s) ({shown}{more})"
-
-
-def _tied_head(source: TensorSource, release: bool) -> None:
-    """Checks a head that is stored beside the embedding it should equal, and lets go of it."""
-    infos = source.infos()
-    if HEAD not in infos:
-        return
-    with source.open():
-        head, embed = source.read(HEAD), source.read(EMBED)
-        if head.dtype != embed.dtype or not torch.equal(head, embed):
-            raise CheckpointError(
-                f"{HEAD} in {infos[HEAD].where} differs from {EMBED}, but the config ties them; set "
-                "tie_word_embeddings to false in the config"
-            )
-    if release:
-        source.release([HEAD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,8 @@ def allocate_weights(
     source = _source_of(checkpoint)
     spec = checkpoint.spec
     check_tensors(source.infos(), spec, checkpoint.name)
+    if checkpoint.module is not None:
+        check_no_others(source.infos(), spec, checkpoint.name)
     total = dtype.itemsize * sum(math.prod(shape) for shape in tensor_shapes(spec).values())
     bar: tqdm[NoReturn] = tqdm(
         total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
@@ -220,8 +223,8 @@ def allocate_weights(
     later = checkpoint.module is None
     loader = Loader(source, dtype, device, weight_format, bar, release=release_source, later=later)
     with torch.no_grad():
-        if spec.tied:
-            _tied_head(source, release_source)
+        if spec.tied and release_source and HEAD in source.infos():
+            source.release([HEAD])  # whose values are the embedding's, as `resolve` found
         weights = _assemble(loader, spec)
 
     if device.type == "cuda":
@@ -280,7 +283,12 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
         return ModuleTensors(checkpoint.module)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-    return ShardTensors(checkpoint.directory)
+    return named(ShardTensors(checkpoint.directory), checkpoint.spec)
+
+
+def named(stored: ShardTensors, spec: ModelSpec) -> NamedTensors:
+    """The tensors of a directory by the names of the parameters of `spec`."""
+    return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
 
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,8 @@ from fastspec.errors import CheckpointError
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MAX_JSON_BYTES: Final = 64 * 2**20
+# Old checkpoints store these buffers. They follow from the config, and transformers leaves them out in silence too.
+DERIVED: Final = re.compile(r"rotary_emb\.inv_freq")
 STORED_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -128,12 +131,16 @@ class ShardTensors:
     Args:
         directory: a local checkpoint.
 
+    Attributes:
+        directory: that checkpoint.
+        unnamed: tensors that lie in a file of the index, but that the index does not name.
+
     Raises:
         CheckpointError: weights are missing, a file is damaged or truncated, or files and index disagree.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._open: dict[str, Any] = {}
         weight_map = find_shards(directory)
         files = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
@@ -145,8 +152,10 @@ class ShardTensors:
                         f"{directory}: tensor {name!r} is in both {self._infos[name].where} and {file}; keep one"
                     )
                 self._infos[name] = info
+        self.unnamed: frozenset[str] = frozenset()
         if weight_map is not None:
             _check_index(directory, weight_map, self._infos)
+            self.unnamed = frozenset(self._infos.keys() - weight_map.keys())
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every stored tensor by name, from the headers alone."""
@@ -157,7 +166,7 @@ class ShardTensors:
         """Keeps every file mapped while tensors are read."""
         with ExitStack() as stack:
             for file in sorted({info.where for info in self._infos.values()}):
-                self._open[file] = stack.enter_context(_open(self._directory, file))
+                self._open[file] = stack.enter_context(_open(self.directory, file))
             try:
                 yield
             finally:
@@ -169,7 +178,7 @@ class ShardTensors:
         try:
             tensor: torch.Tensor = self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._directory / file}: cannot read {name!r}: {error}") from error
+            raise CheckpointError(f"{self.directory / file}: cannot read {name!r}: {error}") from error
         return tensor
 
     def release(self, names: list[str]) -> None:
@@ -189,6 +198,8 @@ def _read_header(directory: Path, file: str) -> dict[str, TensorInfo]:
     infos = {}
     with _open(directory, file) as opened:
         for name in opened.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            if DERIVED.search(name):
+                continue
             part = opened.get_slice(name)
             stored = part.get_dtype()
             infos[name] = TensorInfo(tuple(part.get_shape()), STORED_DTYPES.get(stored, stored), file)
@@ -197,11 +208,8 @@ def _read_header(directory: Path, file: str) -> dict[str, TensorInfo]:
 
 def _check_index(directory: Path, weight_map: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> None:
     for name, file in weight_map.items():
+        if DERIVED.search(name):
+            continue
         if name not in infos or infos[name].where != file:
             held = f"it is in {infos[name].where}" if name in infos else "no file holds it"
             raise CheckpointError(f"{directory / INDEX}: weight_map puts {name!r} in {file}, but {held}")
-    for name, info in infos.items():
-        if name not in weight_map:
-            raise CheckpointError(
-                f"{directory / info.where}: holds {name!r}, which weight_map in {INDEX} does not name"
-            )

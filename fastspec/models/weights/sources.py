@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,13 +24,17 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import (
     ModelSpec,
     refuse_other_architectures,
+    says_quantised,
     spec_from_config,
     supported_models,
 )
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import SIZE_LIMITS
+from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.live import ModuleTensors
-from fastspec.models.weights.load import EMBED, check_tensors
+from fastspec.models.weights.live_checks import as_built, check_as_built
+from fastspec.models.weights.load import check_no_others, check_tensors, listing, named
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, has_own_head
 from fastspec.models.weights.shards import ShardTensors, find_shards, read_json
 
 if TYPE_CHECKING:
@@ -37,8 +42,6 @@ if TYPE_CHECKING:
 
     from fastspec.models.weights.shards import TensorInfo
 
-CONFIG: Final = "config.json"
-GENERATION: Final = "generation_config.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -74,6 +77,8 @@ class Checkpoint:
 
 def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
     """Finds a checkpoint and checks all of it but the weights' values.
+
+    Values are read for one reason: a head that is stored beside a tied embedding is compared with it.
 
     Args:
         source: a local directory, a Hub id ("owner/name"; files missing from the cache are downloaded), or a
@@ -165,8 +170,12 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
     config: Any = copy.deepcopy(module.config)
     spec = _with_stored_dtype(spec_from_config(config), tensors.infos())
     check_tensors(tensors.infos(), spec, name)
-    generation: Any = copy.deepcopy(getattr(module, "generation_config", None))
-    return Checkpoint(name, role, spec, None, module, generation)
+    check_no_others(tensors.infos(), spec, name)
+    check_as_built(module, spec)
+    spec = as_built(module, spec)
+    if spec.tied and has_own_head(tensors):
+        spec = replace(spec, tied=False)
+    return Checkpoint(name, role, spec, None, module, settings_of_module(module, spec.vocab_size))
 
 
 def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
@@ -174,11 +183,35 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     config = _build_config(directory, raw)
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
-    tensors = ShardTensors(directory)
+    tensors = named(ShardTensors(directory), spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
-    return Checkpoint(name, role, spec, directory, None, _generation_config(directory, config))
+    spec = _with_own_head(spec, tensors, f"{role}: {name}")
+    _name_others(tensors, spec, f"{role}: {name}")
+    settings = settings_of_directory(directory, raw, spec.vocab_size)
+    return Checkpoint(name, role, spec, directory, None, settings)
+
+
+def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSpec:
+    if not spec.tied or not has_own_head(tensors):
+        return spec
+    warnings.warn(
+        f"{name}: the config ties the head to the embedding, but another {HEAD} is stored: it is used as it is, as in "
+        "transformers. Set tie_word_embeddings to false in config.json if that is meant, or delete the tensor",
+        stacklevel=2,
+    )
+    return replace(spec, tied=False)
+
+
+def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
+    others = tensors.others()
+    if others:
+        warnings.warn(
+            f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
+            "has no place for them. transformers leaves them out too; is it the config of these weights?",
+            stacklevel=2,
+        )
 
 
 def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
@@ -210,7 +243,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     with _naming(path):
         refuse_other_architectures(family, raw.get("architectures"))
     for field in ("quantization_config", "compression_config"):
-        if raw.get(field) is not None:
+        if says_quantised(raw.get(field)):
             method = raw[field].get("quant_method") if isinstance(raw[field], dict) else raw[field]
             raise UnsupportedModel(
                 f"{path}: {field} says {method!r}: quantised checkpoints are not supported; load the original weights"
@@ -245,21 +278,6 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
     return config
-
-
-def _generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
-    from transformers import GenerationConfig
-
-    path = directory / GENERATION
-    if not path.is_file():
-        made: GenerationConfig = GenerationConfig.from_model_config(config)
-        return made
-    raw = read_json(path)
-    try:
-        read: GenerationConfig = GenerationConfig.from_dict(raw)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a valid generation config: {error}") from error
-    return read
 
 
 def _download(source: str | os.PathLike[str], revision: str | None) -> Path:

@@ -1,0 +1,213 @@
+"""What the owner of a live model changed, and a copy of its weights would not carry: found, and refused by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.config import spec_from_config
+
+if TYPE_CHECKING:
+    from fastspec.models.config import ModelSpec
+
+# Hooks of transformers that leave what a layer returns as it is: they mark it for gradients, or note it down.
+HARMLESS_HOOKS: Final = ("transformers.modeling_utils", "transformers.utils.output_capturing")
+TRAINING_HOOKS: Final = ("transformers.integrations.neftune",)  # noise, in training alone
+GLOBAL_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks")
+PLAIN: Final = (bool, int, float, str, type(None))
+# Numbers that no forward pass reads: sizes follow from the weights, the rest is for training, cache or messages.
+UNREAD: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "in_features", "out_features"),
+    *("num_embeddings", "embedding_dim", "padding_idx", "sparse", "scale_grad_by_freq"),
+    *("training", "loss_type", "gradient_checkpointing", "attention_dropout", "layer_idx"),
+    *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
+)
+ROTARY: Final = ("inv_freq", "attention_scaling")  # carried into the spec
+
+
+def check_unchanged(module: nn.Module) -> None:
+    """Refuses hooks, replaced methods, special tensors and dropout anywhere in a live model.
+
+    Backward and state-dict hooks are none of these: neither the model's text nor a copy of its parameters depends on
+    them.
+
+    Args:
+        module: a transformers model. Not modified.
+
+    Raises:
+        UnsupportedModel: names the submodule, what was found there, and what to do.
+    """
+    for kind in GLOBAL_HOOKS:
+        for hook in getattr(torch_module, kind).values():
+            raise UnsupportedModel(
+                f"{kind.removeprefix('_')} of torch.nn holds {_name_of(hook)}, which runs in every module; remove it "
+                "(its handle's remove()) before the model is passed"
+            )
+    for path, part in module.named_modules():
+        refuse = partial(_refuse, module, path)
+        if hasattr(part, "_hf_hook"):
+            refuse(
+                f"a device hook of accelerate, {type(part._hf_hook).__name__}",
+                "load the model without device_map, or call accelerate.hooks.remove_hook_from_module(model, "
+                "recurse=True) once all of it is on one device",
+            )
+        _check_hooks(part, refuse)
+        _check_methods(part, refuse)
+        _check_parameters(part, refuse)
+        if part.training and getattr(part, "attention_dropout", 0):
+            refuse(f"attention_dropout={part.attention_dropout} in training mode", "call model.eval()")
+    _check_attention(module)
+
+
+Refuse = Callable[[str, str], NoReturn]
+
+
+def _refuse(module: nn.Module, path: str, found: str, advice: str) -> NoReturn:
+    where = f"submodule {path!r}" if path else "the model itself"
+    raise UnsupportedModel(
+        f"{type(module).__name__}: {where} has {found}, which changes the text and is not part of the weights; {advice}"
+    )
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_hooks(part: nn.Module, refuse: Refuse) -> None:
+    for kind, hooks in (("forward hook", part._forward_hooks), ("forward pre-hook", part._forward_pre_hooks)):
+        for hook in hooks.values():
+            home = getattr(hook, "__module__", "")
+            if home not in HARMLESS_HOOKS and (part.training or home not in TRAINING_HOOKS):
+                refuse(
+                    f"the {kind} {_name_of(hook)}",
+                    "remove it (its handle's remove(), or remove_parametrizations, remove_weight_norm, prune.remove), "
+                    "or generate with transformers",
+                )
+
+
+def _check_methods(part: nn.Module, refuse: Refuse) -> None:
+    kind = type(part)
+    advice = "delete the attribute, or generate with transformers"
+    for name, value in vars(part).items():
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, FunctionType | property | classmethod | staticmethod) and not _is_own(part, name, value):
+            refuse(f"its method {name!r} replaced by {_name_of(value)}", advice)
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    if forward.__module__ != owner.__module__:
+        refuse(f"the class {kind.__name__}, whose forward is {_name_of(forward)}", "undo the patch of that class")
+
+
+def _is_own(part: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is the class's own method, bound again or compiled."""
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    own = inspect.getattr_static(type(part), name)
+    return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own
+
+
+def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
+    for name, parameter in part._parameters.items():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            refuse(
+                f"a parameter {name!r} of class {_name_of(type(parameter))}",
+                "load the model unquantised and whole, on one device",
+            )
+
+
+def _check_attention(module: nn.Module) -> None:
+    """Refuses attention and masks that are not those of transformers, whatever their name in the config."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(module.config, "_attn_implementation", None)
+    tables: tuple[Mapping[Any, Any], ...] = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    for table in tables:
+        function = table.get(name)
+        if function is not None and not _name_of(function).startswith("transformers."):
+            _refuse(
+                module,
+                "",
+                f"the attention implementation {name!r}, which is {_name_of(function)}",
+                "call model.set_attn_implementation('sdpa') if it computes the same",
+            )
+
+
+def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
+    """Compares the classes and constants of a live model with those of a new one of the same config.
+
+    Args:
+        module: a model that `check_unchanged` passed, whose parameters are those of the spec.
+        spec: of its config.
+
+    Raises:
+        UnsupportedModel: names the submodule, the constant, both values, and what to do.
+    """
+    config = copy.deepcopy(module.config)
+    with torch.device("meta"):
+        built = dict(type(module)(config).named_modules())
+    for path, part in module.named_modules():
+        refuse = partial(_refuse, module, path)
+        like = built.get(path)
+        if like is None or not _same_kind(part, like):
+            wanted = "nothing" if like is None else f"a {type(like).__name__}"
+            refuse(f"a {type(part).__name__} where its config puts {wanted}", "load the model again")
+        own = vars(part).get("config")
+        if own is not None and own is not module.config and not _same_config(own, spec):
+            refuse("a config of its own that says something else", "save the model and pass the directory")
+        for name, value in _changed(part, like):
+            refuse(
+                f"{name}={value!r} where the config gives {vars(like).get(name)!r}",
+                "set it in the config, save the model and pass the directory; or load it again",
+            )
+
+
+def _same_kind(part: nn.Module, like: nn.Module) -> bool:
+    return type(part) is type(like) or (isinstance(like, nn.SiLU) and isinstance(part, nn.SiLU))
+
+
+def _same_config(own: Any, spec: ModelSpec) -> bool:
+    return replace(spec_from_config(own), dtype=spec.dtype, tied=spec.tied) == spec
+
+
+def _changed(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
+    missing = object()
+    for name, wanted in vars(like).items():
+        if name.startswith("_") or name in UNREAD or name in ROTARY or not isinstance(wanted, PLAIN):
+            continue
+        value = vars(part).get(name, missing)
+        if not isinstance(value, PLAIN) or value != wanted:
+            yield name, value
+
+
+def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
+    """The spec with the rotary frequencies that a live model holds: its `.to(dtype)` rounds them, as do its owners.
+
+    Raises:
+        UnsupportedModel: they are not one positive finite number per pair of a head's elements.
+    """
+    rotary = module.get_submodule("model.rotary_emb")
+    scaling, held = vars(rotary).get("attention_scaling", 1.0), rotary.get_buffer("inv_freq")
+    inv_freq = held.detach().to("cpu", torch.float32)
+    whole = inv_freq.shape == (len(spec.rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
+    if not whole or isinstance(scaling, bool) or not isinstance(scaling, int | float):
+        _refuse(
+            module,
+            "model.rotary_emb",
+            f"inv_freq of shape {list(held.shape)} and attention_scaling={scaling!r}",
+            f"wanted {len(spec.rope.inv_freq)} finite frequencies and a number; load the model again",
+        )
+    rope = replace(spec.rope, inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
+    return replace(spec, rope=rope)

@@ -1,0 +1,115 @@
+"""Stored names to names of parameters, by the rules of transformers: a prefix, a tied head, and what is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from fastspec.errors import CheckpointError
+from fastspec.models.weights.shards import INDEX, ShardTensors, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBED: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+PREFIX: Final = "model."
+COMPARED_ROWS: Final = 4096  # of two matrices at a time
+
+
+class NamedTensors:
+    """The tensors of a checkpoint directory, by the names of the model's parameters.
+
+    A name may lack the `model.` that it should have, or have one too many. A tied embedding may be stored as the head.
+
+    Args:
+        source: the stored tensors.
+        wanted: names of the model's parameters.
+        tied: the config ties the head to the embedding.
+
+    Raises:
+        CheckpointError: two stored tensors are one parameter, or the index does not name one that is needed.
+    """
+
+    def __init__(self, source: ShardTensors, wanted: Collection[str], tied: bool) -> None:
+        self._source = source
+        wanted = {*wanted, EMBED, HEAD}
+        self._stored: dict[str, str] = {}
+        self._others: list[str] = []
+        for stored, info in source.infos().items():
+            name = _parameter(stored, wanted)
+            if name not in wanted:
+                self._others.append(stored)
+                continue
+            if name in self._stored:
+                both = f"{self._stored[name]!r} and {stored!r}"
+                raise CheckpointError(f"{source.directory}: {both} are both the parameter {name}; keep one")
+            if stored in source.unnamed:
+                where = source.directory / info.where
+                raise CheckpointError(f"{where}: holds {stored!r}, which weight_map in {INDEX} does not name")
+            self._stored[name] = stored
+        if tied and EMBED not in self._stored and HEAD in self._stored:
+            self._stored[EMBED] = self._stored.pop(HEAD)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every parameter that is stored."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._stored.items()}
+
+    def others(self) -> list[str]:
+        """Stored names that are no parameter of the model."""
+        return self._others
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of the source."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """As of the source, by the parameter's name."""
+        return self._source.read(self._stored[name])
+
+    def release(self, names: list[str]) -> None:
+        """Nothing to do: see `ShardTensors.release`."""
+
+
+def _parameter(stored: str, wanted: Collection[str]) -> str:
+    for name in (stored.removeprefix(PREFIX), PREFIX + stored):
+        if name in wanted:
+            return name
+    return stored
+
+
+class Readable(Protocol):
+    """Tensors by name."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """What is known of each."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Holds files open while tensors are read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies."""
+
+
+def has_own_head(source: Readable) -> bool:
+    """Whether a head is stored whose values are not the embedding's; a dtype alone makes no difference.
+
+    Reads both matrices up to the first rows that differ. Their shapes must be equal.
+    """
+    if HEAD not in source.infos():
+        return False
+    with source.open(), torch.no_grad():
+        head, embed = source.read(HEAD), source.read(EMBED)
+        if head is embed or (head.data_ptr() == embed.data_ptr() and head.dtype is embed.dtype):
+            return False
+        for start in range(0, len(head), COMPARED_ROWS):
+            rows = slice(start, start + COMPARED_ROWS)
+            if not torch.equal(head[rows].float(), embed[rows].float()):
+                return True
+    return False
