@@ -128,11 +128,11 @@ CORPUS: dict[str, tuple[str, Damage, type[ValueError], str]] = {
     "tensor-shape": ("single", tensors(lambda t: t.update({NORM: t[NORM][:-1]})), CheckpointError, "has shape [31]"),
     "tensor-scalar": ("single", tensors(lambda t: t.update({NORM: t[NORM][0]})), CheckpointError, "has shape []"),
     "tensor-missing": ("single", tensors(lambda t: t.pop(NORM)), CheckpointError, f"({NORM}) missing"),
-    "tensor-extra": (
+    "tensor-twice": (
         "single",
-        tensors(lambda t: t.update(ghost=t[NORM].clone())),
+        tensors(lambda t: t.update({NORM.removeprefix("model."): t[NORM].clone()})),
         CheckpointError,
-        "(ghost) unexpected",
+        "are both the parameter model.norm.weight; keep one",
     ),
     "tensor-none": ("single", tensors(lambda t: t.clear()), CheckpointError, "missing"),
     "weights-missing": ("single", remove(SINGLE), CheckpointError, "has no safetensors weights"),

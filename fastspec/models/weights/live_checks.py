@@ -175,7 +175,9 @@ def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def _same_kind(part: nn.Module, like: nn.Module) -> bool:
-    return type(part) is type(like) or (isinstance(like, nn.SiLU) and isinstance(part, nn.SiLU))
+    from transformers.activations import SiLUActivation
+
+    return type(part) is type(like) or {type(part), type(like)} == {nn.SiLU, SiLUActivation}
 
 
 def _same_config(own: Any, spec: ModelSpec) -> bool:
