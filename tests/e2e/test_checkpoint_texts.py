@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator
-from tests.helpers.checkpoints import edit, make_checkpoint
+from tests.helpers.checkpoints import edit, make_checkpoint, write_tokenizer
 
 PROMPT = [1, 5, 9, 11, 3, 7, 20, 30]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,15 +27,15 @@ def theirs(source: Path, **options: Any) -> list[int]:
     return list(out[0, len(PROMPT) :].tolist())
 
 
-def ours(source: Path, **options: Any) -> list[int]:
+def ours(source: Path, prompt: list[int] = PROMPT, **options: Any) -> list[int]:
     fixed: dict[str, Any] = {"max_length": 64, "max_batch_size": 2, "device": "cpu", "progress": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # their words are tested beside the reader
         gen = FastSpecGenerator(source, **fixed)
-    out = gen.generate([PROMPT], **options)
+    out = gen.generate([prompt], **options)
     gen.close()
     assert isinstance(out, Tensor)
-    return list(out[0, len(PROMPT) :].tolist())
+    return list(out[0, len(prompt) :].tolist())
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -98,6 +98,14 @@ def test_ids_that_the_model_cannot_emit_stop_no_call(tmp_path: Path, settings: d
     directory = make_checkpoint(tmp_path / "model", "llama2", seed=3)
     edit(directory / "generation_config.json", **settings)
     assert ours(directory, max_new_tokens=9) == theirs(directory, max_new_tokens=9)
+
+
+def test_ids_beyond_the_tokenizer_are_ids_of_the_model(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama2", seed=3)
+    write_tokenizer(directory, [f"w{i}" for i in range(90)])
+    options = {"max_new_tokens": 4, "do_sample": False, "sequence_bias": [[[95], 1000.0]]}
+    assert ours(directory, **options) == theirs(directory, **options) == [95] * 4
+    assert ours(directory, prompt=[1, 95, 92], **options) == [95] * 4
 
 
 @pytest.mark.parametrize(

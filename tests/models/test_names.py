@@ -180,6 +180,11 @@ def test_without_a_head_an_untied_config_says_what_to_set(tmp_path: Path, family
     assert_as_transformers(loaded(directory), directory)
 
 
+def test_an_untied_head_is_not_taken_for_a_missing_embedding(tmp_path: Path) -> None:
+    directory = rewritten(tmp_path / "model", "llama2", lambda t: t.pop(EMBED))
+    assert "(model.embed_tokens.weight) missing" in refusal(directory)
+
+
 def test_a_live_model_keeps_its_loose_head() -> None:
     model = make_model("llama3")
     assert loaded(model).head is not None
@@ -212,6 +217,7 @@ def test_a_live_head_of_the_same_values_is_tied_and_released() -> None:
         {},
         {"quant_method": None},
         {"quant_method": None, "load_in_4bit": False, "load_in_8bit": False},
+        {"quant_method": None, "desc_act": False},
         {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False, "bnb_4bit_quant_type": "fp4"},
     ],
     ids=repr,
