@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, GenerationConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.weights.sources import resolve
@@ -73,6 +75,37 @@ def test_all_fields_at_once_and_no_field_is_unknown(directory: Path) -> None:
     assert VALUES.keys() <= vars(GenerationConfig()).keys()
     edit(directory / "config.json", **VALUES)
     assert found(directory) == AutoModelForCausalLM.from_pretrained(directory).generation_config.to_dict()
+
+
+def outcome(read: Callable[[], dict[str, Any]]) -> dict[str, Any] | type[Exception]:
+    """The settings, or that there are none; ids beyond the vocabulary are left out on both sides."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return read()
+        except (ValueError, TypeError, AttributeError, StrictDataclassError):
+            return ValueError
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, [3], "text"], ids=repr)
+def test_any_value_of_any_field_is_read_alike(directory: Path, value: Any) -> None:
+    def theirs() -> dict[str, Any]:
+        from_config = {"config_file_name": "config.json", "_from_model_config": True}
+        return dict(GenerationConfig.from_pretrained(directory, **from_config).to_dict())
+
+    before = (directory / "config.json").read_bytes()
+    read = 0
+    for field in vars(GenerationConfig()):
+        if field.startswith("_") or field == "transformers_version":
+            continue
+        (directory / "config.json").write_bytes(before)
+        edit(directory / "config.json", **{field: value})
+        got = outcome(lambda: found(directory))
+        if got is ValueError and outcome(lambda: AutoConfig.from_pretrained(directory).to_dict()) is ValueError:
+            continue  # a field that is also one of the model's, and no value of it
+        assert got == outcome(theirs), field
+        read += got is not ValueError
+    assert read > 30
 
 
 def test_the_file_of_settings_alone_counts_where_there_is_one(directory: Path) -> None:

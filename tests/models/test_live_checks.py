@@ -221,6 +221,9 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "compiled forward": lambda m: setattr(m, "forward", torch.compile(m.forward)),
     "forward bound again": lambda m: setattr(m, "forward", m.forward),
     "eager attention": lambda m: m.set_attn_implementation("eager"),
+    "attention that is not installed here": lambda m: setattr(
+        m.config, "_attn_implementation_internal", "flash_attention_2"
+    ),
     "a note": lambda m: setattr(mlp(m), "note", "mine"),
     "the same activation": lambda m: setattr(mlp(m), "act_fn", nn.SiLU()),
     "more rows": lambda m: m.resize_token_embeddings(131),
@@ -234,6 +237,15 @@ def test_what_leaves_the_text_alone_is_accepted(family: str, change: Callable[[A
     model = make_model(family)
     change(model)
     assert resolve(model, role="target").spec.plans
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral"])
+def test_a_model_that_was_cut_to_its_first_layers_is_accepted(family: str) -> None:
+    model: Any = make_model(family)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    assert resolve(model, role="draft").spec.num_layers == 1
+    assert ours(model) == greedy(model)
 
 
 # The rotary table of the module is the one that is used
