@@ -182,6 +182,32 @@ def test_a_second_config_is_never_followed(directory: Path) -> None:
     assert resolve(directory, role="target").spec.rms_eps == 1e-5
 
 
+def test_weights_that_the_config_names_elsewhere_are_refused(directory: Path) -> None:
+    edit(directory / "config.json", transformers_weights="other.safetensors")
+    assert "transformers_weights='other.safetensors' names other weights than model.safetensors" in refusal(
+        directory, UnsupportedModel
+    )
+    for named in (None, SINGLE):
+        edit(directory / "config.json", transformers_weights=named)
+        resolve(directory, role="target")
+
+
+def test_the_index_is_named_where_it_is_what_is_read(sharded: Path) -> None:
+    edit(sharded / "config.json", transformers_weights=INDEX)
+    resolve(sharded, role="target")
+    edit(sharded / "config.json", transformers_weights=SINGLE)
+    assert f"names other weights than {INDEX}" in refusal(sharded, UnsupportedModel)
+
+
+def test_an_adapter_beside_the_weights_is_refused(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+    resolve(directory, role="target")  # a leftover without weights
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    message = refusal(directory, UnsupportedModel)
+    assert "puts the adapter on top" in message
+    assert "merge_and_unload()" in message
+
+
 # Hub ids
 
 

@@ -35,7 +35,7 @@ from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import check_no_others, check_tensors, listing, named
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, has_own_head
-from fastspec.models.weights.shards import ShardTensors, find_shards, read_json
+from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, find_shards, read_json
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Copies of the same weights in other formats: subfolders, and Mistral's own single file.
 IGNORED_FILES: Final = ("*/*", "consolidated*")
+ADAPTER: Final = "adapter_config.json"
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
@@ -183,6 +184,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     config = _build_config(directory, raw)
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
+    _refuse_other_weights(directory, raw)
     tensors = named(ShardTensors(directory), spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
@@ -191,6 +193,21 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     _name_others(tensors, spec, f"{role}: {name}")
     settings = settings_of_directory(directory, raw, spec.vocab_size)
     return Checkpoint(name, role, spec, directory, None, settings)
+
+
+def _refuse_other_weights(directory: Path, raw: Mapping[str, Any]) -> None:
+    """Refuses files from which transformers would make another model than the one that `find_shards` finds."""
+    used, asked = SINGLE if (directory / SINGLE).is_file() else INDEX, raw.get("transformers_weights")
+    if asked is not None and asked != used:
+        raise UnsupportedModel(
+            f"{directory / CONFIG}: transformers_weights={asked!r} names other weights than {used}, the ones that are "
+            "read here; save the model again with save_pretrained, or delete that field"
+        )
+    if (directory / ADAPTER).is_file() and any(directory.glob("adapter_model.*")):
+        raise UnsupportedModel(
+            f"{directory}: {ADAPTER} and its weights lie beside those of the model, and transformers puts the adapter "
+            "on top of them; save the merged model (merge_and_unload()), or delete adapter_* if the weights are merged"
+        )
 
 
 def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSpec:
