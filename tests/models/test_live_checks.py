@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from fastspec import FastSpecGenerator
-from fastspec.errors import UnsupportedModel
+from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.sources import resolve
 from tests.helpers.checkpoints import FAMILIES, make_model, refusal
@@ -190,6 +190,14 @@ def test_a_hook_that_comes_after_resolve_is_refused_too() -> None:
     checkpoint = resolve(model, role="target")
     mlp(model).register_forward_hook(twice)
     with pytest.raises(UnsupportedModel, match="twice"):
+        load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+
+
+def test_a_parameter_that_comes_after_resolve_is_refused_too() -> None:
+    model = make_model("llama2")
+    checkpoint = resolve(model, role="target")
+    attention(model).q_proj.bias = nn.Parameter(torch.ones(48))
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias\) unexpected"):
         load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
 
 
