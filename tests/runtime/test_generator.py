@@ -375,7 +375,7 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
 def test_planning_loads_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastspec.runtime import build
 
-    monkeypatch.setattr(build, "load_weights", lambda *args, **options: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(build, "allocate_weights", lambda *args, **options: pytest.fail("weights were loaded"))
     plan = FastSpecGenerator.plan(directory, directory, max_length=100, max_batch_size=3, device="cpu")
     assert plan.draft_weights == plan.target_weights > 0
     monkeypatch.undo()
