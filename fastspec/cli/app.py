@@ -244,8 +244,8 @@ def _generate(
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
     """Writes the text of tokens that are there already."""
-    writer.put(torch.tensor(prompt))
-    writer.put(torch.tensor(tokens))
+    writer.put(torch.tensor(prompt, device="cpu"))
+    writer.put(torch.tensor(tokens, device="cpu"))
     writer.end()
 
 

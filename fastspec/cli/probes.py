@@ -136,17 +136,17 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
     """Largest difference of the Triton attention kernel from its torch twin, which runs in fp32 on the CPU."""
     from fastspec.kernels.attention.prefill import paged_attention
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     given = {
         "query": normal(2, 5, 8, 64),  # [B, Q, H, D]
         "keys": normal(11, 64, 2, 64),  # [pages, page_size, Hkv, D]
         "values": normal(11, 64, 2, 64),
-        "block_table": torch.arange(1, 11).view(2, 5),
-        "positions": torch.stack([torch.arange(5), torch.arange(295, 300)]),
+        "block_table": torch.arange(1, 11, device="cpu").view(2, 5),
+        "positions": torch.stack([torch.arange(at, at + 5, device="cpu") for at in (0, 295)]),
     }
     there: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
     wide: dict[str, Any] = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}

@@ -16,6 +16,7 @@ from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
 from fastspec.runtime.prefill_slot import PrefillSlot
+from fastspec.runtime.surroundings import shielded
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
@@ -64,8 +65,8 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """No gradients; the device and the stream of all work of this engine are the current ones."""
-        with torch.inference_mode(), self.runner.on():
+        """No gradients, and none of the caller's settings; device and stream of all work here are the current ones."""
+        with shielded(self.state.lengths.device), torch.inference_mode(), self.runner.on():
             yield
 
     def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
