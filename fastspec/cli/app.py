@@ -21,6 +21,7 @@ from fastspec.demo import demo_pair
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
+from fastspec.text.stop_strings import StoppedWriter
 from fastspec.text.text_stream import StreamWriter, escape_control
 
 DEMO_PROMPT = "def main(argv=None):"
@@ -230,7 +231,7 @@ def _generate(
     ids = tokenizer(prompt)["input_ids"]
 
     def writer() -> StreamWriter:
-        return StreamWriter(tokenizer, flags.UpTo(write, prompt, options.get("stop_strings", ())))
+        return StoppedWriter(tokenizer, write, options.get("stop_strings", ()))
 
     several = options.get("num_return_sequences", 1) > 1
     streamer = None if several else writer()
