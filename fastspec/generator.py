@@ -360,7 +360,9 @@ class FastSpecGenerator:
         """What happened since `start`."""
         rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
         choice, settings = self._drafting.of(call.chosen), self._settings
-        return Stats.of(rows, choice.k, seconds, synthetic_name(settings.verification), choice.note, settings.exact)
+        synthetic, threads = synthetic_name(settings.verification), self._open_engine().threads
+        now = threads.now if threads else None
+        return Stats.of(rows, choice.k, seconds, synthetic, choice.note, settings.exact, now)
 
     def _open(self) -> Scheduler:
         if self._scheduler is None:

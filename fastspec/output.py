@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,7 @@ class Stats:
         auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
             or why it did not. None where k was a number.
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
+        threads: of torch's that worked on the last step on the CPU; None on CUDA.
     """
 
     steps: int
@@ -62,6 +64,7 @@ class Stats:
     synthetic: str | None = None
     auto: str | None = None
     exact: bool = True
+    threads: int | None = None
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class Stats:
         synthetic: str | None = None,
         auto: str | None = None,
         exact: bool = True,
+        threads: int | None = None,
     ) -> Stats:
         """Sums the rows."""
 
@@ -80,7 +84,8 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         totals = {name: total(name) for name in names}
-        return cls(**totals, k=k, seconds=seconds, rows=rows, synthetic=synthetic, auto=auto, exact=exact)
+        more: dict[str, Any] = {"synthetic": synthetic, "auto": auto, "exact": exact, "threads": threads}
+        return cls(**totals, k=k, seconds=seconds, rows=rows, **more)
 
     @property
     def steps_at(self) -> dict[int, int]:
