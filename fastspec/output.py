@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -83,9 +82,9 @@ class Stats:
             return sum(getattr(row, name) for row in rows)
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
-        totals = {name: total(name) for name in names}
-        more: dict[str, Any] = {"synthetic": synthetic, "auto": auto, "exact": exact, "threads": threads}
-        return cls(**totals, k=k, seconds=seconds, rows=rows, **more)
+        steps, plain, drafted, accepted, emitted, dropped = map(total, names)
+        told = synthetic, auto, exact, threads
+        return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property
     def steps_at(self) -> dict[int, int]:
