@@ -29,10 +29,10 @@ from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.request import lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range, settings_of
-from fastspec.runtime.surroundings import shielded
 from fastspec.runtime.warmup import decode, filling, warm_up_for
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.shapes import GREEDY, SAMPLERS
+from fastspec.surroundings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -16,13 +16,13 @@ from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
 from fastspec.runtime.prefill_slot import PrefillSlot
-from fastspec.runtime.surroundings import shielded, using_threads
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, propose, score, step
+from fastspec.surroundings import shielded, using_threads
 
 _MEANS = 3  # of each time
 _PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.ops import Ops
-from fastspec.runtime.surroundings import using_threads
+from fastspec.surroundings import using_threads
 
 _SMALL = 2**16  # elements of a weight matrix, in the mean: a product with less takes less than starting threads does
 _GAIN = 1.25  # what twice the threads must bring

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec import FastSpecGenerator, NGram
-from fastspec.runtime import surroundings
-from fastspec.runtime.surroundings import shielded
+from fastspec import FastSpecGenerator, NGram, surroundings
+from fastspec.surroundings import shielded
 from tests.helpers.checkpoints import make_checkpoint
 
 pytestmark = [

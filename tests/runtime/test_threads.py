@@ -14,8 +14,8 @@ import torch
 
 from fastspec import FastSpecGenerator
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.runtime.surroundings import shielded
 from fastspec.runtime.threads import Threads, sampling_alone
+from fastspec.surroundings import shielded
 from tests.helpers.checkpoints import make_checkpoint
 
 LARGE = 2.0**20
