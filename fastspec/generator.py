@@ -205,7 +205,7 @@ class FastSpecGenerator:
             input_ids: LongTensor [B, T] (left padding marked by the mask), a 1-D tensor, an array, a list of lists of
                 ids, or what a tokenizer returns. `inputs` is another name for it, as in transformers.
             attention_mask: like input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on the left
-                is padding, unless it is a stop id too.
+                of a tensor or an array is padding, unless it is a stop id too.
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
             **keywords: generation options (most take one value, or one per prompt), `seed`,

@@ -42,8 +42,8 @@ class Given:
     ) -> list[list[int]]:
         """The rows without their padding.
 
-        Without a mask, leading ids of `padding` are padding, as transformers infers it: unless it ends a row too, or
-        nobody names it. Rows that look padded all the same are told of in a warning.
+        Without a mask, leading ids of `padding` in an array are padding, as transformers infers it: unless it ends a
+        row too, or nobody names it. Lists hold text alone. Rows that look padded all the same bring a warning.
 
         Args:
             vocab_size: ids lie below it.
@@ -59,7 +59,7 @@ class Given:
             rows = _unpad(self.rows, self.masks)
         elif len(set(map(len, self.rows))) != 1:  # nobody pads rows of different lengths
             rows = self.rows
-        elif padding is None or padding in stop_ids:
+        elif padding is None or padding in stop_ids or not self.arrays:
             rows = self.rows
             _warn_of_padding(rows, padding, stop_ids, stacklevel + 1)
         else:
@@ -70,7 +70,7 @@ class Given:
     def _without(self, row: list[int], index: int, padding: int) -> list[int]:
         """A row without the padding before it."""
         left = row[_leading(row, padding) :]
-        if self.arrays and left and padding in left:
+        if padding in left:
             raise ValueError(
                 f"prompt {index}, position {len(row) - len(left) + left.index(padding)}: pad_token_id={padding} behind "
                 "other tokens, and there is no attention_mask. Padding belongs to the left (tokenizer.padding_side = "
@@ -178,6 +178,8 @@ def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple
     if not any(counts) or (max(counts) == 1 and len(set(counts)) == 1):
         return
     why = "no pad_token_id is known" if padding is None else f"pad_token_id={padding} ends texts too"
+    if padding is not None and padding not in stop_ids:
+        why = "lists hold text alone"
     warnings.warn(
         f"prompt {counts.index(max(counts))} begins with {max(counts)} ids of {named}, which are read as text: there "
         f"is no attention_mask, and none can be inferred, for {why}. Pass the tokenizer's attention_mask",

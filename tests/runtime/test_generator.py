@@ -472,7 +472,7 @@ def test_padding_is_inferred_as_transformers_infers_it(gen: FastSpecGenerator, d
         }
         theirs = model.generate(ids, **options)
         assert torch.equal(theirs, model.generate(ids, attention_mask=(ids != 0).long(), **options))
-        for form in (ids, ids.numpy(), ids.tolist()):
+        for form in (ids, ids.numpy(), ids.int()):
             assert gen.generate(form, **options).tolist() == theirs.tolist()
     with pytest.warns(UserWarning, match="none can be inferred") as told:
         gen.generate(ids, max_new_tokens=2, eos_token_id=0, pad_token_id=0)
