@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
-from fastspec.inputs import options, prompts
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer, resolve
 from fastspec.output import GenerateOutput, Stats
@@ -27,12 +26,13 @@ from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
-from fastspec.runtime.request import Request, lengths_of
+from fastspec.runtime.request import lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range, settings_of
 from fastspec.runtime.warmup import decode, filling, warm_up_for
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.shapes import GREEDY, SAMPLERS
+from fastspec.surroundings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -74,6 +74,7 @@ class FastSpecGenerator:
         MemoryError: the plan does not fit; the message names what does.
     """
 
+    @shielded()
     def __init__(
         self,
         target: Source,
@@ -192,7 +193,7 @@ class FastSpecGenerator:
 
     def generate(
         self,
-        input_ids: Any,
+        input_ids: Any = None,
         attention_mask: Any = None,
         generation_config: GenerationConfig | None = None,
         streamer: BaseStreamer | None = None,
@@ -201,8 +202,10 @@ class FastSpecGenerator:
         """Continues every prompt.
 
         Args:
-            input_ids: LongTensor [B, T] (left padding marked by the mask), a 1-D tensor, or a list of lists of ids.
-            attention_mask: like input_ids, 0 for left padding and 1 for the prompt.
+            input_ids: LongTensor [B, T] (left padding marked by the mask), a 1-D tensor, an array, a list of lists of
+                ids, or what a tokenizer returns. `inputs` is another name for it, as in transformers.
+            attention_mask: like input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on the left
+                of a tensor or an array is padding, unless it is a stop id too.
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
             **keywords: generation options (most take one value, or one per prompt), `seed`,
@@ -219,7 +222,8 @@ class FastSpecGenerator:
                 first, and the error's `output` holds them.
             RuntimeError: the generator is closed, or in use by another call.
         """
-        requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
+        call = self._prepare(input_ids, attention_mask, generation_config, keywords)
+        requests, chosen = call.requests, call.chosen
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise UnsupportedOption(
                 f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}"
@@ -227,26 +231,26 @@ class FastSpecGenerator:
         if streamer is not None and len(requests) != 1:
             raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
         if streamer is not None:
-            streamer.put(torch.tensor([requests[0].prompt]))
+            streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         start = time.perf_counter()
         try:
-            for emitted in self._run(requests, chosen):
+            for emitted in self._run(call):
                 if streamer is not None and emitted.get(0):
-                    streamer.put(torch.tensor(emitted[0]))
+                    streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(requests, chosen, self._stats(requests, chosen, start), input_ids)
+            error.output = calls.output_of(call, self._stats(call, start))
             raise
         if streamer is not None:
             streamer.end()
-        stats = self._stats(requests, chosen, start)
+        stats = self._stats(call, start)
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
-        output = calls.output_of(requests, chosen, stats, input_ids)
+        output = calls.output_of(call, stats)
         return output if chosen.return_dict else output.sequences
 
     def stream(
         self,
-        input_ids: Any,
+        input_ids: Any = None,
         attention_mask: Any = None,
         generation_config: GenerationConfig | None = None,
         **keywords: Any,
@@ -256,12 +260,11 @@ class FastSpecGenerator:
         With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
-        requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
-        return self._run(requests, chosen)
+        return self._run(self._prepare(input_ids, attention_mask, generation_config, keywords))
 
     def calibrate(
         self,
-        input_ids: Any,
+        input_ids: Any = None,
         attention_mask: Any = None,
         generation_config: GenerationConfig | None = None,
         **keywords: Any,
@@ -281,10 +284,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
-        if "max_new_tokens" not in keywords and (generation_config is None or generation_config.max_new_tokens is None):
-            longest = max(map(len, prompts.prompts_of(input_ids, attention_mask, self._target.spec.vocab_size)))
-            keywords["max_new_tokens"] = max(1, min(CALIBRATION_TOKENS, self.max_length - longest))
-        requests, chosen = self._prepare(input_ids, attention_mask, generation_config, keywords)
+        call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
+        requests, chosen = call.requests, call.chosen
         choice = self._drafting.every(chosen)
         with self._in_use() as scheduler:
             rows = min(len(requests), self._settings.layout.batch)
@@ -309,7 +310,7 @@ class FastSpecGenerator:
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        check_range("length", length, 0, self.max_length)
+        length = check_range("length", length, 0, self.max_length)
         self._warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
 
     def _warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
@@ -325,25 +326,14 @@ class FastSpecGenerator:
         attention_mask: Any,
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
-    ) -> tuple[list[Request], options.Options]:
+        usual: int | None = None,
+    ) -> calls.Prepared:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open()
-        spec = self._target.spec
-        tokenizer = keywords.pop("tokenizer", None)
-        given = prompts.prompts_of(input_ids, attention_mask, spec.vocab_size)
-        chosen = options.resolve(
-            self._target.generation_config,
-            generation_config,
-            keywords,
-            num_rows=len(given),
-            prompt_length=calls.padded_length(input_ids, given),
-            vocab_size=spec.vocab_size,
-            context=min(spec.max_length, self.max_length),
-        )
-        self._drafting.of(chosen)
-        if chosen.stop_strings and tokenizer is None:
-            tokenizer = self.tokenizer
-        return calls.requests_of(given, chosen, tokenizer, self.max_length), chosen
+        asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
+        call = calls.prepare(self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        self._drafting.of(call.chosen)
+        return call
 
     @contextmanager
     def _in_use(self) -> Iterator[Scheduler]:
@@ -356,8 +346,9 @@ class FastSpecGenerator:
         finally:
             self._lock.release()
 
-    def _run(self, requests: list[Request], chosen: options.Options) -> Iterator[dict[int, list[int]]]:
+    def _run(self, call: calls.Prepared) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end under the lock."""
+        requests, chosen = call.requests, call.chosen
         choice = self._drafting.of(chosen)
         with self._in_use() as scheduler:
             rows = min(len(requests), self._settings.layout.batch)
@@ -365,11 +356,13 @@ class FastSpecGenerator:
             yield from decode(scheduler, requests, chosen.stop_ids, choice)
         calls.check_whole(requests, chosen.copies)
 
-    def _stats(self, requests: list[Request], chosen: options.Options, start: float) -> Stats:
+    def _stats(self, call: calls.Prepared, start: float) -> Stats:
         """What happened since `start`."""
-        rows, seconds = tuple(request.stats() for request in requests), time.perf_counter() - start
-        choice, settings = self._drafting.of(chosen), self._settings
-        return Stats.of(rows, choice.k, seconds, synthetic_name(settings.verification), choice.note, settings.exact)
+        rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
+        choice, settings = self._drafting.of(call.chosen), self._settings
+        synthetic, threads = synthetic_name(settings.verification), self._open_engine().threads
+        now = threads.now if threads else None
+        return Stats.of(rows, choice.k, seconds, synthetic, choice.note, settings.exact, now)
 
     def _open(self) -> Scheduler:
         if self._scheduler is None:

@@ -48,6 +48,7 @@ class Stats:
         auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
             or why it did not. None where k was a number.
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
+        threads: of torch's that worked on the last step on the CPU; None on CUDA.
     """
 
     steps: int
@@ -62,6 +63,7 @@ class Stats:
     synthetic: str | None = None
     auto: str | None = None
     exact: bool = True
+    threads: int | None = None
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Stats:
         synthetic: str | None = None,
         auto: str | None = None,
         exact: bool = True,
+        threads: int | None = None,
     ) -> Stats:
         """Sums the rows."""
 
@@ -79,8 +82,9 @@ class Stats:
             return sum(getattr(row, name) for row in rows)
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
-        totals = {name: total(name) for name in names}
-        return cls(**totals, k=k, seconds=seconds, rows=rows, synthetic=synthetic, auto=auto, exact=exact)
+        steps, plain, drafted, accepted, emitted, dropped = map(total, names)
+        told = synthetic, auto, exact, threads
+        return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property
     def steps_at(self) -> dict[int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, cast
@@ -17,14 +18,18 @@ import fastspec
 from fastspec.adaptive.controller import AUTO
 from fastspec.cli import flags
 from fastspec.cli.doctor import diagnose
+from fastspec.cli.progress import Progress
 from fastspec.demo import demo_pair
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
+from fastspec.text.stop_strings import StoppedWriter
 from fastspec.text.text_stream import StreamWriter, escape_control
 
 DEMO_PROMPT = "def main(argv=None):"
 _AT_ONCE = 8  # texts decoded together
+_LOADING = "loading the models and making their steps ready"
+_ENOUGH = 60.0  # seconds of timed runs after which the demo begins no other round
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal language models.",
@@ -117,13 +122,22 @@ def generate(
         options["verification"] = verification
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
-    with _errors_in_one_line(), _opened(context, target, draft, num_speculative_tokens, options) as generator:
-        pieces: list[str] = []
-        output = _generate(
-            generator, prompt, _write if stream else pieces.append, max_new_tokens=max_new_tokens, **asked
-        )
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        progress.stage(None)  # text shows itself
+        _write(piece)
+
+    with _errors_in_one_line(), Progress() as progress:
+        progress.stage(_LOADING)
+        with _opened(context, target, draft, num_speculative_tokens, options) as generator:
+            progress.stage("decoding")
+            write = show if stream else pieces.append
+            output = _generate(generator, prompt, write, max_new_tokens=max_new_tokens, **asked)
+            where = generator.device
+            progress.stage(None)
         _write("".join([*pieces, "\n"]))
-        typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {generator.device}", err=True)
+        typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {where}", err=True)
 
 
 @app.command()
@@ -142,20 +156,25 @@ def demo(
     """
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
-    with (
-        _errors_in_one_line(),
-        _opened(context, target, draft, num_speculative_tokens, options) as generator,
-        _opened(context, target, None, 0, {**options, "exact": False}) as loose,
-    ):
+    with _errors_in_one_line(), Progress() as progress, ExitStack() as opened:
+        progress.stage(_LOADING)
+        generator = opened.enter_context(_opened(context, target, draft, num_speculative_tokens, options))
+        loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
+        progress.stage("first runs, which are not timed")
         plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
         plain_loose = _Runs(loose, prompt, max_new_tokens, drafts=0)
         speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
-        for _ in range(repeats):  # turn and turn about, so that a machine that slows down slows all
-            plain.run()
-            plain_loose.run()
-            speculative.run()
+        named = {"plain": plain, "plain, exact=False": plain_loose, "speculative": speculative}
+        start, done = time.monotonic(), 0
+        while done < repeats and (not done or time.monotonic() - start < _ENOUGH):
+            done += 1
+            for name, runs in named.items():  # turn and turn about, so that a machine that slows down slows all
+                progress.stage(f"{name}, run {done} of {repeats}")
+                runs.run()
+        progress.stage(None)
         _write(f"{prompt}{speculative.results[0][0]}\n\n")
-        typer.echo(f"{generator.device}, median of {repeats}:")
+        fewer = "" if done == repeats else f" of {repeats}, for this machine is slow or busy"
+        typer.echo(f"{generator.device}, median of {done}{fewer}:")
     typer.echo(f"plain               {plain}")
     typer.echo(f"plain, exact=False  {plain_loose}")
     typer.echo(f"speculative         {speculative}")
@@ -176,7 +195,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
-    report = diagnose(device)
+    with Progress() as progress:
+        report = diagnose(device, tell=progress.stage)
     _write(f"{report.to_json() if as_json else report}\n")
     raise typer.Exit(0 if report.ok else 1)
 
@@ -230,7 +250,7 @@ def _generate(
     ids = tokenizer(prompt)["input_ids"]
 
     def writer() -> StreamWriter:
-        return StreamWriter(tokenizer, flags.UpTo(write, prompt, options.get("stop_strings", ())))
+        return StoppedWriter(tokenizer, write, options.get("stop_strings", ()))
 
     several = options.get("num_return_sequences", 1) > 1
     streamer = None if several else writer()
@@ -244,8 +264,8 @@ def _generate(
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
     """Writes the text of tokens that are there already."""
-    writer.put(torch.tensor(prompt))
-    writer.put(torch.tensor(tokens))
+    writer.put(torch.tensor(prompt, device="cpu"))
+    writer.put(torch.tensor(tokens, device="cpu"))
     writer.end()
 
 

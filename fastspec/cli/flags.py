@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +11,6 @@ import typer
 from fastspec.inputs.row_options import NUMBERS
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
-from fastspec.text.stop_strings import first_end
 
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
@@ -100,28 +99,3 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
         except ValueError:
             raise typer.BadParameter(f"got {pair!r}, wanted ID=BIAS: 17=-2.5", param_hint="--logit-bias") from None
     return found
-
-
-class UpTo:
-    """Writes text up to the end of the first stop string, as `GenerateOutput.texts` ends.
-
-    A row's last token may hold more than the stop string that it completes.
-
-    Args:
-        write: takes each piece.
-        before: text in which a stop string may begin.
-        stops: the strings; none of them: everything is written.
-    """
-
-    def __init__(self, write: Callable[[str], object], before: str, stops: Sequence[str]) -> None:
-        self._write, self._before, self._stops = write, before, stops
-        self._done = False
-
-    def __call__(self, piece: str) -> None:
-        """Takes the next piece."""
-        if self._done:
-            return
-        end = first_end(self._before, piece, self._stops)
-        self._done = end > 0
-        self._before += piece
-        self._write(piece[:end] if end else piece)

@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,8 @@ from fastspec.output import Stats
 
 NEW_TOKENS = 48
 PROMPT = "def main():\n"
+_GREEDY = ("plain", "speculative", "auto")  # runs with one text
+BUDGET = 30.0  # seconds that a self-check may decode on one device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,35 @@ class Gpu:
 class Check:
     """Result of `self_check`: whether texts and repeated draws were equal, and how the greedy runs went.
 
-    `auto`: k chosen while decoding; its text counts among the equal ones.
+    `auto`: k chosen while decoding; its text counts among the equal ones. None is what was not come to in time, and
+    `unfinished` names it.
     """
 
     pair: str
-    equal: bool
-    repeated: bool
-    plain: Stats
-    speculative: Stats
+    equal: bool | None
+    repeated: bool | None
+    plain: Stats | None
+    speculative: Stats | None
     auto: Stats | None = None
+    unfinished: tuple[str, ...] = ()
+
+
+class _Deadline:
+    """A streamer that ends its call when the time is up."""
+
+    class Passed(Exception):
+        """The time is up."""
+
+    def __init__(self, clock: Callable[[], float], seconds: float) -> None:
+        self._clock, self._end = clock, clock() + seconds
+
+    def put(self, value: object) -> None:
+        """Raises Passed when the time is up."""
+        if self._clock() > self._end:
+            raise self.Passed
+
+    def end(self) -> None:
+        """Does nothing."""
 
 
 def gib(size: int) -> str:
@@ -136,17 +160,17 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
     """Largest difference of the Triton attention kernel from its torch twin, which runs in fp32 on the CPU."""
     from fastspec.kernels.attention.prefill import paged_attention
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     given = {
         "query": normal(2, 5, 8, 64),  # [B, Q, H, D]
         "keys": normal(11, 64, 2, 64),  # [pages, page_size, Hkv, D]
         "values": normal(11, 64, 2, 64),
-        "block_table": torch.arange(1, 11).view(2, 5),
-        "positions": torch.stack([torch.arange(5), torch.arange(295, 300)]),
+        "block_table": torch.arange(1, 11, device="cpu").view(2, 5),
+        "positions": torch.stack([torch.arange(at, at + 5, device="cpu") for at in (0, 295)]),
     }
     there: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
     wide: dict[str, Any] = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}
@@ -155,8 +179,16 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
     return (ours.cpu().float() - twin).abs().max().item()
 
 
-def self_check(device: torch.device, dtype: torch.dtype) -> Check:
-    """Decodes one prompt plainly, speculatively, with k chosen meanwhile, and twice with one seed."""
+def self_check(
+    device: torch.device, dtype: torch.dtype, budget: float = BUDGET, clock: Callable[[], float] = time.monotonic
+) -> Check:
+    """Decodes one prompt plainly, speculatively, with k chosen meanwhile, and twice with one seed.
+
+    Args:
+        device, dtype: where, and in what.
+        budget: seconds; what is left then is not begun, and the run that it ends in does not count.
+        clock: seconds.
+    """
     from fastspec.generator import FastSpecGenerator
 
     shipped = all((directory / "model.safetensors").is_file() for directory in demo_pair())
@@ -166,23 +198,37 @@ def self_check(device: torch.device, dtype: torch.dtype) -> Check:
         generator = FastSpecGenerator(
             target, draft, device=device, dtype=dtype, max_batch_size=1, max_length=96, progress=False
         )
+    found: dict[str, Any] = {}
     with generator:
         tokenizer = generator.tokenizer
         prompt = tokenizer(PROMPT)["input_ids"] if tokenizer else [1, 2, 3, 4]
+        deadline: Any = _Deadline(clock, budget)
 
-        def run(new_tokens: int = NEW_TOKENS, **options: Any) -> Any:
+        def run(name: str, new_tokens: int = NEW_TOKENS, **options: Any) -> None:
             options.update(max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
-            return generator.generate([prompt], seed=1, **options)  # without one, torch's own generator is drawn from
+            with suppress(_Deadline.Passed):  # a seed: without one, torch's own generator is drawn from
+                found[name] = generator.generate([prompt], seed=1, streamer=deadline, **options)
 
         for drafts in (0, 4):
-            run(8, do_sample=False, num_speculative_tokens=drafts)  # untimed: compiles and allocates
-        plain = run(do_sample=False, num_speculative_tokens=0)
-        speculative = run(do_sample=False)
-        auto = run(do_sample=False, num_speculative_tokens="auto")
-        draws = [run(NEW_TOKENS // 2, do_sample=True, temperature=1.0).new_tokens for _ in range(2)]
-    name = "shipped pair" if shipped else "random pair (the shipped one is missing)"
-    equal = plain.new_tokens == speculative.new_tokens == auto.new_tokens
-    return Check(name, equal, draws[0] == draws[1], plain.stats, speculative.stats, auto.stats)
+            run("untimed", 8, do_sample=False, num_speculative_tokens=drafts)  # compiles and allocates
+        run("plain", do_sample=False, num_speculative_tokens=0)
+        run("speculative", do_sample=False)
+        run("auto", do_sample=False, num_speculative_tokens="auto")
+        for name in ("draw", "the same draw"):
+            run(name, NEW_TOKENS // 2, do_sample=True, temperature=1.0)
+    return _summary(found, "shipped pair" if shipped else "random pair (the shipped one is missing)")
+
+
+def _summary(found: dict[str, Any], pair: str) -> Check:
+    """What the runs that came to their ends say."""
+    greedy = [found[name].new_tokens for name in _GREEDY if name in found]
+    draws = [found[name].new_tokens for name in ("draw", "the same draw") if name in found]
+    missing = [name for name in _GREEDY if name not in found]
+    plain, speculative, auto = (found[name].stats if name in found else None for name in _GREEDY)
+    unfinished = [f"{name} decoding" for name in missing] + ["two draws with one seed"] * (len(draws) < 2)
+    equal = all(one == greedy[0] for one in greedy) if len(greedy) > 1 else None
+    repeated = draws[0] == draws[1] if len(draws) > 1 else None
+    return Check(pair, equal, repeated, plain, speculative, auto, tuple(unfinished))
 
 
 def _random_pair() -> tuple[Any, Any]:

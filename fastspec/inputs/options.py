@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
 from fastspec.inputs.row_options import NUMBERS, RowOptions, derive_seed, rows_of
-from fastspec.inputs.values import flag, is_list, listed, scalar, whole
+from fastspec.inputs.values import flag, is_array, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
 __all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed", "resolve"]
@@ -78,6 +77,7 @@ _NO_EFFECT = frozenset(
         "prefill_chunk_size",
         "continuous_batching_config",
         "low_memory",
+        "renormalize_logits",  # a distribution is normalised whatever is added to all its logits
     ]
 )
 # the values of the other fields that mean "off"; anything else is refused
@@ -85,7 +85,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic", "hybrid"),
+    "cache_implementation": (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window"),
     "typical_p": (None, 1.0),
     "top_h": (None, 1.0),
     "epsilon_cutoff": (None, 0.0),
@@ -113,6 +113,7 @@ class Options:
         stop_ids: ids that end a row; empty for none.
         stop_strings: texts that end a row; empty for none.
         pad_token_id: fills rows that ended early.
+        padding: the pad_token_id that the caller or the checkpoint names, which may fill prompts too; None: neither.
         rows: `copies` per prompt, one prompt's after the other.
         copies: num_return_sequences.
         return_dict: return a GenerateOutput instead of a tensor.
@@ -131,6 +132,7 @@ class Options:
     return_dict: bool
     num_speculative_tokens: int | None
     top_logprobs: int | None
+    padding: int | None = None
     auto: bool = False
     seeded: bool = False
 
@@ -178,9 +180,9 @@ def resolve(
     if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
         warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=4)
     values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in (*PER_ROW, *_IDS)}
-    if values["min_new_tokens"] is None and merged.min_length is not None:  # which counts the padded prompt
-        values["min_new_tokens"] = max(0, whole("min_length", merged.min_length, low=0) - prompt_length)
     max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
+    if values["min_new_tokens"] is None and merged.min_length is not None:
+        values["min_new_tokens"] = _beyond_prompt(merged.min_length, prompt_length, max_new_tokens)
     stop_ids = _stop_ids(merged.eos_token_id, vocab_size)
     copies = _copies(merged.num_return_sequences, do_sample)
     rows = rows_of(
@@ -192,12 +194,14 @@ def resolve(
         do_sample=do_sample,
         max_new_tokens=max_new_tokens,
     )
+    pad = _pad_id(merged.pad_token_id, vocab_size)
     limits = [row.draft_limit for row in rows if row.draft_limit is not None]
     return Options(
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
         stop_strings=_stop_strings(merged.stop_strings),
-        pad_token_id=_pad_id(merged.pad_token_id, stop_ids, vocab_size),
+        pad_token_id=pad if pad is not None else stop_ids[0] if stop_ids else 0,
+        padding=pad,
         rows=rows,
         copies=copies,
         return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
@@ -214,6 +218,7 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 def _top_logprobs(value: Any, vocab_size: int) -> int | None:
     """`logprobs`: False or None records nothing, True the emitted tokens', n also the n most probable."""
+    value = scalar(value)
     if value is None or value is False:
         return None
     return 0 if value is True else whole("logprobs", value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
@@ -229,8 +234,8 @@ def _copies(value: Any, do_sample: bool) -> int:
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
-    strings = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or not all(isinstance(one, str) and one for one in strings):
+    strings = [] if value is None else listed(value) if is_list(value) else [value]
+    if not all(isinstance(one, str) and one for one in strings):
         raise ValueError(f"stop_strings must be a non-empty text or a list of such, got {value!r}")
     return tuple(strings)
 
@@ -261,7 +266,7 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
             continue  # a custom entry of a checkpoint's file, which transformers ignores too
         off = _OFF.get(name, (None, False, neutral.get(name)))
         given = scalar(value)
-        if isinstance(given, torch.Tensor) or not any(given is accepted or given == accepted for accepted in off):
+        if is_array(given) or not any(given is accepted or given == accepted for accepted in off):
             advice = _ADVICE.get(name, f"leave {name} unset")
             raise UnsupportedOption(
                 f"option {name}={value!r} is not supported; {advice}. Supported: {', '.join((*SUPPORTED, *OWN))}"
@@ -291,6 +296,17 @@ def _max_new_tokens(
     return total - prompt_length
 
 
+def _beyond_prompt(min_length: Any, prompt_length: int, max_new_tokens: int) -> int:
+    """New tokens that `min_length` asks for: it counts the padded prompt, as in transformers."""
+    least = whole("min_length", min_length, low=0)
+    if least > prompt_length + max_new_tokens:
+        raise ValueError(
+            f"min_length={least} is more than the {prompt_length} tokens of the prompt and the {max_new_tokens} new "
+            "ones at most; lower it, or raise max_new_tokens"
+        )
+    return max(0, least - prompt_length)
+
+
 def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     ids = [] if value is None else listed(value) if is_list(value) else [value]
     if len(ids) > MAX_STOP_IDS:
@@ -298,9 +314,8 @@ def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(whole("eos_token_id", one, low=0, high=vocab_size - 1) for one in ids)
 
 
-def _pad_id(value: Any, stop_ids: tuple[int, ...], vocab_size: int) -> int:
+def _pad_id(value: Any, vocab_size: int) -> int | None:
     value = scalar(value)
-    # some checkpoints write -1 for "none"
-    if value is None or (isinstance(value, int) and value == -1):
-        return stop_ids[0] if stop_ids else 0
+    if value is None or (isinstance(value, int) and value == -1):  # which some checkpoints write for "none"
+        return None
     return whole("pad_token_id", value, low=0, high=vocab_size - 1)

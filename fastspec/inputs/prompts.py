@@ -2,50 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastspec.inputs.values import is_array, is_list, listed, scalar
 
-def prompts_of(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:
-    """The prompts in `input_ids`: LongTensor [B, T] (left padding marked by the mask), 1-D, or lists of ids.
+_WANTED = "a LongTensor [B, T] or [T], an array of integers, a list of lists of ids, or what a tokenizer returns"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The prompts of a call, as they came.
+
+    Attributes:
+        rows: ids of each, the caller's padding included.
+        masks: of the caller: 1 where a row's text is; None where there are none.
+        arrays: they came as one array, in which no row is longer than another.
+        device: where they came from.
+    """
+
+    rows: list[list[int]]
+    masks: list[list[int]] | None
+    arrays: bool
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.rows), default=0)
+
+    def prompts(
+        self, vocab_size: int, padding: int | None = None, stop_ids: tuple[int, ...] = (), *, stacklevel: int = 2
+    ) -> list[list[int]]:
+        """The rows without their padding.
+
+        Without a mask, leading ids of `padding` in an array are padding, as transformers infers it: unless it ends a
+        row too, or nobody names it. Lists hold text alone. Rows that look padded all the same bring a warning.
+
+        Args:
+            vocab_size: ids lie below it.
+            padding: fills rows, by what the caller or the checkpoint says; None: nothing says.
+            stop_ids: end a row.
+            stacklevel: of the warning.
+
+        Raises:
+            ValueError: no prompt, an empty one, an id out of range (named with its place), or padding that is not to
+                the left.
+        """
+        if self.masks is not None:
+            rows = _unpad(self.rows, self.masks)
+        elif len(set(map(len, self.rows))) != 1:  # nobody pads rows of different lengths
+            rows = self.rows
+        elif padding is None or padding in stop_ids or not self.arrays:
+            rows = self.rows
+            _warn_of_padding(rows, padding, stop_ids, stacklevel + 1)
+        else:
+            rows = [self._without(row, index, padding) for index, row in enumerate(self.rows)]
+        _check(rows, vocab_size)
+        return rows
+
+    def _without(self, row: list[int], index: int, padding: int) -> list[int]:
+        """A row without the padding before it."""
+        left = row[_leading(row, padding) :]
+        if padding in left:
+            raise ValueError(
+                f"prompt {index}, position {len(row) - len(left) + left.index(padding)}: pad_token_id={padding} behind "
+                "other tokens, and there is no attention_mask. Padding belongs to the left (tokenizer.padding_side = "
+                "'left'); if the id is part of the text, pass an attention_mask of ones"
+            )
+        return left
+
+
+def read(input_ids: Any, attention_mask: Any = None) -> Given:
+    """The prompts in `input_ids`: LongTensor [B, T] (left padding marked by the mask), 1-D, an array, or lists of ids.
+
+    What a tokenizer returns, a mapping with "input_ids", brings its mask along.
 
     Raises:
-        ValueError: wrong type, dtype or nesting, an empty prompt, an id outside [0, vocab_size) (named with its
-            row and position), or a mask that is not left padding of zeros and ones.
+        ValueError: wrong type, dtype or nesting, or a mask that is not of zeros and ones in the shape of the prompts.
     """
+    if isinstance(input_ids, Mapping):
+        input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)
+    device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
     rows = _rows_of(input_ids)
-    if attention_mask is not None:
-        rows = _unpad(rows, _mask_rows(attention_mask, rows))
-    if not rows:
-        raise ValueError("input_ids holds no prompt; give at least one non-empty row of token ids")
-    for index, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompt {index} is empty; give it at least one token, for example the BOS token")
-        for position, token in enumerate(row):
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt {index}, position {position}: token id {token} is outside the target's vocabulary "
-                    f"[0, {vocab_size})"
-                )
-    return rows
+    masks = None if attention_mask is None else _mask_rows(attention_mask, rows)
+    return Given(rows, masks, is_array(input_ids), device)
+
+
+def prompts_of(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:
+    """The prompts alone, where nothing is known of padding but the mask; raises what `read` and `prompts` raise."""
+    return read(input_ids, attention_mask).prompts(vocab_size)
+
+
+def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and mask of what a tokenizer returns; what else it holds is about the text."""
+    if "input_ids" not in encoding:
+        raise ValueError(f"input_ids is a mapping without 'input_ids'; it holds {sorted(map(str, encoding))}")
+    mask = encoding.get("attention_mask")
+    if mask is not None and attention_mask is not None:
+        raise ValueError("attention_mask is given twice, by itself and with the ids; leave one out")
+    return encoding["input_ids"], attention_mask if mask is None else mask
 
 
 def _rows_of(input_ids: Any) -> list[list[int]]:
     if isinstance(input_ids, Tensor):
         return _tensor_rows(input_ids, "input_ids")
-    if not isinstance(input_ids, Sequence) or isinstance(input_ids, str):
-        raise ValueError(
-            f"input_ids must be a LongTensor [B, T] or [T], or a list of lists of ids, got {type(input_ids).__name__}; "
-            "tokenize text first"
-        )
-    nested = [isinstance(row, Sequence | Tensor) and not isinstance(row, str) for row in input_ids]
+    if is_array(input_ids):
+        return _array_rows(np.asarray(input_ids))
+    if input_ids is None:
+        raise ValueError(f"input_ids is missing (got NoneType); give prompts: {_WANTED}")
+    if isinstance(input_ids, str | bytes):
+        raise ValueError(f"input_ids must be {_WANTED}, got {type(input_ids).__name__}; tokenize text first")
+    if not isinstance(input_ids, Sequence):
+        raise ValueError(f"input_ids must be {_WANTED}, got {type(input_ids).__name__}")
+    nested = [is_list(row) for row in input_ids]
     if any(nested) and not all(nested):
         raise ValueError("input_ids mixes ids and lists of ids; give one list per prompt")
     rows = list(input_ids) if any(nested) or not input_ids else [input_ids]
     return [_list_row(row, index) for index, row in enumerate(rows)]
+
+
+def _array_rows(array: Any) -> list[list[int]]:
+    if array.dtype == object or array.dtype.kind in "US":  # rows of different lengths, or text
+        return _rows_of(array.tolist())
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"input_ids must hold integers, got dtype {array.dtype}")
+    if array.ndim not in (1, 2):
+        raise ValueError(f"input_ids must have shape [B, T] or [T], got {list(array.shape)}")
+    rows: list[list[int]] = (array[None] if array.ndim == 1 else array).tolist()
+    return rows
 
 
 def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
@@ -64,10 +155,50 @@ def _list_row(row: Any, index: int) -> list[int]:
         if row.dim() != 1:
             raise ValueError(f"prompt {index} must be 1-D, got shape {list(row.shape)}")
         return _tensor_rows(row, f"prompt {index}")[0]
-    for position, token in enumerate(row):
+    ids = [scalar(token) for token in listed(row)]
+    for position, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"prompt {index}, position {position}: {token!r} is not an integer token id")
-    return list(row)
+            hint = "; tokenize text first" if isinstance(token, str) else ""
+            raise ValueError(f"prompt {index}, position {position}: {token!r} is not an integer token id{hint}")
+    return ids
+
+
+def _leading(row: list[int], token: int) -> int:
+    """How many of a row's first ids are `token`."""
+    return next((at for at, one in enumerate(row) if one != token), len(row))
+
+
+def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple[int, ...], stacklevel: int) -> None:
+    """Says so where rows look padded, and nothing tells padding from text."""
+    named = padding if padding is not None else stop_ids[0] if stop_ids else None
+    if named is None:  # then by a run of one id
+        named = next((row[0] for row in rows if _leading(row, row[0]) > 1), None) if len(rows) > 1 and rows[0] else None
+    counts = [] if named is None else [_leading(row, named) for row in rows]
+    # one at the front of every row may well be the token that begins texts
+    if not any(counts) or (max(counts) == 1 and len(set(counts)) == 1):
+        return
+    why = "no pad_token_id is known" if padding is None else f"pad_token_id={padding} ends texts too"
+    if padding is not None and padding not in stop_ids:
+        why = "lists hold text alone"
+    warnings.warn(
+        f"prompt {counts.index(max(counts))} begins with {max(counts)} ids of {named}, which are read as text: there "
+        f"is no attention_mask, and none can be inferred, for {why}. Pass the tokenizer's attention_mask",
+        stacklevel=stacklevel,
+    )
+
+
+def _check(rows: list[list[int]], vocab_size: int) -> None:
+    if not rows:
+        raise ValueError("input_ids holds no prompt; give at least one non-empty row of token ids")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {index} is empty; give it at least one token, for example the BOS token")
+        for position, token in enumerate(row):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt {index}, position {position}: token id {token} is outside the target's vocabulary "
+                    f"[0, {vocab_size})"
+                )
 
 
 def _mask_rows(attention_mask: Any, rows: list[list[int]]) -> list[list[int]]:
@@ -86,13 +217,15 @@ def _mask_rows(attention_mask: Any, rows: list[list[int]]) -> list[list[int]]:
         if any(bad):
             position = bad.index(True)
             raise ValueError(f"attention_mask row {index}, position {position}: {row[position]!r} is neither 0 nor 1")
-    listed: list[list[int]] = mask.long().tolist()
-    return listed
+    masks: list[list[int]] = mask.long().tolist()
+    return masks
 
 
 def _mask_tensor(attention_mask: Any) -> Tensor:
     try:
-        return torch.tensor(attention_mask)
+        given = listed(attention_mask) if is_array(attention_mask) else attention_mask
+        rows = [listed(row) if is_array(row) and is_list(row) else row for row in given] if is_list(given) else given
+        return torch.tensor(rows, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"attention_mask must be a tensor or nested lists like input_ids: {error}") from error
 

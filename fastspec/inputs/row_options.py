@@ -204,7 +204,7 @@ def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_
         named = "all ids" if allowed is None else f"allowed_token_ids={list(allowed[:_IN_WORDS])!r}"
         raise ValueError(
             f"prompt {index}: no token could come, of {named}, after what is banned (bad_words_ids, suppress_tokens, "
-            "biases of -inf, stop ids before min_new_tokens); leave it at least one"
+            "biases of -inf, stop ids before min_new_tokens or min_length); leave it at least one"
         )
 
 
@@ -225,7 +225,8 @@ def _seeds(seed: Any, num_rows: int, copies: int) -> list[int]:
         rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
         return [values.whole("seed", one, low=-(2**63), high=2**63 - 1) for one in rows]
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()).item())  # torch's CPU generator: torch.manual_seed repeats a call
+        # torch's generator of the CPU, wherever tensors are made by default: torch.manual_seed repeats a call
+        seed = int(torch.randint(2**63 - 1, (), device="cpu").item())
     base = values.whole("seed", seed, low=-(2**63), high=2**63 - 1)
     return [derive_seed(base, prompt, copy) for prompt in range(num_rows) for copy in range(copies)]
 

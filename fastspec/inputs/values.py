@@ -6,26 +6,42 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastspec.errors import UnsupportedOption
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is a tensor, a NumPy array, or what NumPy reads as one (a column of a data frame): no NumPy scalar."""
+    return isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
+
+
 def is_list(value: Any) -> bool:
-    """Whether it holds several values: a sequence that is no text, or a tensor with a dimension."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0
+    """Whether it holds several values: a sequence that is no text, or an array with a dimension."""
+    if is_array(value):
+        return bool(value.ndim if isinstance(value, torch.Tensor) else np.ndim(value))
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def listed(value: Any) -> list[Any]:
-    """The values of what `is_list`."""
-    return value.tolist() if isinstance(value, torch.Tensor) else list(value)
+    """The values of what `is_list`; of an array as Python's own."""
+    if not is_array(value):
+        return list(value)
+    values: list[Any] = value.tolist() if isinstance(value, torch.Tensor) else np.asarray(value).tolist()
+    return values
 
 
 def scalar(value: Any) -> Any:
-    """The number in a tensor of one; anything else as it is."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """The number in an array of one, and a NumPy scalar as Python's own; anything else as it is."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):  # item() leaves some wide floats as they are
+        return (bool if isinstance(value, np.bool_) else int if isinstance(value, np.integer) else float)(value)
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if is_array(value):
+        array = np.asarray(value)
+        return scalar(array.reshape(())[()]) if array.size == 1 else value
+    return value
 
 
 def column(name: str, value: Any, num_rows: int) -> list[Any]:
@@ -81,7 +97,7 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
     """Token ids for each prompt, of one list for all or a list of lists (or None) with one per prompt."""
     if value is None:
         return [None] * num_rows
-    if is_list(value) and any(is_list(one) or one is None for one in value):
+    if is_list(value) and any(is_list(one) or one is None for one in listed(value)):
         rows = per_row(name, listed(value), num_rows)
         return [None if row is None else token_ids(name, row, vocab_size) for row in rows]
     return [token_ids(name, value, vocab_size)] * num_rows
@@ -95,10 +111,10 @@ def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[
     """
     if value is None:
         return [()] * num_rows
-    if not is_list(value) or not all(one is None or is_list(one) for one in value):
+    if not is_list(value) or not all(one is None or is_list(one) for one in listed(value)):
         raise ValueError(f"{name} must be a list of lists of token ids, got {value!r}")
     words = listed(value)
-    if any(one is None or any(is_list(two) for two in one) for one in words):
+    if any(one is None or any(is_list(two) for two in listed(one)) for one in words):
         rows = per_row(name, words, num_rows)
     else:
         rows = [words] * num_rows
@@ -106,14 +122,15 @@ def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[
 
 
 def _only(name: str, word: Any) -> Any:
-    if not is_list(word) or not len(word):
+    ids = listed(word) if is_list(word) else []
+    if not ids:
         raise ValueError(f"{name} must hold non-empty lists of token ids, got {word!r}")
-    if len(word) > 1:
+    if len(ids) > 1:
         raise UnsupportedOption(
-            f"{name} holds {listed(word)!r}, a sequence of {len(word)} ids; only single ids are supported: give lists "
+            f"{name} holds {ids!r}, a sequence of {len(ids)} ids; only single ids are supported: give lists "
             "of one id each, or end the text with stop_strings"
         )
-    return listed(word)[0]
+    return ids[0]
 
 
 def biases(name: str, value: Any, num_rows: int, vocab_size: int) -> list[dict[int, float]]:
@@ -141,7 +158,7 @@ def sequence_biases(name: str, value: Any, vocab_size: int) -> dict[int, float]:
     """Biases by id of transformers' `sequence_bias`: [[[id], bias], ...] or {(id,): bias}, one id in each."""
     if value is None:
         return {}
-    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    pairs = list(value.items()) if isinstance(value, Mapping) else listed(value) if is_list(value) else value
     if not is_list(pairs) or not all(is_list(pair) and len(pair) == 2 and is_list(pair[0]) for pair in pairs):
         raise ValueError(f"{name} must be a list of [[id], bias] or a dict from (id,) to bias, got {value!r}")
     return _bias(name, {_only(name, word): bias for word, bias in pairs}, vocab_size)

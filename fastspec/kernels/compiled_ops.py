@@ -41,7 +41,9 @@ def _work_of(workspace: Callable[..., Any], device: torch.device, *sizes: Any) -
     """The part of a workspace that attention needs, as tensors that a graph can be given."""
     work = workspace(device, *sizes)
     if work is None:  # torch's own ops
-        return Work(0, torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device))
+        return Work(
+            0, torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.float32, device=device)
+        )
     return Work(work.attend.split_keys, work.attend.counters, work.attend.partials)
 
 

@@ -79,5 +79,5 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
 
 def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
-    here = torch.tensor(values, dtype=dtype)
+    here = torch.tensor(values, dtype=dtype, device="cpu")
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -19,6 +19,7 @@ from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer, feature_buffer
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings
+from fastspec.runtime.threads import sampling_alone
 from fastspec.state import DecodeState
 from fastspec.step import StepModules
 
@@ -48,7 +49,7 @@ def build(
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
     layout, device, length = settings.layout, settings.device, settings.max_length
-    ops = layout.ops
+    ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
@@ -125,5 +126,14 @@ def build(
         runner=runner,
         ring=ring,
         verification=settings.verification,
+        mean_weight=_mean_weight(settings, target),
     )
     return engine, pending
+
+
+def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
+    """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
+    if settings.device.type != "cpu" or settings.compiled:
+        return None
+    dtype = settings.layout.target_dtype
+    return target.spec.weight_bytes(dtype) / dtype.itemsize / (4 * target.spec.num_layers + 1)

@@ -2,24 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fastspec.errors import InvalidLogits
-from fastspec.inputs.options import Options
+from fastspec.inputs.options import Options, resolve
+from fastspec.inputs.prompts import Given, read
+from fastspec.models.weights.sources import Checkpoint
 from fastspec.output import GenerateOutput, Stats
 from fastspec.runtime.request import Request
 from fastspec.text.stop_strings import StopWatch
 
 _NAMED = 8  # rows that an error names
+_CALLER = 5  # frames up: prompts(), prepare(), the generator's two
 
 
-def padded_length(input_ids: Any, prompts: list[list[int]]) -> int:
-    """Tokens of the longest prompt, the caller's padding included."""
-    return input_ids.shape[-1] if isinstance(input_ids, Tensor) else max(len(prompt) for prompt in prompts)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user passes to `generate`, `stream` or `calibrate`."""
+
+    input_ids: Any
+    attention_mask: Any
+    generation_config: GenerationConfig | None
+    keywords: dict[str, Any]
+
+    def given(self) -> Given:
+        """The prompts; transformers' name for them, `inputs`, will do."""
+        inputs = self.keywords.pop("inputs", None)
+        if inputs is not None and self.input_ids is not None:
+            raise ValueError("prompts are given twice, as input_ids and as inputs; leave one out")
+        return read(self.input_ids if inputs is None else inputs, self.attention_mask)
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether neither keywords nor config say how many tokens there may be."""
+        names = ("max_new_tokens", "max_length")
+        return all(self.keywords.get(name, getattr(self.generation_config, name, None)) is None for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that was checked.
+
+    Attributes:
+        requests: one for every row.
+        chosen: its options.
+        given: its prompts, as they came.
+    """
+
+    requests: list[Request]
+    chosen: Options
+    given: Given
+
+
+def prepare(
+    target: Checkpoint,
+    asked: Asked,
+    max_length: int,
+    tokenizer_of: Callable[[], PreTrainedTokenizerBase | None],
+    usual: int | None = None,
+) -> Prepared:
+    """Checks a call and turns it into requests.
+
+    Args:
+        target: the model.
+        asked: its keywords are taken apart.
+        max_length: tokens of prompt and output that a row may have.
+        tokenizer_of: loads the target's tokenizer, where stop strings need one and the call brings none.
+        usual: new tokens where the call does not say, if there is room for them; None: transformers' default.
+
+    Raises:
+        ValueError, UnsupportedOption: as in `generate`.
+    """
+    keywords, spec, given = asked.keywords, target.spec, asked.given()
+    tokenizer = keywords.pop("tokenizer", None)
+    if usual is not None and asked.unlimited:
+        keywords["max_new_tokens"] = max(1, min(usual, max_length - given.width))
+    chosen = resolve(
+        target.generation_config,
+        asked.generation_config,
+        keywords,
+        num_rows=len(given.rows),
+        prompt_length=given.width,
+        vocab_size=spec.vocab_size,
+        context=min(spec.max_length, max_length),
+    )
+    if chosen.stop_strings and tokenizer is None:
+        tokenizer = tokenizer_of()
+    # the warning is the caller's of `generate`
+    prompts = given.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
+    return Prepared(requests_of(prompts, chosen, tokenizer, max_length), chosen, given)
 
 
 def requests_of(
@@ -74,11 +151,12 @@ def _place(index: int, position: int, copies: int) -> str:
     return f"{row}, position {position}"
 
 
-def output_of(requests: list[Request], chosen: Options, stats: Stats, input_ids: Any) -> GenerateOutput:
+def output_of(call: Prepared, stats: Stats) -> GenerateOutput:
     """Everything that a call has made; what the caller did not ask for is None."""
+    requests, chosen = call.requests, call.chosen
     recorded = chosen.top_logprobs is not None
     return GenerateOutput(
-        _sequences(requests, chosen, input_ids),
+        _sequences(requests, chosen, call.given),
         [request.new_tokens for request in requests],
         [cast("str", request.finish_reason) for request in requests],
         stats,
@@ -90,17 +168,12 @@ def output_of(requests: list[Request], chosen: Options, stats: Stats, input_ids:
     )
 
 
-def _sequences(requests: list[Request], chosen: Options, input_ids: Any) -> Tensor:
+def _sequences(requests: list[Request], chosen: Options, given: Given) -> Tensor:
     """Prompts, left-padded, and new tokens: LongTensor [B, T + new] where the caller's prompts are."""
-    width = padded_length(input_ids, [request.prompt for request in requests])
-    longest = max(len(request.new_tokens) for request in requests)
+    width, longest = given.width, max(len(request.new_tokens) for request in requests)
     rows = []
     for index, request in enumerate(requests):
-        padding = [chosen.pad_token_id] * (width - len(request.prompt))
-        if isinstance(input_ids, Tensor):  # the caller's own padding ids are kept
-            given = input_ids if input_ids.dim() == 2 else input_ids[None]
-            padding = given[index // chosen.copies].tolist()[: len(padding)]
+        row = given.rows[index // chosen.copies]  # the caller's own padding ids are kept
         tail = [chosen.pad_token_id] * (longest - len(request.new_tokens))
-        rows.append(padding + request.prompt + request.new_tokens + tail)
-    device = input_ids.device if isinstance(input_ids, Tensor) else None
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+        rows.append([chosen.pad_token_id] * (width - len(row)) + row + request.new_tokens + tail)
+    return torch.tensor(rows, dtype=torch.int64, device=given.device)

@@ -16,11 +16,13 @@ from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
 from fastspec.runtime.prefill_slot import PrefillSlot
+from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, propose, score, step
+from fastspec.surroundings import shielded, using_threads
 
 _MEANS = 3  # of each time
 _PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
@@ -44,6 +46,8 @@ class Engine:
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
         verification: how drafts are judged.
+        mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
+        threads: that work on a step, on the CPU; None: nobody has chosen.
         prefill_slot: where prompts pass through.
     """
 
@@ -56,6 +60,8 @@ class Engine:
     runner: Runner
     ring: ResultRing
     verification: Verification = REJECTION
+    mean_weight: float | None = None
+    threads: Threads | None = None
     prefill_slot: PrefillSlot = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +70,9 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """No gradients; the device and the stream of all work of this engine are the current ones."""
-        with torch.inference_mode(), self.runner.on():
+        """No gradients, and none of the caller's settings; device and stream of all work here are the current ones."""
+        threads = self.threads.now if self.threads else None
+        with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on():
             yield
 
     def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
@@ -120,7 +127,11 @@ class Engine:
 
     def launch(self, rows: int, shape: StepShape) -> int:
         """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
-        return self.ring.count(lambda: self.runner.run(StepKey(rows, shape), self._body(rows, shape)))
+        key, start = StepKey(rows, shape), time.perf_counter()
+        sequence = self.ring.count(lambda: self.runner.run(key, self._body(rows, shape)))
+        if self.threads:  # the CPU has done the step by now
+            self.threads.took((rows, shape.num_drafts, shape.sampler), time.perf_counter() - start)
+        return sequence
 
     def ready(self, rows: int, shape: StepShape) -> bool:
         """Whether such a step can be launched."""
@@ -191,6 +202,18 @@ class Engine:
             return feed
         assert proposer is not None, "there is something to feed"
         return lambda: proposer.catch_up(prefill_slot.row, shape, chunk)
+
+    def choose_threads(self) -> None:
+        """Chooses once how many threads work on a step on the CPU, by what a plain pass over one row takes."""
+        if self.mean_weight is None or self.threads is not None:
+            return
+
+        def seconds(count: int) -> float:
+            with self.on_device(), using_threads(count):
+                return self.seconds(1, self.typical_shape(0, GREEDY, None))
+
+        chosen = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
+        object.__setattr__(self, "threads", chosen)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes at least, when none of its rows runs; waits for the device."""

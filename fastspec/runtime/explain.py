@@ -40,6 +40,7 @@ def explain(
         f"attention  {_attention(engine)}",
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
+        *([f"threads    {engine.threads}"] if engine.threads else []),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
+from fastspec.inputs.values import scalar
 from fastspec.kernels.select import ops_for
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import features_of, is_deterministic
@@ -87,8 +88,8 @@ def settings_of(
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
     drafts = _drafts(num_speculative_tokens)
-    check_range("max_batch_size", max_batch_size, 1, 1024)
-    check_range("page_size", page_size, 1, 4096)
+    max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
+    page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = _device(device, target), checked(verification)
     layout = Layout(
         batch=max_batch_size,
@@ -117,10 +118,12 @@ def announce(settings: Settings) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def check_range(name: str, value: Any, low: int, high: int) -> None:
-    """Raises ValueError unless value is a whole number from low to high."""
+def check_range(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number from low to high, also one that an array holds; anything else is a ValueError."""
+    value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+    return value
 
 
 def _drafts(asked: int | str) -> int:
@@ -129,8 +132,7 @@ def _drafts(asked: int | str) -> int:
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
         return MOST
-    check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
-    return asked
+    return check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
 
 
 def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
@@ -189,7 +191,7 @@ def _max_length(asked: int | None, layout: Layout, device: torch.device) -> tupl
     free = free_bytes(device)
     allowed = int(free * FREE_SHARE)
     if asked is not None:
-        check_range("max_length", asked, 2, context)
+        asked = check_range("max_length", asked, 2, context)
         if layout.plan(asked, free).total > allowed:
             raise MemoryError(
                 f"max_length={asked} with max_batch_size={layout.batch} needs {layout.plan(asked, free)}; "

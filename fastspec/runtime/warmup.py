@@ -47,6 +47,7 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
     loaded()
+    engine.choose_threads()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():
         for size, shape in bar:

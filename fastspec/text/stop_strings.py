@@ -3,16 +3,17 @@
 Where a row ends is a matter of its tokens alone, not of how steps fell: behind the first token with which the text of
 the row holds a stop string, as in transformers' `StopStringCriteria`. The string may begin in the prompt but must end
 behind it. The ids then end with that whole token; the text ends with the stop string, without what the token holds
-beyond it. Text is what the tokenizer's `decode` makes of all ids, special tokens written out.
+beyond it. Text is what `TextStream` makes of all ids, special tokens written out: what the tokenizer's `decode` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastspec.text.text_stream import TextStream
+from fastspec.text.text_stream import StreamWriter, TextStream
 
 
 def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
@@ -32,6 +33,9 @@ class StopWatch:
         tokenizer: the target's.
         stop_strings: non-empty texts, at least one.
         prompt: token ids before the row's own.
+
+    Attributes:
+        beyond: characters that the row's last token holds behind the stop string; None while it goes on.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], prompt: Sequence[int]) -> None:
@@ -39,9 +43,10 @@ class StopWatch:
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=False)
         self._reach = max(map(len, stop_strings)) - 1
         # text that a match may begin in but not end in
-        self._before = self._tail(str(tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False)))
+        self._before = self._tail(self._stream.context)
         self._pieces: list[str] = []
         self._pending = ""
+        self.beyond: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
         """How many of these next tokens there are up to the end of the row; None when it goes on."""
@@ -49,8 +54,9 @@ class StopWatch:
             piece = self._stream.push([token])
             self._pending = self._stream.pending()
             if end := self._end_in(piece + self._pending):
-                self._pieces.append((piece + self._pending)[:end])
-                self._pending = ""
+                whole = piece + self._pending
+                self._pieces.append(whole[:end])
+                self._pending, self.beyond = "", len(whole) - end
                 return index + 1
             self._pieces.append(piece)
             self._before = self._tail(self._before + piece)
@@ -67,3 +73,53 @@ class StopWatch:
 
     def _tail(self, text: str) -> str:
         return text[len(text) - min(self._reach, len(text)) :]
+
+
+class StoppedWriter(StreamWriter):
+    """A StreamWriter whose text ends with the stop string that ended the row, as `GenerateOutput.texts` does.
+
+    Where a row ends is asked of its tokens, as the row itself does: special tokens count, though they are not shown.
+
+    Args:
+        tokenizer, write: as for StreamWriter.
+        stop_strings: of the call; none of them: everything is written.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], stop_strings: Sequence[str]
+    ) -> None:
+        super().__init__(tokenizer, self._hold)
+        self._out, self._stop_strings = write, tuple(stop_strings)
+        self._watch: StopWatch | None = None
+        self._begun, self._held, self._cut = False, "", 0
+
+    def put(self, value: Tensor) -> None:
+        """As StreamWriter's; nothing is written of what comes behind the end of a row."""
+        ids = value.reshape(-1).tolist()
+        if not self._begun:
+            super().put(value)
+            self._watch = StopWatch(self._tokenizer, self._stop_strings, ids) if self._stop_strings else None
+            self._begun = True
+            return
+        if self._watch is not None and self._watch.beyond is not None:
+            return
+        end = None if self._watch is None else self._watch(ids)
+        super().put(value[:end])
+        if end is None:
+            self._flush(len(self._held))
+        elif self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=True):  # else nothing of it is shown
+            self._cut = (self._watch and self._watch.beyond) or 0
+
+    def end(self) -> None:
+        """As StreamWriter's."""
+        super().end()
+        self._flush(len(self._held) - self._cut)
+        self._watch, self._begun, self._held, self._cut = None, False, "", 0
+
+    def _hold(self, piece: str) -> None:
+        self._held += piece
+
+    def _flush(self, size: int) -> None:
+        if size > 0:
+            self._out(self._held[:size])
+        self._held = self._held[max(size, 0) :]

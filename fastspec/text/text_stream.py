@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REACH = 4  # tokens that the window keeps where the last character may not be whole
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -24,11 +26,17 @@ class TextStream:
     are spread over tokens is held back until it is whole; `finish` gives what is left as `decode` does, with
     U+FFFD.
 
+    One thing differs: in a run of byte tokens (`<0xE9>`) `decode` writes U+FFFD for every byte as soon as one of
+    them belongs to no character. Here the whole characters among them stay: they are shown already.
+
     Args:
         tokenizer: the model's.
         context: ids that come before, usually the prompt. Some tokenizers write a word's leading space only
             where something stands before it.
         skip_special_tokens: as in `decode`.
+
+    Attributes:
+        context: its text, without the bytes of a character that is not whole.
     """
 
     def __init__(
@@ -36,12 +44,12 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._bytes = _ByteTokens(self._decode, tokenizer)
         # `_window` starts where decoding may start afresh; `_shown` is the text of its first tokens, which is
         # out already. Both are cut back whenever a piece leaves, so that a token's cost does not grow.
-        self._window = list(context)
-        self._shown = self._decode(self._window)
+        self._window = self._bytes.mended(context)
+        self.context = self._shown = self._decode(self._window)
         self._fresh: list[int] = []
-        self._in_bytes = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes new ids and returns the text that is final now, possibly none."""
@@ -49,31 +57,44 @@ class TextStream:
 
     def pending(self) -> str:
         """What is held back so far, as `finish` would give it."""
-        return self._unseen(self._decode(self._window))
+        return self._unseen(self._decode([*self._window, *self._bytes.spoiled()]))
 
     def finish(self) -> str:
         """Returns what was held back. The stream is then at its start again, without a context."""
         rest = self.pending()
-        self._window, self._shown, self._fresh, self._in_bytes = [], "", [], False
+        self._window, self._shown, self._fresh = [], "", []
+        self._bytes.forget()
         return rest
 
     def _push_one(self, token: int) -> str:
-        self._window.append(token)
-        self._fresh.append(token)
-        # a run of byte tokens is decoded as a whole: one bad byte spoils the good ones before it
-        if _BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))):
-            self._in_bytes = True
-        elif self._in_bytes and self._decode([token]):  # a token that is left out does not end the run
-            self._in_bytes = False
-        if self._in_bytes:
+        value = self._bytes.value(token)
+        if value is None and self._left_out(token):
+            return ""  # such a token does not end a run of bytes
+        ready = self._bytes.push(token, value)
+        if not ready:
             return ""
+        self._window += ready
+        self._fresh += ready
         text = self._decode(self._window)
         piece = self._unseen(text)
-        if not piece or text.endswith(_REPLACEMENT):
+        # a tokenizer of bytes in other clothes writes what is not whole yet as one U+FFFD, at the end
+        held = value is None and text.endswith(_REPLACEMENT)
+        piece = piece[:-1] if held else piece
+        if not piece:
             return ""
-        self._window, self._fresh = self._fresh, []
-        self._shown = self._decode(self._window)
+        # the bytes of a character that is not whole are in its last three tokens
+        self._window = self._window[-_REACH:] if held else self._fresh
+        self._fresh = list(self._window) if held else []
+        shown = self._decode(self._window)
+        self._shown = shown[:-1] if held else shown
         return piece
+
+    def _left_out(self, token: int) -> bool:
+        """Whether `decode` leaves a token out."""
+        if self._decode([token]):
+            return False
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return name is None or (self._skip_special_tokens and token in self._tokenizer.all_special_ids)
 
     def _unseen(self, text: str) -> str:
         if text.startswith(self._shown):
@@ -86,6 +107,75 @@ class TextStream:
         skip = self._skip_special_tokens
         text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         return str(text)
+
+
+class _ByteTokens:
+    """Runs of byte tokens, made whole: a character leaves once it is complete, a byte of none as U+FFFD.
+
+    So a decoder gets only bytes that are text, and never takes back what it has read.
+
+    Args:
+        decode: ids to text.
+        tokenizer: names the tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._name_of: Callable[[int], object] = tokenizer.convert_ids_to_tokens
+        self._decode, self._ids_of = decode, tokenizer.convert_tokens_to_ids
+        self._held: list[tuple[int, int]] = []  # (id, byte) of a character that is not whole
+
+    @cached_property
+    def _replacement(self) -> list[int]:
+        """Byte tokens of U+FFFD; none where the tokenizer's decoder makes no text of byte tokens."""
+        found = [self._ids_of(f"<0x{byte:02X}>") for byte in _REPLACEMENT.encode()]
+        ids = [token for token in found if isinstance(token, int)]
+        return ids if len(ids) == len(found) and self._decode(ids) == _REPLACEMENT else []
+
+    def value(self, token: int) -> int | None:
+        """The byte of a byte token; None of any other."""
+        found = _BYTE_TOKEN.fullmatch(str(self._name_of(token)))
+        return int(found[1], 16) if found and self._replacement else None
+
+    def push(self, token: int, value: int | None) -> list[int]:
+        """Takes the next token; ids that may be decoded now."""
+        if value is None:
+            ready = [*self.spoiled(), token]
+            self.forget()
+            return ready
+        self._held.append((token, value))
+        ready = []
+        while self._held:
+            length = _character(bytes(byte for _, byte in self._held))
+            if length is None:
+                break
+            ready += [one for one, _ in self._held[:length]] if length else self._replacement
+            del self._held[: length or 1]
+        return ready
+
+    def spoiled(self) -> list[int]:
+        """What is held, as U+FFFD for every byte."""
+        return self._replacement * len(self._held)
+
+    def forget(self) -> None:
+        """Holds nothing any more."""
+        self._held = []
+
+    def mended(self, ids: Sequence[int]) -> list[int]:
+        """Ids that end in a run of byte tokens, with that run made whole; what is open in it is held."""
+        start = len(ids)
+        while start and self.value(ids[start - 1]) is not None:
+            start -= 1
+        return [*ids[:start], *(one for token in ids[start:] for one in self.push(token, self.value(token)))]
+
+
+def _character(data: bytes) -> int | None:
+    """Bytes of the character that `data` begins with; 0 where no character begins so, None where it is not whole."""
+    try:
+        return len(data.decode()[0].encode())
+    except UnicodeDecodeError as error:
+        if error.start:
+            return len(data[: error.start].decode()[0].encode())
+        return None if error.reason == "unexpected end of data" else 0
 
 
 class StreamWriter(BaseStreamer):

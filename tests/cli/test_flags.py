@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fastspec import FastSpecGenerator, NGram, demo_pair
 from fastspec.cli import app as cli
 from fastspec.cli.app import app
-from fastspec.cli.flags import UpTo
 from fastspec.errors import InvalidLogits
 from fastspec.inputs import options
 from tests.cli.test_app import Stub, invoke
+from tests.helpers.tokenizers import byte_tokenizer
 
 # the same by another name, or not a matter of one text's shape
 OTHERWISE = {
@@ -180,24 +181,27 @@ def test_text_ends_with_the_stop_string(demo: FastSpecGenerator) -> None:
     assert cut > 0, "no token held more than its stop string: the cut was not tested"
 
 
-def test_pieces_are_cut_wherever_they_fall() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choice("ab ") for _ in range(20))
-        stops = ["".join(rng.choice("ab ") for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
-        before = "".join(rng.choice("ab") for _ in range(3))
-        seen: list[str] = []
-        write, at = UpTo(seen.append, before, stops), 0
-        while at < len(text):
-            size = rng.randint(1, 6)
-            write(text[at : at + size])
-            at += size
-        ends = [
-            end
-            for end in range(1, len(text) + 1)
-            if any((before + text)[: len(before) + end].endswith(stop) for stop in stops)
-        ]
-        assert "".join(seen) == text[: min(ends, default=len(text))]
+def test_a_special_token_between_is_text_to_the_command_line_as_it_is_to_rows() -> None:
+    """The row goes on, for its text holds no such string; so does what is printed."""
+    tokenizer = byte_tokenizer()
+    a, stop, b = tokenizer("s")["input_ids"], [tokenizer.eos_token_id], tokenizer(". and more")["input_ids"]
+
+    class Between(Stub):
+        def generate(self, input_ids: Any, streamer: Any, **options: Any) -> Any:
+            out = super().generate(input_ids, Seen(), **options)
+            streamer.put(torch.tensor(input_ids))
+            for token in [*a, *stop, *b]:
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+            return out
+
+    class Seen:
+        def put(self, value: object) -> None: ...
+
+        def end(self) -> None: ...
+
+    shown = [invoke(Between(), "generate", "--prompt", "x", *more).stdout for more in ([], ["--stop-string", "s."])]
+    assert shown == ["s. and more\n"] * 2
 
 
 def test_several_texts_are_printed_apart(demo: FastSpecGenerator) -> None:

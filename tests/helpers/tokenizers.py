@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,3 +30,18 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+def mended(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip: bool = True) -> list[int]:
+    """Ids whose runs of byte tokens are text: every byte of no character has become a U+FFFD."""
+    special = set(tokenizer.all_special_ids) if skip else set()
+    made: list[int] = []
+    names = [(token, tokenizer.convert_ids_to_tokens(token)) for token in ids if token not in special]
+    for in_bytes, run in groupby(names, key=lambda pair: re.fullmatch("<0x..>", pair[1]) is not None):
+        tokens = [token for token, _ in run]
+        if in_bytes:
+            data = bytes(int(tokenizer.convert_ids_to_tokens(token)[3:5], 16) for token in tokens)
+            text = re.sub("[\ud800-\udfff]", "\ufffd", data.decode("utf-8", "surrogateescape"))
+            tokens = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
+        made += tokens
+    return made

@@ -116,6 +116,41 @@ def test_what_only_looks_like_one_is_not(fine: str) -> None:
     assert offences(fine) == []
 
 
+# constructors of torch that ask the caller's defaults for what they are not told
+MAKES_TENSORS = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+WHOLE = {"arange", "randint", "randperm", "tensor", "tril_indices", "triu_indices"}  # of integers, as we use them
+
+
+def left_to_defaults(source: str) -> list[str]:
+    """Tensors that `source` makes on the caller's default device, or in the caller's default dtype."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if ast.unparse(node.func.value) != "torch" or node.func.attr not in MAKES_TENSORS:
+            continue
+        told = {keyword.arg for keyword in node.keywords}
+        wanted = {"device"} if node.func.attr in WHOLE else {"device", "dtype"}
+        found += [f"line {node.lineno}: torch.{node.func.attr} without {name}" for name in sorted(wanted - told)]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_tensor_is_left_to_the_callers_defaults(path: Path) -> None:
+    assert left_to_defaults(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "planted", ["torch.arange(3)", "torch.tensor([1])", "torch.empty(3, device=d)", "torch.zeros(3, dtype=t)"]
+)
+def test_a_planted_tensor_without_device_or_dtype_is_found(planted: str) -> None:
+    assert len(left_to_defaults(planted)) == 1
+    assert left_to_defaults("torch.zeros_like(x), x.new_empty(3), torch.zeros(3, dtype=t, device=d)") == []
+
+
 def wrappers() -> set[str]:
     """Functions of the kernels' modules that launch something and are named like a torch definition."""
     names = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
-from fastspec.inputs.prompts import prompts_of
+from fastspec.inputs.prompts import prompts_of, read
 
 VOCAB = 50
 
@@ -26,6 +29,16 @@ VOCAB = 50
         (torch.tensor([[9, 7]]), torch.tensor([[False, True]]), [[7]]),
         (torch.tensor([[9, 7]]), torch.tensor([[0.0, 1.0]]), [[7]]),
         ([[0, 3], [4, 5]], [[0, 1], [1, 1]], [[3], [4, 5]]),
+        (np.array([[1, 2], [3, 4]]), None, [[1, 2], [3, 4]]),
+        (np.array([1, 2, 3], dtype=np.uint16), None, [[1, 2, 3]]),
+        (np.array([[1, 2], [3]], dtype=object), None, [[1, 2], [3]]),
+        ([np.array([4, 5]), [np.int32(6)]], None, [[4, 5], [6]]),
+        ([torch.tensor(4), torch.tensor(5)], None, [[4, 5]]),
+        (np.array([[9, 7]]), np.array([[0, 1]]), [[7]]),
+        ([[9, 7], [1, 2]], [torch.tensor([0, 1]), np.array([1, 1])], [[7], [1, 2]]),
+        ({"input_ids": [[9, 7]], "attention_mask": [[0, 1]], "token_type_ids": [[0, 0]]}, None, [[7]]),
+        (BatchEncoding({"input_ids": torch.tensor([[9, 7]]), "attention_mask": torch.tensor([[0, 1]])}), None, [[7]]),
+        (BatchEncoding({"input_ids": np.array([[9, 7]])}), [[0, 1]], [[7]]),
     ],
     ids=str,
 )
@@ -48,7 +61,14 @@ def test_accepted_forms(given: Any, mask: Any, expected: list[list[int]]) -> Non
         ([[[1]]], None, r"\[1\] is not an integer"),
         (torch.zeros(1, 1, 1, dtype=torch.int64), None, "shape"),
         ("hello", None, "tokenize"),
-        (["hello"], None, "not an integer"),
+        (["hello"], None, "not an integer token id; tokenize text"),
+        (np.array(["hello"]), None, "not an integer token id; tokenize text"),
+        (np.array([[1.5]]), None, "input_ids must hold integers, got dtype float64"),
+        (np.array([[True]]), None, "dtype bool"),
+        (np.zeros((1, 1, 1), dtype=np.int64), None, "shape"),
+        ({"ids": [[1]]}, None, "mapping without 'input_ids'; it holds .'ids'."),
+        ({"input_ids": [[1]], "attention_mask": [[1]]}, [[1]], "attention_mask is given twice"),
+        ({1, 2}, None, "got set$"),
         (None, None, "NoneType"),
         ([], None, "no prompt"),
         (torch.zeros(0, 3, dtype=torch.int64), None, "no prompt"),
@@ -73,3 +93,65 @@ def test_accepted_forms(given: Any, mask: Any, expected: list[list[int]]) -> Non
 def test_mistakes_are_named(given: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prompts_of(given, mask, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("given", "padding", "stop_ids", "expected"),
+    [
+        (torch.tensor([[0, 0, 7], [1, 2, 3]]), 0, (), [[7], [1, 2, 3]]),
+        (torch.tensor([[0, 0, 7], [1, 2, 3]]), 0, (5,), [[7], [1, 2, 3]]),
+        (np.array([[0, 7], [1, 2]]), 0, (), [[7], [1, 2]]),
+        ([[0, 7]], 0, (), [[0, 7]]),  # lists hold text alone
+        (torch.tensor([0, 7]), 0, (), [[7]]),
+        ([[0, 7], [1, 2, 3]], 0, (), [[0, 7], [1, 2, 3]]),  # nobody pads to different lengths
+        ([[1, 0, 7], [1, 2, 3]], 0, (), [[1, 0, 7], [1, 2, 3]]),
+        (torch.tensor([[4, 7], [1, 2]]), 0, (), [[4, 7], [1, 2]]),
+    ],
+    ids=str,
+)
+def test_padding_is_inferred(
+    given: Any, padding: int | None, stop_ids: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(given).prompts(VOCAB, padding, stop_ids) == expected
+    ones = torch.ones_like(torch.as_tensor(given)) if len(set(map(len, read(given).rows))) == 1 else None
+    if ones is not None:  # a mask is believed
+        assert read(given, ones).prompts(VOCAB, padding, stop_ids) == read(given).rows
+
+
+@pytest.mark.parametrize(
+    ("given", "padding", "stop_ids", "message"),
+    [
+        ([[0, 0, 7], [1, 2, 3]], 0, (0, 5), "prompt 0 begins with 2 ids of 0.*pad_token_id=0 ends texts too"),
+        ([[0, 0, 7], [1, 2, 3]], 0, (5,), "prompt 0 begins with 2 ids of 0.*lists hold text alone"),
+        ([[1, 2], [0, 7]], 0, (0,), "prompt 1 begins with 1 ids of 0"),
+        ([[0, 0, 7]], 0, (0,), "prompt 0 begins with 2 ids"),
+        ([[5, 5, 7], [1, 2, 3]], None, (5,), "no pad_token_id is known"),
+        ([[6, 6, 7], [1, 2, 3]], None, (), "prompt 0 begins with 2 ids of 6.*no pad_token_id is known"),
+    ],
+    ids=str,
+)
+def test_padding_that_cannot_be_inferred_is_told_of(
+    given: Any, padding: int | None, stop_ids: tuple[int, ...], message: str
+) -> None:
+    for form in (given,) if "lists" in message else (given, torch.tensor(given)):
+        with pytest.warns(UserWarning, match=message) as told:
+            assert read(form).prompts(VOCAB, padding, stop_ids) == given
+        assert len(told) == 1
+        assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("given", [[[0, 7], [0, 8]], [[0, 7]], [[5, 7], [0, 7, 1]], [[5, 5, 5], [1, 2, 3]]], ids=str)
+def test_a_first_token_is_no_padding(given: list[list[int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(given).prompts(VOCAB, 0, (0,)) == given
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [([1, 0, 7], "position 1: pad_token_id=0 behind"), ([0, 7, 0], "position 2"), ([0, 0], "empty")]
+)
+def test_other_padding_is_refused(row: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(torch.tensor([row])).prompts(VOCAB, 0)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, BatchEncoding, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
@@ -456,3 +457,50 @@ def test_exact_off_still_decodes(directory: Path) -> None:
 def test_compile_needs_what_it_cannot_promise_to_be_waived(directory: Path) -> None:
     with pytest.raises(ValueError, match="compile=True needs exact=False"):
         FastSpecGenerator(directory, compile=True, device="cpu", max_length=64, progress=False)
+
+
+def test_padding_is_inferred_as_transformers_infers_it(gen: FastSpecGenerator, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([[0, 0, 3, 1, 4], [7, 8, 9, 1, 2], [0, 0, 0, 0, 6]])
+    for stop in (None, 9):
+        options: dict[str, Any] = {
+            "max_new_tokens": 9,
+            "min_new_tokens": 9,
+            "do_sample": False,
+            "eos_token_id": stop,
+            "pad_token_id": 0,
+        }
+        theirs = model.generate(ids, **options)
+        assert torch.equal(theirs, model.generate(ids, attention_mask=(ids != 0).long(), **options))
+        for form in (ids, ids.numpy(), ids.int()):
+            assert gen.generate(form, **options).tolist() == theirs.tolist()
+    with pytest.warns(UserWarning, match="none can be inferred") as told:
+        gen.generate(ids, max_new_tokens=2, eos_token_id=0, pad_token_id=0)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_prompts_by_transformers_names(gen: FastSpecGenerator) -> None:
+    ids = torch.tensor([[3, 1, 4]])
+    wanted = full(gen, ids).new_tokens
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
+    encoding = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    by_name: Any = gen.generate(inputs=ids, return_dict_in_generate=True, **options)
+    whole: Any = gen.generate(encoding, return_dict_in_generate=True, **options)
+    apart: Any = gen.generate(**encoding, return_dict_in_generate=True, **options)
+    assert by_name.new_tokens == whole.new_tokens == apart.new_tokens == wanted
+    assert torch.equal(by_name.sequences[:, :3], ids)
+    streamed = [token for step in gen.stream(inputs=ids, **options) for token in step[0]]
+    assert streamed == wanted[0]
+    with pytest.raises(ValueError, match="given twice, as input_ids and as inputs"):
+        gen.generate(ids, inputs=ids)
+    for nothing in (gen.generate, gen.stream, gen.calibrate):
+        with pytest.raises(ValueError, match="input_ids is missing"):
+            nothing()
+
+
+def test_sizes_in_numpy(directory: Path) -> None:
+    sizes: dict[str, Any] = {"max_batch_size": np.int64(2), "max_length": torch.tensor(64), "page_size": np.int32(16)}
+    with FastSpecGenerator(directory, **sizes, num_speculative_tokens=np.int64(0), progress=False) as made:
+        assert made.max_length == 64
+        assert made.generate([[1]], max_new_tokens=np.int64(3)).shape == (1, 4)
+        made.warmup(np.int64(0), length=np.int64(9))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
-from fastspec.text.stop_strings import StopWatch
-from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
+from fastspec.text.stop_strings import StoppedWriter, StopWatch
+from tests.helpers.tokenizers import byte_tokenizer, mended, word_tokenizer
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(mended(tokenizer, ids, skip=False), clean_up_tokenization_spaces=False))
 
 
 def oracle(
@@ -149,3 +150,27 @@ def test_special_tokens_have_a_text() -> None:
     watch = StopWatch(tokenizer, ["<eos>"], [1])
     assert watch([2, tokenizer.eos_token_id, 3]) == 2
     assert watch.text.endswith("<eos>")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, word_tokenizer])
+def test_what_is_written_is_the_rows_text_without_special_tokens(make: Callable[[], PreTrainedTokenizerBase]) -> None:
+    tokenizer, ended = make(), 0
+    units = [tokenizer.encode(text, add_special_tokens=False) for text in ("the", "s", ".", "a", "é", "€")]
+    units.append([tokenizer.eos_token_id])
+    for seed in range(400):
+        rng = random.Random(seed)
+        prompt = [*tokenizer.encode("s", add_special_tokens=False)]
+        new = [token for _ in range(20) for token in rng.choice(units)]  # characters are whole
+        strings = ["".join(rng.choice(["th", "e", "s", ".", "a", "é", "<e"]) for _ in range(2)) for _ in range(2)]
+        count, text = oracle(tokenizer, strings, prompt, new)
+        written: list[str] = []
+        writer, at = StoppedWriter(tokenizer, written.append, strings), 0
+        writer.put(torch.tensor([prompt]))
+        while at < len(new[:count]):
+            size = min(rng.randint(1, 5), len(new[:count]) - at)  # a row's tokens end with its end
+            writer.put(torch.tensor(new[at : at + size]))
+            at += size
+        writer.end()
+        assert "".join(written) == re.sub("<eos>|<(eo?)?$", "", text), (seed, strings)
+        ended += count is not None
+    assert ended > 100

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from fastspec.text.stop_strings import StopWatch
 from fastspec.text.text_stream import StreamWriter, TextStream, escape_control
-from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
+from tests.helpers.tokenizers import byte_tokenizer, mended, word_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "words": word_tokenizer()}
 EMOJI = "👩\u200d💻"  # two characters of four bytes with a joiner between them
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    whole = mended(tokenizer, ids)
+    return str(tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -61,7 +66,6 @@ def test_pieces_continue_the_context(name: str, data: st.DataObject) -> None:
     stream = TextStream(tokenizer, context)
     pieces = [stream.push(ids), stream.finish()]
     whole = decode(tokenizer, context + ids)
-    # byte fallback spoils whole characters of the context when a bad byte follows them: nothing can take those back
     if whole.startswith(decode(tokenizer, context)):
         assert decode(tokenizer, context) + "".join(pieces) == whole
 
@@ -101,10 +105,113 @@ def test_an_incomplete_tail_is_flushed_as_decode_writes_it() -> None:
 
 
 def test_a_bad_byte_does_not_take_back_what_was_shown() -> None:
+    """transformers' `decode` would: it spoils the whole run of bytes."""
     tokenizer = TOKENIZERS["words"]
     ids = [*encode(tokenizer, "👩"), tokenizer.convert_tokens_to_ids("<0xFF>"), tokenizer.convert_tokens_to_ids("s")]
     stream = TextStream(tokenizer)
-    assert "".join([stream.push(ids), stream.finish()]) == decode(tokenizer, ids) == "\ufffd" * 5 + "s"
+    assert [stream.push([token]) for token in ids] == ["", "", "", "👩", "\ufffd", "s"]
+    assert tokenizer.decode(ids) == "\ufffd" * 5 + "s"
+
+
+SCRIPT = "\u12a0\u121b\u122d\u129b" * 80  # 320 letters that the vocabulary lacks, three bytes each
+
+
+class Counting:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = self.longest = 0
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        self.decoded, self.longest = self.decoded + len(ids), max(self.longest, len(ids))
+        return str(self._tokenizer.decode(ids, **options))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_script_in_bytes_comes_letter_by_letter_at_the_cost_of_its_length(name: str) -> None:
+    tokenizer = Counting(TOKENIZERS[name])
+    ids = encode(TOKENIZERS[name], SCRIPT)
+    assert len(ids) == 960
+    stream = TextStream(tokenizer)  # type: ignore[arg-type]
+    pieces = [stream.push([token]) for token in ids]
+    assert pieces == [letter for whole in SCRIPT for letter in ("", "", whole)]
+    watch = StopWatch(tokenizer, ["zz"], [1])  # type: ignore[arg-type]
+    assert [watch([token]) for token in ids] == [None] * len(ids)
+    assert watch.text == SCRIPT
+    assert tokenizer.decoded < 40 * len(ids)
+
+
+@pytest.mark.parametrize("bad", ["<0xFF>", "<0xE2>", "<0x80>", "\ufffd"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_bytes_that_are_no_text_cost_their_length_too(name: str, bad: str) -> None:
+    """Also U+FFFD itself, which a tokenizer of bytes cannot tell from a character that is not whole."""
+    tokenizer = Counting(TOKENIZERS[name])
+    if bad == "\ufffd":
+        ids = encode(TOKENIZERS[name], bad) * 100
+    elif name == "words":
+        ids = [TOKENIZERS[name].convert_tokens_to_ids(bad)] * 300
+    else:
+        ids = [pre_tokenizer_id(int(bad[3:5], 16))] * 300
+    stream = TextStream(tokenizer)  # type: ignore[arg-type]
+    pieces = [stream.push([token]) for token in ids]
+    assert len("".join(pieces)) >= len(ids) // 3 - 1
+    assert "".join([*pieces, stream.finish()]) == decode(TOKENIZERS[name], ids)
+    assert tokenizer.decoded < 40 * len(ids)
+
+
+def pre_tokenizer_id(byte: int) -> int:
+    """The token of one byte in the tokenizer of bytes."""
+    tokenizer = TOKENIZERS["bytes"]
+    return next(token for token in range(256) if char_of(tokenizer.convert_ids_to_tokens(token)) == byte)
+
+
+def char_of(char: str) -> int:
+    """The byte that GPT-2 writes as `char`."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in kept]
+    return ord(char) if ord(char) in kept else rest[ord(char) - 256]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_prompt_that_ends_inside_a_character_of_bytes(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = encode(tokenizer, "s€👩s")
+    for cut in range(1, len(ids)):
+        stream = TextStream(tokenizer, ids[:cut])
+        text = stream.push(ids[cut:]) + stream.finish()
+        assert (stream.context.rstrip("\ufffd") + text) in ("s€👩s", " s€👩s"), cut
+
+
+def no_decoder() -> PreTrainedTokenizerFast:
+    """Its tokens are written with spaces between them, those that look like bytes too."""
+    vocab = {word: index for index, word in enumerate(["<unk>", "a", "b", "<0xC3>", "<0xA9>", "\ufffd"])}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>")), unk_token="<unk>"
+    )
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(["<unk>", "\u2581", "\u2581a", "\u2581word", "s", ".", "\u00e9"])}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("make", [no_decoder, metaspace])
+def test_streams_of_other_tokenizers(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer, rng = make(), random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 12))]
+        cut = rng.randrange(len(ids))
+        stream = TextStream(tokenizer, ids[:cut])
+        before = tokenizer.decode(ids[:cut], skip_special_tokens=True)
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        if whole.startswith(before):
+            assert before + "".join(stream.push([token]) for token in ids[cut:]) + stream.finish() == whole, ids
 
 
 def test_a_word_after_the_context_keeps_its_space() -> None:
@@ -127,19 +234,7 @@ def test_special_tokens_are_left_out() -> None:
 
 
 def test_a_long_text_is_decoded_in_small_windows() -> None:
-    class Counting:
-        """The longest decode that was asked for."""
-
-        longest = 0
-
-        def decode(self, ids: list[int], **options: object) -> str:
-            self.longest = max(self.longest, len(ids))
-            return str(TOKENIZERS["bytes"].decode(ids, **options))
-
-        def convert_ids_to_tokens(self, token: int) -> str:
-            return str(TOKENIZERS["bytes"].convert_ids_to_tokens(token))
-
-    counting = Counting()
+    counting = Counting(TOKENIZERS["bytes"])
     stream = TextStream(counting)  # type: ignore[arg-type]
     stream.push(encode(TOKENIZERS["bytes"], f"the {EMOJI}" * 50))
     assert counting.longest <= 8

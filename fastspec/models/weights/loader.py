@@ -166,7 +166,7 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def copy(self, place: Tensor, stored: Tensor) -> None:

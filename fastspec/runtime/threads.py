@@ -1,0 +1,117 @@
+"""How many of torch's threads work on one step on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from fastspec.kernels.ops import Ops
+from fastspec.surroundings import using_threads
+
+_SMALL = 2**16  # elements of a weight matrix, in the mean: a product with less takes less than starting threads does
+_GAIN = 1.25  # what twice the threads must bring
+_SLOW = 8.0  # times what such a step took: then the threads wait for cores that others use
+_IN_A_ROW = 3
+_REST = 256  # steps with one thread after that
+
+
+@dataclass(slots=True)
+class Threads:
+    """The number of threads for a generator's work, in whichever thread of the caller it runs.
+
+    Threads that share an operation wait for each other at its end. Where others use the cores, each wait may last as
+    long as the system lets those others run, and small models have many operations. So a number is taken that pays
+    here and now; and when steps become many times slower, one thread goes on alone for a while.
+
+    Attributes:
+        most: torch's own setting at construction.
+        chosen: at construction.
+        why: it was chosen.
+        now: for the next step.
+    """
+
+    most: int
+    chosen: int = 1
+    why: str = "torch has one"
+    now: int = 1
+    _best: dict[Hashable, float] = field(default_factory=dict)  # seconds of a step, by its kind
+    _slow: int = 0
+    _rest: int = 0
+    _before: float = 0.0  # seconds of the last slow step
+    _alone: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, most: int, elements: float, seconds: Callable[[int], float]) -> Threads:
+        """Chooses a number.
+
+        Args:
+            most: at most so many.
+            elements: of a weight matrix, in the mean.
+            seconds: what a pass takes with a number of threads; asked only where there is a choice.
+        """
+        if most == 1:
+            return cls(most)
+        if elements < _SMALL:
+            return cls(most, why="products too small to share")
+        count, best = most, seconds(most)
+        while count > 1:
+            fewer = seconds(count // 2)
+            if fewer > best * _GAIN:
+                break
+            count, best = count // 2, fewer
+        why = "more are not faster" if count < most else "fewer are slower"
+        return cls(most, count, f"measured, {why}", count)
+
+    def took(self, kind: Hashable, seconds: float) -> None:
+        """Takes in what a step took; `now` may change."""
+        if self.chosen == 1:
+            return
+        if self._rest:
+            self._take_alone(kind, seconds)
+            return
+        best = self._best.setdefault(kind, seconds)
+        self._best[kind] = min(best, seconds)
+        self._slow = self._slow + 1 if seconds > _SLOW * best else 0
+        if self._slow == _IN_A_ROW:
+            self.now, self._rest, self._slow, self._before, self._alone = 1, _REST, 0, seconds, []
+
+    def _take_alone(self, kind: Hashable, seconds: float) -> None:
+        """Of a step that one thread made after several had become slow."""
+        self._rest -= 1
+        if len(self._alone) < _IN_A_ROW:
+            self._alone.append(seconds)
+            if len(self._alone) == _IN_A_ROW and min(self._alone) > self._before:
+                self._best[kind], self._rest = self._before, 0  # such steps are longer now: threads were not to blame
+        if not self._rest:
+            self.now = self.chosen
+
+    def __str__(self) -> str:
+        """For people."""
+        resting = f"; {self.now} for now: steps had become many times slower" if self.now != self.chosen else ""
+        return f"{self.chosen} of torch's {self.most} on the CPU ({self.why}){resting}"
+
+
+def sampling_alone(ops: Ops) -> Ops:
+    """The same operations, those over whole distributions by one thread.
+
+    Several would split a sum over a large vocabulary where there is one row and not where there are more, so that bits
+    would depend on the number of rows, of drafts and of threads.
+    """
+    names = ("sampled_commit", "sampled_draw", "verify_commit", "commit")
+    alone: dict[str, Any] = {name: _alone(getattr(ops, name)) for name in names}
+    return replace(ops, **alone)
+
+
+def _alone(op: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(op)
+    def by_one_thread(*args: Any, **options: Any) -> Any:
+        if torch.get_num_threads() == 1:
+            return op(*args, **options)
+        with using_threads(1):
+            return op(*args, **options)
+
+    return by_one_thread

@@ -1,0 +1,130 @@
+"""Progress: which lines come after how much silence, by a clock that the test turns; and who tells what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fastspec.cli import app as cli
+from fastspec.cli import doctor, probes, progress
+from fastspec.cli.progress import Progress
+from tests.cli.test_app import Stub, invoke
+
+
+def test_a_stage_is_named_after_a_while_and_then_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST", 1.5)
+    lines: list[str] = []
+    told = Progress(lines.append)
+    waited: list[float] = []
+    script = ["loading", False, False, "decoding", False, None, False, "over"]
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        step = script.pop(0)
+        if step == "over":
+            told._over = True
+        elif step is not False:
+            told.stage(step)  # type: ignore[arg-type]
+        return step is not False
+
+    told.follow(wait)
+    assert [line.partition(" (")[0] for line in lines] == [
+        "fastspec: loading",
+        "fastspec: loading",
+        "fastspec: decoding",
+    ]
+    assert waited == [1.5, 1.5, 10.0, 10.0, 1.5, 10.0, 1.5, 1.5]
+
+
+def test_its_thread_ends_with_the_context() -> None:
+    told = Progress(lambda line: None)
+    with told:
+        told.stage("loading")
+        assert told._thread.is_alive()
+    assert not told._thread.is_alive()
+
+
+class Stages(Progress):
+    """Notes what it is told."""
+
+    seen: list[str | None]
+
+    def stage(self, name: str | None) -> None:
+        self.seen.append(name)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    Stages.seen = []
+    monkeypatch.setattr(cli, "Progress", Stages)
+    return Stages.seen
+
+
+def test_every_command_says_what_it_does(stages: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = "loading the models and making their steps ready"
+    assert invoke(Stub("the end"), "generate", "--prompt", "x").exit_code == 0
+    assert stages[:3] == [loading, "decoding", None]  # from then on the text shows itself
+    stages.clear()
+    assert invoke(Stub("the end"), "generate", "--prompt", "x", "--no-stream").exit_code == 0
+    assert stages == [loading, "decoding", None]
+    stages.clear()
+    assert invoke(Stub("the end"), "demo", "--repeats", "2").exit_code == 0
+    kinds = ("plain", "plain, exact=False", "speculative")
+    runs = [f"{kind}, run {turn} of 2" for turn in (1, 2) for kind in kinds]
+    assert stages == [loading, "first runs, which are not timed", *runs, None]
+    stages.clear()
+    monkeypatch.setattr(cli, "diagnose", lambda device, tell: tell("looking") or doctor.Report(()))
+    assert invoke(Stub(), "doctor", "--json").exit_code == 0
+    assert stages == ["looking"]
+
+
+def test_a_slow_demo_ends_after_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_ENOUGH", -1.0)
+    stub = Stub("the end")
+    result = invoke(stub, "demo", "--repeats", "3")
+    assert "cpu, median of 1 of 3, for this machine is slow or busy:" in result.stdout
+    assert len(stub.calls) == 6
+
+
+class Turns:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning")
+def test_a_self_check_says_what_it_could_not_finish() -> None:
+    import torch
+
+    def lines(budget: float) -> tuple[list[str], probes.Check]:
+        made: list[probes.Check] = []
+
+        def check(device: torch.device, dtype: torch.dtype) -> probes.Check:
+            made.append(probes.self_check(device, dtype, budget, Turns()))
+            return made[-1]
+
+        report = doctor.diagnose("cpu", probes=probes.Probes(self_check=check))
+        found: list[Any] = json.loads(report.to_json())["sections"]
+        return [f"{one['status']} {one['name']}: {one['text']}" for part in found for one in part["lines"]], made[0]
+
+    text, check = lines(1e9)
+    assert check.unfinished == ()
+    assert check.equal
+    assert check.repeated
+    assert any(line.startswith("ok works: greedy and sampled") for line in text)
+    text, check = lines(0.0)  # not even begun
+    assert (check.equal, check.repeated, check.plain) == (None, None, None)
+    everything = "plain decoding, speculative decoding, auto decoding, two draws with one seed"
+    assert f"warn cpu time: not finished in 30 s: {everything}" in text
+    assert not any("works" in line or "equal" in line or "twice" in line for line in text)
+    text, check = lines(90.0)  # the clock is read once a step: plain decoding is come to its end
+    assert check.plain is not None
+    assert check.unfinished[-1] == "two draws with one seed"
+    assert not any(line.startswith("fail") for line in text)
