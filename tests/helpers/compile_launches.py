@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tests.helpers import recorder
-from tests.helpers.compile_kernels import first_of_each, one_by_one, spilled_bytes
 from tests.helpers.launches import GROUPS
-from tests.helpers.recorder import Launch
+from tests.helpers.machine_code import one_by_one, spilled_bytes
+from tests.helpers.recorder import Launch, first_of_each
 
 MMA = ("mma.sync", "wgmma", "tcgen05.mma")
 
@@ -25,7 +25,8 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
     """What a launch is, and what its machine code is made of."""
     code, arguments = recorder.compiled(launch), launch.arguments
     ptx, out = code.asm["ptx"], arguments.get("out_ptr")
-    sizes = [value.dtype.itemsize for value in arguments.values() if _floats(value)]
+    tensors = [getattr(value, "base", value) for value in arguments.values()]  # of a descriptor its tensor
+    sizes = [each.element_size() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return {
         "call": launch.call,
         "kernel": launch.name,
@@ -46,11 +47,6 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "factors": arguments.get("squares_ptr") is not None,
         "bf16": out is not None and out.dtype == torch.bfloat16,
     }
-
-
-def _floats(value: object) -> bool:
-    base = getattr(value, "base", None)  # of a descriptor
-    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (value, base))
 
 
 def order(launch: Launch) -> list[str]:
@@ -103,7 +99,7 @@ def main() -> None:
     launches = recorder.record(arch, lambda: GROUPS[group](arch))
     for launch in first_of_each(launches, recorder.specialised):
         found = report(launch, arch)
-        if group.startswith("products"):
+        if group.startswith(("products", "tails")):
             found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
         if group == "portable_whole":
             product = launch.name not in ("norm_kernel", "_norm_kernel")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product as pairs
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,6 @@ from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.state import DecodeState
-from tests.helpers.compile_packed_linear import LAYER_SIZES, LAYERS, ROWS
 from tests.helpers.recorder import Calls, on_meta, record
 
 META = torch.device("meta")
@@ -44,8 +44,8 @@ DEEP = (17, 20)  # first block and blocks of rows that all lie beyond `LATE_FROM
 # (queries, rows, blocks of 256 keys) of decoding passes: few programs, one for each split, several splits to a program
 # one after the other, and two at once
 SHORT = (
-    *((2, 1, 1), (2, 1, 4), (4, 24, 1), (6, 24, 1), (8, 24, 1)),
-    *((2, 1, 16), (4, 24, 16), (6, 24, 16), (8, 24, 16)),
+    *((2, 1, 1), (2, 1, 4), (4, 8, 1), (6, 16, 1), (8, 16, 1)),
+    *((4, 24, 1), (6, 24, 1), (8, 24, 1), (2, 1, 16), (2, 4, 16), (4, 24, 16), (6, 24, 16), (8, 24, 16)),
     *((2, 16, 16), (4, 8, 16), (6, 16, 16), (8, 16, 16)),
 )
 
@@ -117,6 +117,29 @@ def attention_prompt(arch: int) -> Calls:
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
 
 
+# (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weights there are
+LAYERS = [
+    (6144, 4096, "norm"),
+    (4096, 4096, "residual"),
+    (28672, 4096, "norm+gated"),
+    (4096, 14336, "residual"),
+    (128256, 4096, "norm+fp32"),
+    (128256, 4096, "norm+pick"),
+    (3072, 2048, "norm"),
+    (16384, 2048, "norm+gated"),
+    (2048, 8192, "residual"),
+    (10240, 8192, "norm+bias"),
+    (1152, 896, "norm+bias"),
+    (9728, 896, "norm+gated"),
+    (3584, 18944, "residual"),
+    (16, 128, "norm+bias"),
+    (1152, 896, "norm+pick"),
+]
+AT_ONCE = 3  # layers of a group of calls
+LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
+ROWS = range(1, 161)  # every number of them that one program of the ring takes: each change of kernel and of tile
+
+
 def packed(n: int, k: int, dtype: torch.dtype = BF16, *, gated: bool = False) -> Weight:
     """A packed weight [N, K] without memory."""
     return Weight(on_meta((n // 16, k // 32, 16, 32), dtype), "packed", gated)
@@ -153,16 +176,22 @@ def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
     return layer_tail(x, x, layer, layer, EPS, True)
 
 
-def products(arch: int) -> Calls:
-    """Every product of the layers above, and on sm_90 what lies between two attentions."""
-    for n, k, fused in LAYERS:
+def products(layers: slice, arch: int) -> Calls:
+    """Every product of some of the layers above."""
+    for n, k, fused in LAYERS[layers]:
         for rows in ROWS:
             yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
-    for hidden, inner, qkv in LAYER_SIZES if arch == 90 else []:
-        for rows in ROWS[plan.small_rows((9, 0)) :]:
-            yield f"{hidden}, {inner} {rows}", partial(tail, hidden, inner, qkv, rows)
+
+
+def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
+    """What lies between two attentions on sm_90."""
+    for rows in ROWS[plan.small_rows((9, 0)) :] if arch == 90 else ():
+        yield f"{sizes[0]}, {sizes[1]} {rows}", partial(tail, *sizes, rows)
+
+
+def products_in_fp16(arch: int) -> Calls:
     for rows in (8, 64):
-        named = "norm+gated+bias"
+        named = "norm+gated+bias+residual"
         yield f"fp16 {rows}", partial(product, 3072, 2048, named, rows, arch >= 90, torch.float16)
 
 
@@ -201,7 +230,7 @@ def portables(k: int, arch: int) -> Calls:
 def prompts(arch: int) -> Calls:
     """Products of prompts: every tile, whole, gated and masked."""
     for rows in (64, 128, 256, 512, 4096):
-        for n, fused in ((4096, ""), (4096, "gated"), (4112, "bias+residual"), (4112, "fp32")):
+        for n, fused in ((4096, ""), (4096, "gated"), (4096, "bias+residual"), (4112, "bias+residual"), (4112, "fp32")):
             yield f"prompt {n} {fused} {rows}", partial(_prompt, rows, n, fused)
 
 
@@ -215,6 +244,7 @@ def _prompt(rows: int, n: int, fused: str) -> object:
 
 VOCABS = (32000, 128256, 256000)
 BATCH, DRAFTS = 4, 4
+CROWD = 160  # rows: more than a GPU has SMs
 
 
 def _state(vocab: int, batch: int = BATCH) -> DecodeState:
@@ -249,8 +279,8 @@ def steps(arch: int) -> Calls:
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
-        for batch in (1, BATCH, 64):
-            yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, True)
+        for batch, published in pairs((1, BATCH, 64), (True, False)):
+            yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, published)
         for published in (True, False):
             yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
     yield "publish", partial(publish, *ring, state, drafting=True)
@@ -283,6 +313,9 @@ def sampled(arch: int) -> Calls:
                 yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
         for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
             yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
+        yield f"block, recorded and deterministic {vocab}", partial(_sampled, vocab, BATCH, "block", True, True, True)
+    yield f"rejection, recorded {VOCABS[0]} of many", partial(_sampled, VOCABS[0], 64, "rejection", False, True, True)
+    yield f"draw {VOCABS[-1]} of many", partial(_draw, VOCABS[-1], CROWD, 2, False)
     yield "block, kept", partial(_sampled, VOCABS[0], BATCH, "block", False, False, False)
 
 
@@ -311,7 +344,12 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "prompts": prompts,
     "steps": steps,
     "sampled": sampled,
-    "products": products,
+    **{
+        f"products_{start}": partial(products, slice(start, start + AT_ONCE))
+        for start in range(0, len(LAYERS), AT_ONCE)
+    },
+    **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
+    "products_fp16": products_in_fp16,
 }
 
 

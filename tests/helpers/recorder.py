@@ -9,7 +9,7 @@ Works in a process that has not bound Triton to its interpreter: see `modules.mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -134,6 +134,15 @@ def specialised(launch: Launch) -> tuple[object, ...]:
     *_, binder = launch.kernel.device_caches[driver.active.get_current_device()]
     _bound, kinds, options = binder(*launch.given, **launch.options)
     return launch.name, str(kinds), str(options)
+
+
+def first_of_each(launches: Iterable[T], key: Callable[[T], object]) -> Iterator[T]:
+    """Those whose key no earlier one has."""
+    seen = set()
+    for launch in launches:
+        if (mark := key(launch)) not in seen:
+            seen.add(mark)
+            yield launch
 
 
 def compiled(launch: Launch, leave_out: tuple[str, ...] = ()) -> Any:
