@@ -8,6 +8,7 @@ from typing import Any
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from fastspec.kernels.attention import plan, prefill, rope
+from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea
 from fastspec.kernels.attention.combine import gather_kernel
 from fastspec.kernels.attention.decode import _decode_kernel
 from fastspec.kernels.attention.decode_mma import fragment_kernel
@@ -22,23 +23,8 @@ ELEMENT = {2: "*bf16", 4: "*fp32"}
 TMA_ARCH = 90  # the one whose warp groups multiply
 LARGE_ON = (90, 100)  # blocks of these may have LARGE_SHARED bytes
 
-ROWS = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "key_ptr", "value_ptr", "out_ptr", "query_ptr")
-POINTERS = {
-    **dict.fromkeys(("cos_ptr", "sin_ptr", "partial_ptr"), "*fp32"),
-    **dict.fromkeys(("table_ptr", "position_ptr"), "*i64"),
-    **{"write_ptr": "*i1", "count_ptr": "*i32", "scale": "fp32", "eps": "fp32"},
-}
-COUNTS = (
-    "num_queries",
-    "num_pairs",
-    "split_keys",
-    "splits",
-    "limit",
-    "table_stride",
-    "table_width",
-    "num_pages",
-    "num_angles",
-)
+POINTERS = {"partial_ptr": "*fp32", "position_ptr": "*i64", "scale": "fp32"}
+COUNTS = ("num_queries", "num_pairs", "split_keys", "splits", "limit")
 # (rows, pairs, splits) of every launch of `plan.early_plan`: few CTAs, one for each split, several splits to a
 # CTA one after the other, and two at once
 SHORT = (
@@ -96,15 +82,18 @@ def _entry(
 ) -> Entry:
     window, norm, page_size, _narrow = variant
     pdl = arch >= PDL_FROM
-    given = {"WINDOW": window, "NORM": norm, "PAGE_SIZE": page_size, "KV_HEADS": 8, "GROUP": 4, "PDL": pdl, **constants}
-    if not norm:
-        given |= {"q_norm_ptr": None, "k_norm_ptr": None}
+    given = {"WINDOW": window, "PAGE_SIZE": page_size, "KV_HEADS": 8, "GROUP": 4, "PDL": pdl, **constants}
     given = {name: value for name, value in given.items() if name in kernel.arg_names}
-    known = {**dict.fromkeys(ROWS, ELEMENT[size]), **POINTERS, **dict.fromkeys(COUNTS, "i32")}
+    element, heads = ELEMENT[size], ELEMENT[size] if norm else "constexpr"
+    known = {**dict.fromkeys(("out_ptr", "query_ptr"), element), **POINTERS, **dict.fromkeys(COUNTS, "i32")}
+    known["tokens"] = NewTokens(element, "*i64", "*i1", "*fp32", "*fp32", heads, heads, "i32", "fp32")
+    known |= {"cache": PagedCache(element, element, "*i64", "i32", "i32", "i32"), "work": WorkArea("*fp32", "*i32")}
     block = [piece_of(page_size, constants.get("KEYS", 64)), WIDTH.value]
     slots = f"tensordesc<bf16{block},{NVMMASharedLayout(128, 16, 2)!r}>"
     known |= dict.fromkeys(("key_desc", "value_desc"), slots)
     signature = {name: known[name] for name in kernel.arg_names if name not in given}
+    if not norm and "tokens" in signature:
+        given |= {"tokens.q_norm": None, "tokens.k_norm": None}
     if kernel is not prefill._flash_kernel:
         options = {**options, "enable_fp_fusion": False}
     return kernel, signature, given, {**options, "launch_pdl": pdl}, size

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import TritonError
 
-from tests.helpers.compile_kernels import FUSED, Entry, entries, first_of_each
+from tests.helpers.compile_kernels import FUSED, Entry, _path_of, entries, first_of_each
 
 TARGET = GPUTarget("hip", "gfx942", 64)
 PLAINEST = 80  # the architecture whose entries have nothing that came with a later one
@@ -33,7 +33,7 @@ def first_entries() -> Iterator[Entry]:
 def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:
     names = kernel.arg_names
     full = {name: signature.get(name, "constexpr") for name in names}
-    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    constexprs = {_path_of(name, names, full): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=full, constexprs=constexprs)
     options = {name: value for name, value in options.items() if name not in FOR_NVIDIA}
     return triton.compile(source, target=TARGET, options={**FUSED, **options})
