@@ -6,14 +6,12 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.inputs import options, prompts
@@ -25,18 +23,22 @@ from fastspec.proposers.interface import Proposer
 from fastspec.runtime import calls
 from fastspec.runtime.build import build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
-from fastspec.runtime.draft_plan import DraftPlan
+from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.request import Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range, settings_of
-from fastspec.runtime.warmup import decode, warm_up_for
+from fastspec.runtime.warmup import decode, filling, warm_up_for
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.shapes import GREEDY, SAMPLERS
 
-Source = str | os.PathLike[str] | PreTrainedModel
+if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 
 
 class FastSpecGenerator:
@@ -124,7 +126,7 @@ class FastSpecGenerator:
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._progress = progress
-        engine = build(
+        engine, weights = build(
             self._settings,
             self._target,
             self._draft,
@@ -135,7 +137,8 @@ class FastSpecGenerator:
             progress=progress,
         )
         self._scheduler: Scheduler | None = Scheduler(engine)
-        self.warmup()
+        with filling(weights, self.device) as loaded:
+            self._warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
 
     @classmethod
     def plan(
@@ -307,11 +310,14 @@ class FastSpecGenerator:
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         check_range("length", length, 0, self.max_length)
-        choice = self._drafting.ahead(num_speculative_tokens, sampler)
+        self._warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
+
+    def _warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
+        options: dict[str, Any] = {"progress": self._progress, "loaded": loaded}
         with self._in_use() as scheduler:
             engine, rows = scheduler.engine, self._settings.layout.batch
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                warm_up_for(engine, rows, choice, length, shortest, progress=self._progress, prompts=not shortest)
+                warm_up_for(engine, rows, choice, length, shortest, prompts=not shortest, **options)
 
     def _prepare(
         self,

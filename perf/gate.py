@@ -178,10 +178,11 @@ def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[
         sides = []
         for name, tree, more in (("base", base, []), ("candidate", candidate, [f"--plant={given.plant}"])):
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            sides.append(stack.enter_context(Side(name, tree, scratch, [*options, *more])))
-        for side, tree in zip(sides, (base, candidate), strict=True):
+            side = stack.enter_context(Side(name, tree, scratch, [*options, *more]))
+            # one after the other: a side that is being made holds its weights twice, and both may not fit like that
             if (found := Path(side.answer()["ready"])) != tree.resolve():
-                raise Refused(f"{side.name} measures the fastspec of {found}, not of {tree}")
+                raise Refused(f"{name} measures the fastspec of {found}, not of {tree}")
+            sides.append(side)
         print("gate: both sides are ready", file=sys.stderr, flush=True)
         calls: dict[int, dict[str, list[Row]]] = {k: {side.name: [] for side in sides} for k in given.k}
         for number in range(max(given.rounds, given.most)):

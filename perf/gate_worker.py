@@ -82,6 +82,15 @@ def planted(
     return around_steps(generator, delay), delays, delay
 
 
+def free_weights(*models: torch.nn.Module) -> None:
+    """Empties live modules whose weights a generator has copied, so that both sides fit on one GPU."""
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data = parameter.new_empty(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def serve(answer: Callable[[Row], None], requests: Any, given: argparse.Namespace) -> None:
     """Opens the pair and a generator, says so, and then answers requests until they end."""
     with ExitStack() as stack:
@@ -90,6 +99,7 @@ def serve(answer: Callable[[Row], None], requests: Any, given: argparse.Namespac
         work = batches_of(models.prompts(given.batch * given.calls, given.prompt), given.batch)
         run = models.run(work, new=given.new, ks=tuple(given.k), sampled=given.sampled, device=given.device)
         generator = stack.enter_context(generator_of(run, k=max(run.ks)))
+        free_weights(models.target, models.draft)
         for k in run.ks:
             for index in range(2):
                 timed_call(generator, run, index, k)

@@ -23,18 +23,34 @@ from perf.pairs import plant
 from perf.records import Row
 from perf.workloads import WORKLOADS
 
-PARTS = ("start", "import", "make", "generate", "first token")  # the last is all of them
+# "make" begins with "build" and has "read" beside "compile"; "first token" is all from the start of the process
+PARTS = ("start", "import torch", "import", "build", "read", "compile", "make", "generate", "first token")
 CHILD = """
 import json, sys, time
-begun = time.time()
+times = {"begun": time.time()}
+import torch
+times["torch"] = time.time()
 from fastspec import FastSpecGenerator
-imported = time.time()
+from fastspec.models.weights.loader import Loader
+from fastspec.runtime.engine import Engine
+times["imported"] = time.time()
+took = {"read": 0.0, "compile": 0.0}
+def timed(owner, name, part):
+    inner = getattr(owner, name)
+    def outer(*args, **options):
+        start = time.time()
+        times.setdefault("built", start)
+        inner(*args, **options)
+        took[part] += time.time() - start
+    setattr(owner, name, outer)
+timed(Loader, "fill", "read")
+timed(Engine, "compile", "compile")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
 generator = FastSpecGenerator(sys.argv[1], sys.argv[2], **sizes)
-made = time.time()
+times["made"] = time.time()
 next(iter(generator.stream([list(range(100, 228))], max_new_tokens=64, eos_token_id=None, pad_token_id=0)))
-first = time.time()
-print(json.dumps([begun, imported, made, first]))
+times["first"] = time.time()
+print(json.dumps([times, took]))
 """
 
 
@@ -56,9 +72,18 @@ def started(pair: Path, caches: Path, device: str) -> dict[str, float]:
     )
     if run.returncode:
         raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
-    begun, imported, made, first = json.loads(run.stdout.splitlines()[-1])
-    taken = (begun - launched, imported - begun, made - imported, first - made, first - launched)
-    return {part: round(seconds, 3) for part, seconds in zip(PARTS, taken, strict=True)}
+    at, took = json.loads(run.stdout.splitlines()[-1])
+    taken = {
+        "start": at["begun"] - launched,
+        "import torch": at["torch"] - at["begun"],
+        "import": at["imported"] - at["torch"],
+        "build": at["built"] - at["imported"],
+        **took,
+        "make": at["made"] - at["imported"],
+        "generate": at["first"] - at["made"],
+        "first token": at["first"] - launched,
+    }
+    return {part: round(taken[part], 3) for part in PARTS}
 
 
 def command_startup(given: argparse.Namespace) -> Iterator[list[Row]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.ops import Ops
+from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
 
 INDUCTOR = "inductor"
@@ -118,7 +118,7 @@ def compiled(ops: Ops) -> Ops:
     return replace(
         ops,
         name="compiled",
-        store=lambda rows, gated: Weight(rows),
+        weight_format=TORCH_OPS.weight_format,
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         linear=reference.linear,

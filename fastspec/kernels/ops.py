@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.common.weights import Format, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,7 @@ class Ops:
 
     Attributes:
         name: "triton" or "torch".
-        store: (rows [N, K], gated) -> the `Weight` in whose format `linear`, `argmax` and `embed` want it. Gated: the
-            first N/2 rows are a gate, the others go up.
+        weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -34,7 +33,7 @@ class Ops:
     """
 
     name: str
-    store: Callable[[Tensor, bool], Weight]
+    weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
@@ -55,10 +54,15 @@ class Ops:
     publish: Callable[..., None]
     compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 
+    def store(self, rows: Tensor, gated: bool) -> Weight:
+        """The `Weight` of rows [N, K] in the format wanted. Gated: the first N/2 rows are a gate, the others go up."""
+        form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
+        return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
+
 
 TORCH_OPS = Ops(
     name="torch",
-    store=lambda rows, gated: Weight(rows),
+    weight_format=lambda shape, dtype, device: "rows",
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     commit_scratch=lambda batch, max_drafts, device: None,

@@ -15,7 +15,7 @@ from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.launch import compiling, has_pdl
-from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -65,11 +65,10 @@ def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tup
     return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
-def store(rows: Tensor, gated: bool) -> Weight:
-    """A weight [N, K] as the products here want it: packed where it can be, else as it is."""
-    if packing.can_pack(rows.shape, rows.dtype) and supported(torch.cuda.get_device_capability(rows.device)):
-        return Weight.pack(rows, gated)
-    return Weight(rows)
+def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
+    """As the products here want a weight of shape (N, K): packed where it can be, else as rows."""
+    packable = packing.can_pack(shape, dtype) and supported(torch.cuda.get_device_capability(device))
+    return "packed" if packable else "rows"
 
 
 def attend(*tensors: Tensor, work: Workspace, product: Weight | None = None, **options: Any) -> Tensor:
@@ -151,7 +150,7 @@ def argmax(
 
 TRITON_OPS = Ops(
     name="triton",
-    store=store,
+    weight_format=weight_format,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     commit_scratch=scratch_of,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.proposers.interface import Proposer, features_of
+from fastspec.proposers.interface import Proposer, features_of, is_deterministic
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -28,14 +28,15 @@ def check(proposer: object, *, with_draft: bool) -> None:
         return
     if isinstance(proposer, type):
         raise ValueError(f"proposer must be an object, got the class {proposer.__name__}; write {proposer.__name__}()")
-    if hasattr(proposer, "certain") and not hasattr(proposer, "deterministic"):
+    missing = [name for name in _NEEDED if not hasattr(proposer, name)]
+    if "deterministic" in missing and hasattr(proposer, "certain"):
         warnings.warn(
             f"proposer {type(proposer).__name__} has `certain`, which is now called `deterministic`; rename it",
             DeprecationWarning,
             stacklevel=3,
         )
-        proposer.deterministic = proposer.certain  # type: ignore[attr-defined]
-    if missing := [name for name in _NEEDED if not hasattr(proposer, name)]:
+        missing.remove("deterministic")
+    if missing:
         raise ValueError(
             f"proposer {type(proposer).__name__} has no {', '.join(missing)}; pass NGram(), a subclass of "
             "DeterministicProposer, or an object with all of fastspec.proposers.interface.Proposer"
@@ -67,7 +68,7 @@ class Guarded:
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, proposer.deterministic
+        self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, is_deterministic(proposer)
         self.features = features_of(proposer)
         self._vocab_size = vocab_size
 

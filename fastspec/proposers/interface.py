@@ -49,6 +49,11 @@ def features_of(proposer: object) -> tuple[int, ...]:
     return tuple(getattr(proposer, "features", ()))
 
 
+def is_deterministic(proposer: object) -> bool:
+    """The proposer's `deterministic`; one written for an older release may still call it `certain`."""
+    return bool(proposer.deterministic if hasattr(proposer, "deterministic") else getattr(proposer, "certain", False))
+
+
 def feature_buffer(
     proposer: object, batch: int, max_drafts: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:

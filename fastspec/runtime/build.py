@@ -12,7 +12,7 @@ from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.models.decoder import CompiledDecoder, Decoder
-from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.load import PendingWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.proposers.choose import choose
 from fastspec.proposers.draft_model import DraftModel
@@ -33,15 +33,15 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
-) -> Engine:
-    """Everything a loop runs on.
+) -> tuple[Engine, list[PendingWeights]]:
+    """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
     Args:
         settings: checked arguments of the generator.
         target, draft: where the weights come from.
         proposer: the caller's own, or a lookup before the draft.
         shared_vocab: ids below this mean the same to draft and target.
-        release_source, progress: as in `load_weights`.
+        release_source, progress: as in `allocate_weights`.
         nvtx: name steps and their phases to a profiler.
 
     Raises:
@@ -54,16 +54,19 @@ def build(
 
     inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
+    pending: list[PendingWeights] = []
+
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
         spec = checkpoint.spec
-        weights = load_weights(
+        allocated = allocate_weights(
             checkpoint,
             dtype=dtype,
             device=device,
             progress=progress,
             release_source=release_source,
-            store=inside.store,
+            weight_format=inside.weight_format,
         )
+        pending.append(allocated)
         cache = PagedKVCache.allocate(
             spec.num_layers,
             layout.num_pages(length),
@@ -75,7 +78,7 @@ def build(
         )
         return kind(
             spec,
-            weights,
+            allocated.weights,
             cache,
             inside,
             max_positions=layout.pages_per_row(length) * layout.page_size,
@@ -102,7 +105,7 @@ def build(
         sizes = layout.batch, layout.max_drafts, layout.target.hidden_size
         features = feature_buffer(proposer, *sizes, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
-    return Engine(
+    engine = Engine(
         parts=StepModules(
             scoring,
             choose(proposer, model, scoring.vocab_size),
@@ -123,3 +126,4 @@ def build(
         ring=ring,
         verification=settings.verification,
     )
+    return engine, pending

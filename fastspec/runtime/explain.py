@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from fastspec.adaptive.controller import AUTO
+from fastspec.kernels.linear.plan import tested
 from fastspec.models.interface import ModelSource
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
@@ -36,6 +39,7 @@ def explain(
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
         f"attention  {_attention(engine)}",
         f"products   {_products(settings)}",
+        *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]
@@ -57,6 +61,15 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
         f"but the {stats.k} draft passes of a step alone cost as much as {needed - 1:.2f} tokens of plain decoding; "
         "use a smaller or better draft, or fewer num_speculative_tokens (0 decodes plainly)"
     )
+
+
+def launch_plans(settings: Settings) -> str:
+    """Where the launch plans of attention and products come from, on a GPU."""
+    capability = torch.cuda.get_device_capability(settings.device)
+    name = f"sm_{capability[0]}{capability[1]}"
+    if tested(capability):
+        return f"measured on {name}"
+    return f"UNTESTED on {name}: the kernels compile for it, but no GPU of that kind has run them"
 
 
 def _chunks(engine: Engine) -> str:

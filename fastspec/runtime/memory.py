@@ -69,6 +69,7 @@ class Layout:
         chunks: prompt tokens that one pass may feed, ascending.
         ops: whose kernels run.
         keep_draft_probs: the distribution of every draft is kept until the draft is verified.
+        feature_layers: layers of the target whose hidden states the proposer reads.
     """
 
     batch: int
@@ -81,6 +82,7 @@ class Layout:
     chunks: tuple[int, ...]
     ops: Ops
     keep_draft_probs: bool = True
+    feature_layers: int = 0
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -108,7 +110,7 @@ class Layout:
             draft_weights=self.draft.weight_bytes(self.draft_dtype) if self.draft else 0,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
-            buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length),
+            buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
             workspace=self._workspace_bytes(max_length),
             graphs=0,
             free=free,
@@ -128,6 +130,11 @@ class Layout:
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size
         return sum(positions * spec.head_dim * 4 for spec in (self.target, self.draft) if spec)
+
+    def _feature_bytes(self) -> int:
+        """The buffer [batch, max_drafts + 1, layers, hidden] of `feature_buffer`."""
+        entries = self.batch * (self.max_drafts + 1) * self.feature_layers * self.target.hidden_size
+        return entries * self.target_dtype.itemsize
 
     def _workspace_bytes(self, max_length: int) -> int:
         """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""

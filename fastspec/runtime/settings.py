@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from fastspec.adaptive.controller import AUTO, MOST
 from fastspec.kernels.select import ops_for
 from fastspec.models.interface import ModelInfo, ModelSource
+from fastspec.proposers.interface import features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
@@ -58,14 +59,6 @@ class Settings:
         return self.decode_tiling.rows is not None
 
 
-class Drafts(Protocol):
-    """What a proposer must tell."""
-
-    @property
-    def deterministic(self) -> bool:
-        """As in `fastspec.proposers.interface.Proposer`."""
-
-
 def settings_of(
     target: ModelSource,
     draft: ModelSource | None,
@@ -80,7 +73,7 @@ def settings_of(
     graphs: bool | None,
     compile: bool,
     verification: object,
-    proposer: Drafts | None,
+    proposer: object | None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
@@ -107,7 +100,8 @@ def settings_of(
         draft_dtype=_dtype(dtype, (draft or target).spec, on),
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
-        keep_draft_probs=needs_draft_probs(rule) and not (proposer and proposer.deterministic and not draft),
+        keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
+        feature_layers=len(features_of(proposer)),
     )
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED

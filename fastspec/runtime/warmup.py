@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import torch
 from tqdm import tqdm
 
+from fastspec.models.weights.load import PendingWeights
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
@@ -13,7 +17,15 @@ from fastspec.runtime.scheduler import Scheduler
 
 
 def warm_up_for(
-    engine: Engine, rows: int, choice: Choice, longest: int, shortest: int, *, progress: bool, prompts: bool = False
+    engine: Engine,
+    rows: int,
+    choice: Choice,
+    longest: int,
+    shortest: int,
+    *,
+    progress: bool,
+    prompts: bool = False,
+    loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
 
@@ -24,6 +36,7 @@ def warm_up_for(
         longest: tokens that its rows may get. shortest: that they all have.
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
+        loaded: waits for weights that another thread still fills; kernels are compiled before.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
@@ -33,6 +46,7 @@ def warm_up_for(
     if engine.runner.static and missing:
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
+    loaded()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():
         for size, shape in bar:
@@ -41,6 +55,30 @@ def warm_up_for(
             engine.capture_prompts()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
+
+
+@contextmanager
+def filling(pending: Sequence[PendingWeights], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Fills weights while the context runs: in another thread on CUDA, where kernels are compiled meanwhile.
+
+    Gives a function that waits until all are filled, and raises what stopped that. Leaving the context by an error
+    stops it.
+    """
+
+    def fill() -> None:
+        for weights in pending:
+            weights.fill()
+
+    if device.type != "cuda":
+        yield fill
+        return
+    with ThreadPoolExecutor(1, "fastspec-load") as pool:
+        filled = pool.submit(fill)
+        try:
+            yield filled.result
+        finally:
+            for weights in pending:
+                weights.cancel()
 
 
 def decode(

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.weights import load as weights_module
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights, tensor_shapes
+from fastspec.models.weights.loader import Loader
 from fastspec.models.weights.sources import Checkpoint, resolve
 from tests.helpers.checkpoints import FAMILIES, make_checkpoint, make_model
 
@@ -291,12 +291,11 @@ def test_planted_bugs_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     make_checkpoint(tmp_path, "qwen2")
     checkpoint = resolve(tmp_path, role="target")
     state = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    rows = weights_module._Loader.rows
-    monkeypatch.setattr(weights_module._Loader, "rows", lambda self, *names: rows(self, *reversed(names)))
+    weight = Loader.weight
+    monkeypatch.setattr(Loader, "weight", lambda self, *names, **gated: weight(self, *reversed(names), **gated))
     with pytest.raises(AssertionError, match="qkv"):
         assert_same(load(checkpoint), state)
-    monkeypatch.setattr(
-        weights_module._Loader, "rows", lambda self, *names: torch.empty_like(rows(self, *names)).fill_(0)
-    )
+    monkeypatch.undo()
+    monkeypatch.setattr(Loader, "_fill_tensor", lambda self, names, fused, staging: fused.fill_(0))
     with pytest.raises(AssertionError):
         assert_same(load(checkpoint), state)

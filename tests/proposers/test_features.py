@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastspec import FastSpecGenerator, demo_pair
 from fastspec.models.decoder import Decoder
 from fastspec.proposers.choose import Guarded
 from fastspec.proposers.interface import feature_buffer, features_of
@@ -49,6 +51,22 @@ class Head:
                 state.draft_tokens[row, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
                 state.draft_counts[row] = len(drafts)
         self.seen.append((state.lengths.clone(), state.emitted.clone(), state.tokens.clone(), features.clone()))
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        return
+
+
+class Quiet:
+    """Reads features and drafts nothing."""
+
+    max_length = 0
+    deterministic = True
+
+    def __init__(self, features: tuple[int, ...]) -> None:
+        self.features = features
+
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
+        state.draft_counts.zero_()
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         return
@@ -106,3 +124,24 @@ def test_most_proposers_read_none() -> None:
     engine, _ = reading(tiny_engine(batch=1, k=2), [[1, 2]])
     with pytest.raises(TypeError, match="features"):
         run(replace(engine, parts=replace(engine.parts, features=None)), [[1, 2]], 3)
+
+
+def test_the_buffer_is_in_the_memory_plan() -> None:
+    target = demo_pair()[0]
+    hidden = json.loads((target / "config.json").read_text())["hidden_size"]
+
+    def planned(features: tuple[int, ...]) -> int:
+        with FastSpecGenerator(
+            target,
+            proposer=Quiet(features),
+            max_batch_size=2,
+            num_speculative_tokens=3,
+            max_length=60,
+            device="cpu",
+            progress=False,
+        ) as generator:
+            return generator.memory_plan.buffers
+
+    buffer = feature_buffer(Quiet((0, 1)), 2, 3, hidden, torch.float32, torch.device("cpu"))
+    assert buffer is not None
+    assert planned((0, 1)) - planned(()) == buffer.nbytes

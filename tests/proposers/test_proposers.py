@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastspec.proposers import draft_model
 from fastspec.proposers.choose import Guarded, check, choose
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.deterministic import DeterministicProposer
+from fastspec.proposers.interface import Proposer, is_deterministic
 from fastspec.proposers.ngram import NGram
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
@@ -214,6 +216,7 @@ def test_old_names_work_for_one_release_and_say_so() -> None:
     assert old is fastspec.DeterministicProposer
 
     class Old:
+        __slots__ = ()  # no room for another attribute
         max_length, certain = 0, True
 
         def propose(self, *args: object) -> None: ...
@@ -221,6 +224,8 @@ def test_old_names_work_for_one_release_and_say_so() -> None:
         def catch_up(self, *args: object) -> None: ...
 
     proposer = Old()
+    assert is_deterministic(proposer)
     with pytest.warns(DeprecationWarning, match="`deterministic`"):
         check(proposer, with_draft=False)
-    assert proposer.deterministic  # type: ignore[attr-defined]
+    assert not hasattr(proposer, "deterministic")  # the caller's object stays as it was
+    assert Guarded(cast("Proposer", proposer), VOCAB).deterministic

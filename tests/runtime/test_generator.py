@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
 from fastspec.output import RowStats, Stats
-from fastspec.runtime.explain import break_even_advice
+from fastspec.runtime.explain import break_even_advice, launch_plans
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.devices import devices
 
@@ -394,6 +394,14 @@ def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> 
         stats = plain.generate([[5]], max_new_tokens=1, return_dict_in_generate=True).stats
         assert not stats.exact
         assert "exact=False" in str(stats)
+
+
+@pytest.mark.parametrize(("capability", "said"), [((9, 0), "measured on sm_90"), ((8, 0), "UNTESTED on sm_80")])
+def test_explain_says_which_gpu_its_plans_were_measured_on(
+    capability: tuple[int, int], said: str, gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert said in launch_plans(gen._settings)
 
 
 def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:

@@ -45,10 +45,21 @@ def pack(weight: Tensor, gated: bool = False) -> Tensor:
             f"a weight of shape {tuple(weight.shape)} and {weight.dtype} has no packed form; "
             "pack 16-bit weights [N, K] with N % 16 == 0 and K % 128 == 0, and keep the others as they are"
         )
-    rows, width = weight.shape
-    packed = weight.new_empty(rows // 16, width // 32, 16, 32)
-    _in_rows(packed, gated).copy_(weight.view(_rows_shape(rows, width, gated)))
+    packed = weight.new_empty(packed_shape(weight.shape))
+    pack_into(packed, weight, gated)
     return packed
+
+
+def packed_shape(weight_shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """Shape of the packed form of a weight [N, K]."""
+    rows, width = weight_shape
+    return rows // 16, width // 32, 16, 32
+
+
+def pack_into(packed: Tensor, weight: Tensor, gated: bool = False) -> None:
+    """Writes the packed form of a weight [N, K] to `packed`, of shape `packed_shape`."""
+    rows, width = weight.shape
+    _in_rows(packed, gated).copy_(weight.view(_rows_shape(rows, width, gated)))
 
 
 def unpack(packed: Tensor, gated: bool = False) -> Tensor:

@@ -47,6 +47,22 @@ class Weight:
         """A packed copy of [N, K]; arguments and errors as those of `packing.pack`."""
         return cls(packing.pack(rows, gated), "packed", gated)
 
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, int], form: Format, gated: bool, dtype: torch.dtype, device: torch.device
+    ) -> Weight:
+        """Room for a weight of shape (N, K), for `fill` to write; gated rows count only where they are packed."""
+        packed = form == "packed"
+        data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
+        return cls(data, form, gated and packed)
+
+    def fill(self, rows: Tensor) -> None:
+        """Writes the values of rows [N, K], of a gated weight the gate's first, in this weight's format."""
+        if self.format == "packed":
+            packing.pack_into(self.data, rows, self.gated)
+        else:
+            self.data.copy_(rows)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K), whatever the format."""

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.live import ModuleTensors
+from fastspec.models.weights.loader import Loader, TensorSource, WeightFormat
 from fastspec.models.weights.shards import ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from fastspec.models.config import ModelSpec
     from fastspec.models.weights.sources import Checkpoint
-
-    Store = Callable[[Tensor, bool], Weight]
 
 EMBED: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
@@ -87,22 +86,6 @@ class DecoderWeights:
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
-
-
-class TensorSource(Protocol):
-    """Named tensors of a checkpoint, described before they are read."""
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Shape, stored dtype and place of every tensor, without reading any."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """Holds files open while tensors are read."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor where it lies: a view of the mapped file, or the module's own parameter."""
-
-    def release(self, names: list[str]) -> None:
-        """Lets go of the source's memory for tensors that have been copied."""
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -179,51 +162,76 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} tensor(s) ({shown}{more})"
 
 
-class _Loader:
-    """Copies named tensors of one source into new tensors of one dtype on one device."""
-
-    def __init__(
-        self, source: TensorSource, dtype: torch.dtype, device: torch.device, bar: tqdm[NoReturn], release: bool
-    ) -> None:
-        self._source, self._dtype, self._device, self._bar = source, dtype, device, bar
-        self._release = release
-        self._infos = source.infos()
-
-    def rows(self, *names: str) -> Tensor:
-        """The named tensors under each other: [sum of their rows, ...], each copied straight to its place."""
-        parts = [self._infos[name] for name in names]
-        total = sum(part.shape[0] for part in parts)
-        fused = torch.empty((total, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
-        start = 0
-        for name, part in zip(names, parts, strict=True):
-            place = fused[start : start + part.shape[0]]
-            place.copy_(self._source.read(name))
-            self._check_range(name, part, place)
-            start += part.shape[0]
-            self._bar.update(place.nbytes)
-        if self._release:
-            self._source.release(list(names))
-        return fused
-
-    def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
-        if self._dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
-            raise CheckpointError(
-                f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
-                "float32"
-            )
-
-    def tied_head(self) -> None:
-        """Checks a head that is stored beside the embedding it should equal, and lets go of it."""
-        if HEAD not in self._infos:
-            return
-        head, embed = self._source.read(HEAD), self._source.read(EMBED)
+def _tied_head(source: TensorSource, release: bool) -> None:
+    """Checks a head that is stored beside the embedding it should equal, and lets go of it."""
+    infos = source.infos()
+    if HEAD not in infos:
+        return
+    with source.open():
+        head, embed = source.read(HEAD), source.read(EMBED)
         if head.dtype != embed.dtype or not torch.equal(head, embed):
             raise CheckpointError(
-                f"{HEAD} in {self._infos[HEAD].where} differs from {EMBED}, but the config ties them; set "
+                f"{HEAD} in {infos[HEAD].where} differs from {EMBED}, but the config ties them; set "
                 "tie_word_embeddings to false in the config"
             )
-        if self._release:
-            self._source.release([HEAD])
+    if release:
+        source.release([HEAD])
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWeights:
+    """Weights that are allocated, and filled later.
+
+    Attributes:
+        weights: to be used by nothing that reads values before `fill` has returned.
+        fill: reads the files; it may run in another thread. Raises as `load_weights`.
+        cancel: makes `fill` end soon; the weights are not to be used then.
+    """
+
+    weights: DecoderWeights
+    fill: Callable[[], None]
+    cancel: Callable[[], None]
+
+
+def allocate_weights(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    release_source: bool = False,
+    weight_format: WeightFormat = TORCH_OPS.weight_format,
+) -> PendingWeights:
+    """Allocates all weights of a checkpoint, fused, in `dtype` on `device`.
+
+    A live module is copied here and now, for with `release_source` its memory makes room for the copy.
+
+    Args and Raises: as `load_weights`.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
+    source = _source_of(checkpoint)
+    spec = checkpoint.spec
+    check_tensors(source.infos(), spec, checkpoint.name)
+    total = dtype.itemsize * sum(math.prod(shape) for shape in tensor_shapes(spec).values())
+    bar: tqdm[NoReturn] = tqdm(
+        total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
+    )
+    later = checkpoint.module is None
+    loader = Loader(source, dtype, device, weight_format, bar, release=release_source, later=later)
+    with torch.no_grad():
+        if spec.tied:
+            _tied_head(source, release_source)
+        weights = _assemble(loader, spec)
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams fill memory that was in use on this one
+
+    def fill() -> None:
+        with bar:
+            loader.fill()
+
+    return PendingWeights(weights, fill, loader.cancel)
 
 
 def load_weights(
@@ -233,7 +241,7 @@ def load_weights(
     device: torch.device,
     progress: bool = True,
     release_source: bool = False,
-    store: Store = lambda rows, gated: Weight(rows),
+    weight_format: WeightFormat = TORCH_OPS.weight_format,
 ) -> DecoderWeights:
     """Loads all weights of a checkpoint, fused, in `dtype` on `device`.
 
@@ -245,7 +253,7 @@ def load_weights(
         release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
             once its copy is made, and the module cannot be used again, also if loading fails half way.
             Without it the module is left as it was. Means nothing for a directory.
-        store: makes a `Weight` of rows [N, K], in the format in which it is used; gated: gate rows over up rows.
+        weight_format: as in `Ops`: the format in which a weight is used.
 
     Returns:
         Contiguous tensors that share no memory with the source.
@@ -255,18 +263,16 @@ def load_weights(
         UnsupportedModel: a stored dtype, or the live module, is not supported.
         UnsupportedOption: `dtype` is none of the three.
     """
-    if dtype not in DTYPES:
-        raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
-    source = _source_of(checkpoint)
-    spec = checkpoint.spec
-    check_tensors(source.infos(), spec, checkpoint.name)
-    total = dtype.itemsize * sum(math.prod(shape) for shape in tensor_shapes(spec).values())
-    with (
-        torch.no_grad(),
-        source.open(),
-        tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress) as bar,
-    ):
-        return _assemble(_Loader(source, dtype, device, bar, release_source), spec, store)
+    pending = allocate_weights(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        release_source=release_source,
+        weight_format=weight_format,
+    )
+    pending.fill()
+    return pending.weights
 
 
 def _source_of(checkpoint: Checkpoint) -> TensorSource:
@@ -277,36 +283,34 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
     return ShardTensors(checkpoint.directory)
 
 
-def _assemble(loader: _Loader, spec: ModelSpec, store: Store) -> DecoderWeights:
-    if spec.tied:
-        loader.tied_head()
-    embed = store(loader.rows(EMBED), False)
-    layers = tuple(_layer(loader, spec, f"model.layers.{index}.", store) for index in range(spec.num_layers))
-    norm = loader.rows(NORM)
-    head = embed if spec.tied else store(loader.rows(HEAD), False)
+def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
+    embed = loader.weight(EMBED)
+    layers = tuple(_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers))
+    norm = loader.tensor(NORM)
+    head = embed if spec.tied else loader.weight(HEAD)
     return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head)
 
 
-def _layer(loader: _Loader, spec: ModelSpec, prefix: str, store: Store) -> LayerWeights:
-    def rows(kind: str, *names: str, when: bool) -> Tensor | None:
-        return loader.rows(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
+def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
+    def tensor(kind: str, *names: str, when: bool = True) -> Tensor | None:
+        return loader.tensor(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
 
-    def weight(*names: str) -> Tensor:
-        return loader.rows(*(f"{prefix}{name}.weight" for name in names))
+    def weight(*names: str, gated: bool = False) -> Weight:
+        return loader.weight(*(f"{prefix}{name}.weight" for name in names), gated=gated)
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return LayerWeights(
-        input_norm=weight("input_layernorm"),
-        post_norm=weight("post_attention_layernorm"),
-        qkv=store(weight(*qkv), False),
-        qkv_bias=rows("bias", *qkv, when=spec.qkv_bias),
-        q_norm=rows("weight", "self_attn.q_norm", when=spec.qk_norm),
-        k_norm=rows("weight", "self_attn.k_norm", when=spec.qk_norm),
-        o=store(weight("self_attn.o_proj"), False),
-        o_bias=rows("bias", "self_attn.o_proj", when=spec.o_bias),
-        gate_up=store(weight(*gate_up), True),
-        gate_up_bias=rows("bias", *gate_up, when=spec.mlp_bias),
-        down=store(weight("mlp.down_proj"), False),
-        down_bias=rows("bias", "mlp.down_proj", when=spec.mlp_bias),
+        input_norm=loader.tensor(f"{prefix}input_layernorm.weight"),
+        post_norm=loader.tensor(f"{prefix}post_attention_layernorm.weight"),
+        qkv=weight(*qkv),
+        qkv_bias=tensor("bias", *qkv, when=spec.qkv_bias),
+        q_norm=tensor("weight", "self_attn.q_norm", when=spec.qk_norm),
+        k_norm=tensor("weight", "self_attn.k_norm", when=spec.qk_norm),
+        o=weight("self_attn.o_proj"),
+        o_bias=tensor("bias", "self_attn.o_proj", when=spec.o_bias),
+        gate_up=weight(*gate_up, gated=True),
+        gate_up_bias=tensor("bias", *gate_up, when=spec.mlp_bias),
+        down=weight("mlp.down_proj"),
+        down_bias=tensor("bias", "mlp.down_proj", when=spec.mlp_bias),
     )

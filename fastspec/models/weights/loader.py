@@ -1,0 +1,182 @@
+"""Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
+
+Files are read later: the weights are allocated first, so that kernels can be compiled and the rest of a model made
+while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.weights import Format, Weight
+from fastspec.models.weights.shards import TensorInfo
+
+WeightFormat = Callable[[tuple[int, int], torch.dtype, torch.device], Format]
+
+READERS = 4  # threads that fill weights on CUDA
+_PINNED_BYTES = 32 * 2**20  # of each reader
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, described before they are read."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape, stored dtype and place of every tensor, without reading any."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Holds files open while tensors are read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
+
+    def release(self, names: list[str]) -> None:
+        """Lets go of the source's memory for tensors that have been copied."""
+
+
+class Loader:
+    """Makes weights of one dtype on one device out of the named tensors of one source.
+
+    Args:
+        source: the tensors; open where they are copied at once.
+        weight_format: as in `Ops`.
+        release: let go of the source's tensors when they are copied.
+        later: copy nothing before `fill`.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat,
+        bar: tqdm[NoReturn],
+        *,
+        release: bool = False,
+        later: bool = False,
+    ) -> None:
+        self._source, self._dtype, self._device = source, dtype, device
+        self._weight_format, self._bar = weight_format, bar
+        self._release, self._later = release, later
+        self._infos = source.infos()
+        self._copies: deque[Callable[[_Staging | None], None]] = deque()
+
+    def tensor(self, *names: str) -> Tensor:
+        """The named tensors under each other: [sum of their rows, ...]."""
+        parts = [self._infos[name].shape for name in names]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._copy(partial(self._fill_tensor, names, made))
+        return made
+
+    def weight(self, *names: str, gated: bool = False) -> Weight:
+        """The named matrices under each other, as one `Weight`."""
+        shape = (sum(self._infos[name].shape[0] for name in names), self._infos[names[0]].shape[1])
+        form = self._weight_format(shape, self._dtype, self._device)
+        made = Weight.empty(shape, form, gated, self._dtype, self._device)
+        self._copy(partial(self._fill_weight, names, made))
+        return made
+
+    def fill(self) -> None:
+        """Copies what was left for later; on CUDA it is all there when this returns.
+
+        Raises:
+            CheckpointError: a value cannot be read, or does not fit in float16. Nothing more is copied then.
+        """
+        with self._source.open():
+            if self._device.type != "cuda":
+                self._fill_until_done(None)
+                return
+            with ThreadPoolExecutor(READERS, "fastspec-load") as pool:
+                for done in [pool.submit(self._read_along) for _ in range(READERS)]:
+                    done.result()
+
+    def cancel(self) -> None:
+        """Makes `fill` end soon, in whatever thread it runs."""
+        self._copies.clear()
+
+    def _copy(self, copy: Callable[[_Staging | None], None]) -> None:
+        if self._later:
+            self._copies.append(copy)
+        else:
+            copy(None)
+
+    def _read_along(self) -> None:
+        """One thread of `fill`."""
+        staging = _Staging(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(staging.stream):
+            self._fill_until_done(staging)
+        staging.stream.synchronize()
+
+    def _fill_until_done(self, staging: _Staging | None) -> None:
+        with torch.no_grad():  # a thread has its own such modes
+            while self._copies:
+                try:
+                    copy = self._copies.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                try:
+                    copy(staging)
+                except BaseException:
+                    self.cancel()
+                    raise
+
+    def _fill_weight(self, names: tuple[str, ...], place: Weight, staging: _Staging | None) -> None:
+        if place.format == "rows":
+            self._fill_tensor(names, place.data, staging)
+        else:
+            rows = place.data.new_empty(place.shape)
+            self._fill_tensor(names, rows, staging)
+            place.fill(rows)
+
+    def _fill_tensor(self, names: tuple[str, ...], fused: Tensor, staging: _Staging | None) -> None:
+        start = 0
+        for name in names:
+            part, stored = self._infos[name], self._source.read(name)
+            place = fused[start : start + part.shape[0]]
+            if staging is None:
+                place.copy_(stored)
+            else:
+                staging.copy(place, stored)
+            self._check_range(name, part, place)
+            start += part.shape[0]
+            self._bar.update(place.nbytes)
+        if self._release:
+            self._source.release(list(names))
+
+    def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
+        if self._dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
+            raise CheckpointError(
+                f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
+                "float32"
+            )
+
+
+class _Staging:
+    """Pinned memory of one thread, and the stream on which it is copied to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def copy(self, place: Tensor, stored: Tensor) -> None:
+        """stored, on the CPU, to place, contiguous on the device: piece by piece, rounded to place's dtype."""
+        pinned = self._pinned.view(place.dtype)
+        flat, source = place.view(-1), stored.reshape(-1)
+        for start in range(0, flat.numel(), pinned.numel()):
+            piece = source[start : start + pinned.numel()]
+            self._copied.synchronize()  # the piece before has left the pinned memory
+            here = pinned[: piece.numel()]
+            here.copy_(piece)
+            flat[start : start + piece.numel()].copy_(here, non_blocking=True)
+            self._copied.record(self.stream)

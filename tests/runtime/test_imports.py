@@ -1,0 +1,52 @@
+"""What a process has imported: a start waits for none of what a generator made from a directory does not use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fastspec import demo_pair
+from tests.helpers.checkpoints import make_model
+
+# heavy, and of use for live models, torch.compile, GPUs or training alone
+UNUSED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers.generation.utils",
+    "transformers.integrations.finegrained_fp8",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "triton",
+)
+IMPORT = "from fastspec import FastSpecGenerator"
+MAKE = f"""{IMPORT}
+generator = FastSpecGenerator({str(demo_pair()[0])!r}, {str(demo_pair()[1])!r}, device="cpu", progress=False)
+generator.generate([[5, 6, 7]], max_new_tokens=4)
+generator.tokenizer.decode([5])
+"""
+
+
+def imported(code: str) -> set[str]:
+    """Which of UNUSED a fresh process has after it ran the code."""
+    ask = f"import sys; print(*[name for name in {UNUSED!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{ask}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split("\n")[-2].split())
+
+
+@pytest.mark.parametrize("code", [IMPORT, MAKE], ids=["import", "make"])
+def test_a_generator_of_a_directory_imports_nothing_heavy(code: str) -> None:
+    assert not imported(code)
+
+
+def test_the_check_sees_what_is_imported() -> None:
+    assert "transformers.modeling_utils" in imported("from transformers import PreTrainedModel")
+
+
+def test_a_live_model_is_still_taken() -> None:
+    from fastspec import FastSpecGenerator
+
+    with FastSpecGenerator(make_model("llama2"), max_length=32, device="cpu", progress=False) as generator:
+        assert len(generator.generate([[5, 6]], max_new_tokens=2, eos_token_id=None)[0]) == 4
