@@ -158,6 +158,7 @@ def interpreted(*stems: str) -> ModuleType:
     folder = Path(fastspec.kernels.__file__).parent
     text = "\n".join(_translated((folder / f"{stem}.py").read_text(encoding="utf-8")) for stem in stems)
     head = "import triton\nimport triton.language as tl\n"
+    head += "from fastspec.kernels.attention.arguments import PagedCache\n"
     head += f"from {__name__} import fast_log2f, gl, gluon, product as mma_v2, thread_barrier\n"
     path = (
         Path(tempfile.mkdtemp()) / f"interpreted_{'_'.join(stem.rsplit('/')[-1] for stem in stems)}.py"

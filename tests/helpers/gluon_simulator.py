@@ -391,6 +391,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> N
 def _argument(given: Any) -> Any:
     if isinstance(given, torch.Tensor):
         return _pointer(given)
+    if hasattr(given, "_fields"):
+        return type(given)(*map(_argument, given))
     return Number(given) if type(given) is int else given
 
 

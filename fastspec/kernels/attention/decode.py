@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.prefill import pages_of, slots_of
-from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, columns
+from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns
 
 FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
 PEEK_KEYS = tl.constexpr(256)  # keys prefetched into L2 before the wait
@@ -28,18 +28,13 @@ def _prefetch(pointers, wanted):
 
 @triton.jit
 def peek(
-    key_ptr,
-    value_ptr,
-    table_ptr,
+    cache,  # PagedCache
     position_ptr,
     batch,
     kv_head,
     start,
     num_queries,
     split_keys,
-    table_stride,
-    table_width,
-    num_pages,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,14 +46,14 @@ def peek(
     wanted = (at <= newest) & (at < start + split_keys)
     if WINDOW > 0:
         wanted = wanted & (at > newest - num_queries - WINDOW)
-    entry = tl.minimum(at // PAGE_SIZE, table_width - 1)
-    page = tl.load(table_ptr + batch * table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    entry = tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
+    page = tl.load(cache.block_table + batch * cache.table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-    LINE: tl.constexpr = 1024 // key_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    LINE: tl.constexpr = 1024 // cache.k.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
     for column in tl.static_range(0, HEAD_DIM, LINE):
-        _prefetch(key_ptr + slot + column, wanted)
-        _prefetch(value_ptr + slot + column, wanted)
+        _prefetch(cache.k + slot + column, wanted)
+        _prefetch(cache.v + slot + column, wanted)
 
 
 @triton.jit
@@ -161,18 +156,14 @@ def combine(
 
 
 @triton.jit
-def attended(
+def attend_split(
     q1,
     q2,
-    key_ptr,
-    value_ptr,
-    table_ptr,
+    cache,  # PagedCache of one row
     position,
     kv_head,
     begin,
     stop,
-    table_width,
-    num_pages,
     scale,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -197,7 +188,7 @@ def attended(
     if not HALVES:
         q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        page = pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE, BLOCK_N)
+        page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
         place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
         slot = row_slot + dim[None, :]
         at = first + tl.arange(0, BLOCK_N)
@@ -206,14 +197,14 @@ def attended(
         if HALVES:
             column = tl.arange(0, BLOCK_D // 2)
             half_mask = (at < stop)[:, None] & (column < HEAD_DIM // 2)[None, :]
-            half = key_ptr + place + (row_slot + column[None, :])
+            half = cache.k + place + (row_slot + column[None, :])
             scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0)), input_precision="ieee")
             k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
         else:
-            k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
+            k = tl.load(cache.k + place + slot, mask=mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        v = tl.load(value_ptr + place + slot, mask=mask, other=0.0)
+        v = tl.load(cache.v + place + slot, mask=mask, other=0.0)
         seen = at[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
@@ -229,41 +220,16 @@ def attended(
     return averaged(out, top, tl.sum(totals, axis=1))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_queries",
-        "num_pairs",
-        "split_keys",
-        "table_stride",
-        "table_width",
-        "num_pages",
-        "num_angles",
-    ]
-)
+@triton.jit(do_not_specialize=["split_keys", "num_queries", "num_pairs"])
 def _decode_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache
     out_ptr,  # [B, Q, H * D]
-    partial_ptr,  # fp32 [B * Hkv, splits + groups, Q * GROUP, D]: averages of values; then [B * Hkv, splits + groups,
-    # Q * GROUP]: log2 of the sums of their weights
-    count_ptr,  # int32 [B * Hkv * tiles, 1 + groups]: arrivals; zero between launches
+    work,  # WorkArea; partials of splits, then of groups of FAN splits; counters [B * Hkv * tiles, 1 + groups]
     split_keys,
     num_queries,
     num_pairs,  # B * Hkv
-    table_stride,
-    table_width,
-    num_pages,
-    num_angles,
     scale,  # of scores, times log2(e)
-    eps,
     WINDOW: tl.constexpr,  # 0: none
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -273,7 +239,6 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -285,8 +250,8 @@ def _decode_kernel(
     if PDL:
         gdc_launch_dependents()
         peek(
-            key_ptr, value_ptr, table_ptr, position_ptr, batch, kv_head, start, num_queries, split_keys,
-            table_stride, table_width, num_pages, WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
+            cache, tokens.positions, batch, kv_head, start, num_queries, split_keys,
+            WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
         )  # fmt: skip
         gdc_wait()
 
@@ -294,11 +259,11 @@ def _decode_kernel(
     valid = row < rows
     at = batch * num_queries + row // GROUP
     # a padding row sees nothing
-    position = tl.load(position_ptr + at, mask=valid, other=-1)
+    position = tl.load(tokens.positions + at, mask=valid, other=-1)
     column = tl.arange(0, BLOCK_D // 2)
     mask = valid[:, None] & (column < HEAD_DIM // 2)[None, :]
     head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * HEAD_DIM
-    source = qkv_ptr + head[:, None] + column[None, :]
+    source = tokens.qkv + head[:, None] + column[None, :]
     q1 = tl.load(source, mask=mask, other=0.0)
     q2 = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
 
@@ -313,22 +278,19 @@ def _decode_kernel(
         return
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
 
-    table_ptr += batch * table_stride
-    q1, q2 = apply_rope(q1, q2, position, valid, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM)
+    row_cache = cache_of_row(cache, batch)
+    q1, q2 = apply_rope(q1, q2, position, valid, tokens, tokens.q_norm, HEAD_DIM, BLOCK_D)
     append(
-        qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-        batch, kv_head, 0, start, stop, num_queries, num_angles, table_width, num_pages, eps,
-        KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
-    )  # fmt: skip
+        tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE
+    )
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         append(
-            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-            batch, kv_head, first_row, start, stop, num_queries, num_angles, table_width, num_pages, eps,
-            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+            tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries,
+            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
         )  # fmt: skip
     tl.debug_barrier()  # what other threads stored is read below
-    mean, weight = attended(
-        q1, q2, key_ptr, value_ptr, table_ptr, position, kv_head, begin, stop, table_width, num_pages, scale,
+    mean, weight = attend_split(
+        q1, q2, row_cache, position, kv_head, begin, stop, scale,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
     )  # fmt: skip
 
@@ -339,8 +301,8 @@ def _decode_kernel(
     groups = tl.cdiv(splits, FAN)
     nodes = num_pairs.to(tl.int64) * (splits + groups) * rows
     base = pair * (splits + groups) * rows
-    mean_ptr, weight_ptr = partial_ptr + base * HEAD_DIM, partial_ptr + (nodes * HEAD_DIM + base)
-    count_ptr += tl.program_id(0) * (1 + groups)
+    mean_ptr, weight_ptr = work.partials + base * HEAD_DIM, work.partials + (nodes * HEAD_DIM + base)
+    count_ptr = work.counters + tl.program_id(0) * (1 + groups)
     store_partial(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
     group = split // FAN
     begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)

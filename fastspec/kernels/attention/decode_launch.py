@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.attention import plan
+from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea
 from fastspec.kernels.attention.combine import gather_kernel
 from fastspec.kernels.attention.decode import _decode_kernel
 from fastspec.kernels.attention.decode_mma import fragment_kernel
 from fastspec.kernels.attention.decode_mma_batch import batch_kernel
 from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
 from fastspec.kernels.attention.plan import Gpu, LaunchPlan, Pass
+from fastspec.kernels.attention.prefill import LOG2E
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from fastspec.kernels.common.launch import described, has_pdl, launch, multiprocessors
 
@@ -25,108 +28,100 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
 
 
-def pass_of(tensors: tuple[Any, ...], num_heads: int) -> Pass:
-    """Sizes of a pass over `attend`'s tensors, in its order."""
-    (batch, num_queries), kv_heads, dim = tensors[8].shape, tensors[5].shape[2], tensors[5].shape[3]
-    return Pass(num_queries * (num_heads // kv_heads), batch * kv_heads, dim)
+@dataclass(frozen=True, slots=True)
+class DecodingPass:
+    """One decoding pass, for all its launches.
 
-
-def _start(kernel: Any, planned: LaunchPlan, *arguments: Any, common: dict[str, Any], **constants: Any) -> None:
-    constants = {**constants, **planned.constants, **common, **planned.options}
-    launch(kernel, planned.grid, *arguments, enable_fp_fusion=False, **constants)
-
-
-def _common(tensors: tuple[Any, ...], out: Tensor, window: int | None, pdl: bool) -> dict[str, Any]:
-    """Constants and options that all launches of a pass have."""
-    kv_heads, dim = tensors[5].shape[2:]
-    common = {"WINDOW": window or 0, "KV_HEADS": kv_heads, "GROUP": out.shape[2] // (kv_heads * dim), "PDL": pdl}
-    return {**common, **({"launch_pdl": True} if pdl else {})}
-
-
-def start_tiles(
-    planned: LaunchPlan,
-    tensors: tuple[Any, ...],
-    out: Tensor,
-    work: tuple[Tensor, Tensor],
-    sizes: tuple[float, ...],
-    window: int | None,
-    pdl: bool,
-) -> None:
-    """Launches `_decode_kernel`.
-
-    Args:
-        planned: by `plan.tiles_plan`.
-        tensors: `attend`'s, in its order.
+    Attributes:
+        tokens: what it reads.
+        cache: that it writes K and V to, and attends to.
         out: [B, Q, H * D], written.
-        work: partial sums, fp32, written; and counters.
-        sizes: what follows in the arguments of the kernel.
+        work: its partials are written: room for B * Q * H * splits * (D + 1) where there is more than one split.
         window: of attention; None for none.
-        pdl: whether the kernel starts early.
+        pdl: whether its kernels start early.
     """
-    common = _common(tensors, out, window, pdl)
-    constants = {"PAGE_SIZE": tensors[5].shape[1], "NORM": tensors[3] is not None}
-    _start(_decode_kernel, planned, *tensors, out, *work, *sizes, common=common, **constants)
+
+    tokens: NewTokens
+    cache: PagedCache
+    out: Tensor
+    work: WorkArea
+    window: int | None
+    pdl: bool
+
+    @property
+    def num_queries(self) -> int:
+        """Q, new tokens of a row."""
+        return int(self.tokens.positions.shape[1])
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        kv_heads, dim = self.cache.k.shape[2:]
+        return int(self.out.shape[2] // (kv_heads * dim))
+
+    @property
+    def sizes(self) -> Pass:
+        """What plans depend on of a pass."""
+        kv_heads, dim = self.cache.k.shape[2:]
+        return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
+
+    @property
+    def scale(self) -> float:
+        """Of scores, times log2(e)."""
+        return float(self.sizes.dim**-0.5 * LOG2E)
 
 
-def start_early(
-    tensors: tuple[Any, ...],
-    out: Tensor,
-    work: tuple[Tensor, Tensor],
-    sizes: tuple[float, ...],
-    splits: int,
-    window: int | None,
-    pdl: bool,
-    regroup: bool,
-) -> None:
+def _start(kernel: Any, planned: LaunchPlan, given: DecodingPass, *arguments: Any, **constants: Any) -> None:
+    constants |= {"WINDOW": given.window or 0, "KV_HEADS": given.cache.k.shape[2], "GROUP": given.group}
+    options = {**planned.options, **({"launch_pdl": True} if given.pdl else {})}
+    launch(
+        kernel,
+        planned.grid,
+        *arguments,
+        enable_fp_fusion=False,
+        PDL=given.pdl,
+        **planned.constants,
+        **constants,
+        **options,
+    )
+
+
+def start_tiles(given: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
+    """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with so many keys to a split."""
+    counts = (split_keys, given.num_queries, given.sizes.pairs)
+    arguments = (given.tokens, given.cache, given.out, given.work, *counts, given.scale)
+    _start(_decode_kernel, planned, given, *arguments, PAGE_SIZE=given.cache.k.shape[1])
+
+
+def start_early(given: DecodingPass, splits: int, regroup: bool) -> None:
     """Launches fragment_kernel or batch_kernel. Rows of the pass that lie beyond the splits are left as junk.
 
     Args:
-        tensors: `attend`'s, in its order.
-        out: [B, Q, H * D], written.
-        work: partial sums, fp32, with room for B * Q * H * splits * (D + 1) where splits > 1, written; and counters.
-        sizes: what follows in the arguments of the kernels.
-        splits: that the pass has room for.
-        window: of attention; None for none.
-        pdl: whether the kernel starts early.
+        given: the pass.
+        splits: that it has room for.
         regroup: rows of out are left as the TMA pipeline of the next product reads them.
     """
-    common = _common(tensors, out, window, pdl)
-    shape = pass_of(tensors, common["GROUP"] * common["KV_HEADS"])
-    planned = plan.early_plan(gpu_of(out.device), shape, splits)
+    planned = plan.early_plan(gpu_of(given.out.device), given.sizes, splits)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
-    constants = {"PAGE_SIZE": tensors[5].shape[1], "REGROUP": regroup}
-    _start(kernel, planned, *tensors, out, *work, *sizes, splits, common=common, **constants)
+    arguments = (given.tokens, given.cache, given.out, given.work, given.num_queries, given.sizes.pairs, splits)
+    _start(kernel, planned, given, *arguments, given.scale, PAGE_SIZE=given.cache.k.shape[1], REGROUP=regroup)
 
 
-def start_late(
-    tensors: tuple[Any, ...],
-    out: Tensor,
-    partials: Tensor,
-    sizes: tuple[float, ...],
-    splits: int,
-    window: int | None,
-    pdl: bool,
-) -> None:
+def start_late(given: DecodingPass, splits: int) -> None:
     """Launches shares_kernel, then gather_kernel where there is more than one split.
 
     Args:
-        tensors: `attend`'s, in its order.
-        out: [B, Q, H * D], written.
-        partials: fp32, with room for B * Q * H * splits * (D + 1) where splits > 1; written.
-        sizes: what follows `splits` in the arguments of shares_kernel.
-        splits: of the longest row that the pass has room for.
-        window: of attention; None for none.
-        pdl: whether the kernels start early.
+        given: the pass.
+        splits: of the longest row that it has room for.
     """
-    keys, values, positions = tensors[5], tensors[6], tensors[8]
+    keys, values, partials = given.cache.k, given.cache.v, given.work.partials
     page_size, kv_heads, dim = keys.shape[1:]
-    common = _common(tensors, out, window, pdl)
-    shape = pass_of(tensors, common["GROUP"] * kv_heads)
-    planned = plan.late_plan(gpu_of(out.device), shape, splits)
+    planned = plan.late_plan(gpu_of(given.out.device), given.sizes, splits)
     block = [piece_of(page_size, planned.constants["KEYS"]), WIDTH.value]
-    slots = [described(cache.view(-1, kv_heads * dim), block) for cache in (keys, values)]
-    arguments = (*slots, *tensors, out, partials, splits, *sizes)
-    _start(shares_kernel, planned, *arguments, common=common, PAGE_SIZE=page_size)
+    slots = [described(each.view(-1, kv_heads * dim), block) for each in (keys, values)]
+    counts = (given.num_queries, given.sizes.pairs, splits)
+    arguments = (*slots, given.tokens, given.cache, given.out, partials, *counts, given.scale)
+    _start(shares_kernel, planned, given, *arguments, PAGE_SIZE=page_size)
     if splits > 1:
-        counts = (positions.shape[1], shape.pairs, splits)
-        _start(gather_kernel, plan.gather_plan(shape), positions, out, partials, *counts, common=common)
+        arguments = (given.tokens.positions, given.out, partials, *counts)
+        _start(gather_kernel, plan.gather_plan(given.sizes), given, *arguments)

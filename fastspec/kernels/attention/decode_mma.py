@@ -43,6 +43,7 @@ from fastspec.kernels.attention.query_rows import (
     angles,
     append,
     apply_rope,
+    cache_of_row,
     head_layout,
     idle,
     kv_range,
@@ -52,32 +53,16 @@ from fastspec.kernels.attention.query_rows import (
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
 
-@gluon.jit(
-    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
-)
+@gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
 def fragment_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,  # None: no norms
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache
     out_ptr,
-    partial_ptr,
-    count_ptr,
+    work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    table_stride,
-    table_width,
-    num_pages,
-    num_angles,
-    scale,
-    eps,
     splits,  # that the pass has room for
+    scale,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -100,8 +85,8 @@ def fragment_kernel(
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
     start = split * SPLIT
-    table_ptr += batch * table_stride
-    at_batch = position_ptr + batch * num_queries
+    row_cache = cache_of_row(cache, batch)
+    at_batch = tokens.positions + batch * num_queries
     if PDL:
         gdc_launch_dependents()
 
@@ -112,7 +97,7 @@ def fragment_kernel(
     row = tile * TILE + staged
     valid = (row < rows) & (staged < TILE)
     at = batch * num_queries + row // GROUP
-    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
+    q_position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
     first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     if (split < first) | (split > last):
@@ -121,15 +106,12 @@ def fragment_kernel(
     stop = gl.minimum(start + SPLIT, newest + 1)
 
     # what earlier passes stored is on its way now, the rest once this pass has stored it
-    where = places_of(
-        key_ptr, value_ptr, table_ptr, start, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, S
-    )  # fmt: skip
+    where = places_of(row_cache, start, kv_head, KV_HEADS, D, PAGE_SIZE, S)
     keys = keys_at(where, 0, gl.minimum(first_new, stop), None, HALF)
     values = values_at(where, 0, gl.minimum(first_new, stop), None)
-    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    cos_sin = angles(q_position, valid, tokens, HALF, head_of)
     slots = slots_of(
-        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, start, stop, num_queries,
-        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+        tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
     )  # fmt: skip
     positions = positions_of(at_batch, tile * TILE, rows, STAGED, GROUP, S)
     if PDL:
@@ -137,24 +119,23 @@ def fragment_kernel(
 
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
     head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
-    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    source = tokens.qkv + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
+    q1, q2 = apply_rope(q1, q2, cos_sin, tokens.q_norm, tokens.eps, HALF)
     queries = stage_q(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
-            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, start, stop, num_queries,
-            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+            tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
         )  # fmt: skip
-        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+        append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
     keys = keys_at(where, first_new, stop, keys, HALF)
     values = values_at(where, first_new, stop, values)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
-    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
     scores = scores_of(queries, keys, start, positions, scale, WINDOW, S, HALF)
     # product after product: the sums of one leave their registers before those of the next take any
     for p in gl.static_range(STAGED // ROWS):
@@ -167,6 +148,6 @@ def fragment_kernel(
             store_partial(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
     if first < last:
         combine_splits(
-            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
+            mean_ptr, weight_ptr, work.counters + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
             num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

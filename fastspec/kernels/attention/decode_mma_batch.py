@@ -38,6 +38,7 @@ from fastspec.kernels.attention.query_rows import (
     angles,
     append,
     apply_rope,
+    cache_of_row,
     head_layout,
     idle,
     kv_range,
@@ -47,32 +48,16 @@ from fastspec.kernels.attention.query_rows import (
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
 
-@gluon.jit(
-    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
-)
+@gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
 def batch_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,  # None: no norms
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache
     out_ptr,
-    partial_ptr,
-    count_ptr,
+    work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    table_stride,
-    table_width,
-    num_pages,
-    num_angles,
-    scale,
-    eps,
     splits,  # that the pass has room for
+    scale,
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -91,20 +76,20 @@ def batch_kernel(
     BLOCK: gl.constexpr = SPLIT * AT_ONCE
     TILE: gl.constexpr = G * EIGHT
     STAGED: gl.constexpr = staged_rows(G)
-    DTYPE: gl.constexpr = key_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = cache.k.dtype.element_ty
     WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
-    table_ptr += batch * table_stride
+    row_cache = cache_of_row(cache, batch)
     at_batch = batch * num_queries
     if PDL:
         gdc_launch_dependents()
 
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
-    new = new_positions(position_ptr + at_batch, num_queries, WARPS)
+    new = new_positions(tokens.positions + at_batch, num_queries, WARPS)
     first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
     first_block, last_block = oldest // BLOCK, (newest + BLOCK) // BLOCK - 1
@@ -116,9 +101,9 @@ def batch_kernel(
         return
     begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
-    key_words_ptr, value_words_ptr = words_of(key_ptr), words_of(value_ptr)
-    k_page = key_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
-    v_page = value_pages(table_ptr, begin, table_width, num_pages, PAGE_SIZE, ALL, D)
+    key_words_ptr, value_words_ptr = words_of(cache.k), words_of(cache.v)
+    k_page = key_pages(row_cache, begin, PAGE_SIZE, ALL, D)
+    v_page = value_pages(row_cache, begin, PAGE_SIZE, ALL, D)
     old = gl.minimum(first_new, stop)
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
@@ -128,29 +113,27 @@ def batch_kernel(
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of))
     valid = (row < rows) & (staged < TILE)
     at = batch * num_queries + row // GROUP
-    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    q_position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
+    cos_sin = angles(q_position, valid, tokens, HALF, head_of)
     slots = slots_of(
-        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, begin, stop, num_queries,
-        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+        tokens, row_cache, batch, kv_head, 0, begin, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
     )  # fmt: skip
-    positions = positions_of(position_ptr + at_batch, tile * TILE, rows, STAGED, GROUP, ALL)
+    positions = positions_of(tokens.positions + at_batch, tile * TILE, rows, STAGED, GROUP, ALL)
     if PDL:
         gdc_wait()
 
     head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
-    source = qkv_ptr + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
+    source = tokens.qkv + gl.expand_dims(head, 1) + gl.expand_dims(column, 0)
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
+    q1, q2 = apply_rope(q1, q2, cos_sin, tokens.q_norm, tokens.eps, HALF)
     queries = stage_q(q1, q2)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
         slots = slots_of(
-            table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, begin, stop, num_queries,
-            num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
+            tokens, row_cache, batch, kv_head, first_row, begin, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
         )  # fmt: skip
-        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
+        append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
     if (G > 2) | (begin + BLOCK > first_new):  # (a branch costs larger tiles registers)
         keys = load_keys(
@@ -159,11 +142,11 @@ def batch_kernel(
         values = load_values(
             value_words_ptr, v_page, begin, kv_head, first_new, stop, values, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
-    k_page = key_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
-    v_page = value_pages(table_ptr, begin + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
+    k_page = key_pages(row_cache, begin + BLOCK, PAGE_SIZE, ALL, D)
+    v_page = value_pages(row_cache, begin + BLOCK, PAGE_SIZE, ALL, D)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
-    mean_ptr, weight_ptr = partial_ptr + base.to(gl.int64) * D, partial_ptr + (nodes.to(gl.int64) * D + base)
+    mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
     owns_tile = (mine_first == first_block) & (mine_last == last_block)  # the tile has no other CTA
     softmaxes = ()
     for p in gl.static_range(STAGED // ROWS):
@@ -174,7 +157,7 @@ def batch_kernel(
         k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
         scores = scores_of(queries, k, here, positions, scale, WINDOW, ALL, HALF)
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
-        k_page = key_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
+        k_page = key_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
         v = values_of(values, D, DTYPE)
         for p in gl.static_range(STAGED // ROWS):
             top, totals, out = begun(scores[p], v, ALL)
@@ -183,7 +166,7 @@ def batch_kernel(
                 values = load_values(
                     value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
-                v_page = value_pages(table_ptr, following + BLOCK, table_width, num_pages, PAGE_SIZE, ALL, D)
+                v_page = value_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
             # product after product: the sums of one leave their registers before those of the next take any
             left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
             mean = left[0][0]
@@ -204,6 +187,6 @@ def batch_kernel(
     if (first < last) & (owns_tile == 0):
         kept = gl.minimum(mine_last * AT_ONCE + AT_ONCE - 1, last) - gl.maximum(mine_first * AT_ONCE, first) + 1
         combine_splits(
-            mean_ptr, weight_ptr, count_ptr + gl.program_id(0), first, last, kept, out_ptr, batch, kv_head, tile, rows,
-            num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            mean_ptr, weight_ptr, work.counters + gl.program_id(0), first, last, kept, out_ptr, batch, kv_head, tile,
+            rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

@@ -40,6 +40,7 @@ from fastspec.kernels.attention.query_rows import (
     angles,
     append,
     apply_rope,
+    cache_of_row,
     head_layout,
     idle,
     kv_range,
@@ -48,6 +49,8 @@ from fastspec.kernels.attention.query_rows import (
 )
 from fastspec.kernels.attention.tma_parts import (
     WIDTH,
+    Pipeline,
+    Share,
     in_pieces,
     keys_of,
     load_tiles,
@@ -113,17 +116,16 @@ def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _attend_splits(
-    qs, pipeline, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
-    tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+    qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the CTA's splits, one by one, and stores a partial sum of each; the output, where a split is the
-    `only` one of the tile.
-    """
-    STAGES: gl.constexpr = pipeline.shape[0]
-    KEYS: gl.constexpr = pipeline.shape[1]
-    D: gl.constexpr = pipeline.shape[2]
+    """Attends to the CTA's splits, one by one. Stores a partial sum of each, or the output of a tile's only split."""
+    tile, batch, kv_head = share.tile, share.batch, share.kv_head
+    tiles, full, free = pipeline.tiles, pipeline.full, pipeline.free
+    STAGES: gl.constexpr = tiles.shape[0]
+    KEYS: gl.constexpr = tiles.shape[1]
+    D: gl.constexpr = tiles.shape[2]
     sums: gl.constexpr = gl.SliceLayout(1, _sums_layout(D))
     rows = num_queries * GROUP
     row = tile * ROWS + gl.arange(0, ROWS, layout=sums)
@@ -132,30 +134,30 @@ def _attend_splits(
     q = qs.index(0)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_products(q, pipeline.index(0)),))
+    scores = warpgroup_mma_wait(0, deps=(_products(q, tiles.index(0)),))
     thread_barrier()
     mbarrier.arrive(free.index(0), count=1)
-    for i in range(mine):
-        split = split_number(i, cta, ctas, last)
-        first, end = keys_of(split, begin, stop, SPLIT_SIZES)
+    for i in range(share.mine):
+        split = split_number(i, share)
+        first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
         top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
             # the next keys are multiplied while this tile's weights are found; behind the last tile, the same again
-            following = gl.where((here + KEYS < end) | (i + 1 < mine), step + 2, step)
+            following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
-            ahead = _products(q, pipeline.index(k_place))
-            if (here + KEYS > first_new + 1) | ((WINDOW > 0) & (here + WINDOW <= newest)):
+            ahead = _products(q, tiles.index(k_place))
+            if (here + KEYS > share.first_new + 1) | ((WINDOW > 0) & (here + WINDOW <= share.stop - 1)):
                 scores = masked(scores, here, position, WINDOW)
             top, shift, fade = rescaled(top, scores, scale)
             weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
             total = total * fade + gl.sum(weights, axis=1)
-            left = gl.convert_layout(weights.to(pipeline.dtype), gl.DotOperandLayout(0, _sums_layout(D), 2))
+            left = gl.convert_layout(weights.to(tiles.dtype), gl.DotOperandLayout(0, _sums_layout(D), 2))
             out = out * gl.expand_dims(gl.convert_layout(fade, sums), 1)
-            values = pipeline.index(v_place)
+            values = tiles.index(v_place)
             mbarrier.wait(full.index(v_place), (step + 1) // STAGES & 1)
-            if here + KEYS > stop:
-                _clear_tail(values, stop - here)
+            if here + KEYS > share.stop:
+                _clear_tail(values, share.stop - here)
                 fence_async_shared()
                 thread_barrier()
             out = warpgroup_mma(left, values, out, is_async=True)
@@ -166,7 +168,7 @@ def _attend_splits(
             step += 2
         top, total = gl.convert_layout(top, sums), gl.convert_layout(total, sums)
         mean = out * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
-        if only:
+        if share.only:
             late = gl.convert_layout(gl.max(position, axis=1), sums) >= LATE_FROM
             store_output(out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, KV_HEADS, GROUP)
         else:
@@ -178,109 +180,83 @@ def _attend_splits(
 
 @gluon.jit
 def _append_more(
-    qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-    batch, kv_head, mine, cta, ctas, last, stop, first_new, num_queries, num_angles, table_width, num_pages, eps,
+    tokens, cache, share, num_queries,
     SPLIT_SIZES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """Stores new K and V that lie in the CTA's splits, except the first NEW_ROWS rows of the first split."""
-    for i in range(mine):
-        low, high = keys_of(split_number(i, cta, ctas, last), 0, stop, SPLIT_SIZES)
-        if high > first_new:
+    for i in range(share.mine):
+        low, high = keys_of(split_number(i, share), 0, share.stop, SPLIT_SIZES)
+        if high > share.first_new:
             for first_row in range(gl.where(i == 0, NEW_ROWS, 0), num_queries, NEW_ROWS):
                 slots = slots_of(
-                    table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, first_row, low, high,
-                    num_queries, num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, layout,
+                    tokens, cache, share.batch, share.kv_head, first_row, low, high, num_queries,
+                    KV_HEADS, D, PAGE_SIZE, layout,
                 )  # fmt: skip
-                append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, layout)
+                append(tokens, cache, slots, share.kv_head, KV_HEADS, GROUP, D, layout)
 
 
 @gluon.jit
 def _consumer(
-    qs, pipeline, full, free, stored,
-    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-    out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles, scale, eps,
-    tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+    qs, pipeline, share, tokens, cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scale,
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply: append K and V to their splits, stage q, then take tile after tile."""
+    KEYS: gl.constexpr = pipeline.tiles.shape[1]
+    D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
-    KEYS: gl.constexpr = pipeline.shape[1]
+    tile, batch, kv_head = share.tile, share.batch, share.kv_head
     rows = num_queries * GROUP
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, head_of))
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, head_of)), 0)
     valid = row < rows
     at = batch * num_queries + row // GROUP
-    q_position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    cos_sin = angles(q_position, valid, cos_ptr, sin_ptr, num_angles, HALF, head_of)
+    q_position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
+    cos_sin = angles(q_position, valid, tokens, HALF, head_of)
     own = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _sums_layout(KEYS)))
     at_own = batch * num_queries + own // GROUP
     # a padding row sees nothing
-    position = gl.load(position_ptr + at_own, mask=own < rows, other=-1, cache_modifier=".cg")
+    position = gl.load(tokens.positions + at_own, mask=own < rows, other=-1, cache_modifier=".cg")
     position = gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 1)
-    low, high = keys_of(split_number(0, cta, ctas, last), 0, stop, SPLIT_SIZES)
-    slots = slots_of(
-        table_ptr, position_ptr, write_ptr, cos_ptr, sin_ptr, batch, kv_head, 0, low, high, num_queries,
-        num_angles, table_width, num_pages, KV_HEADS, D, PAGE_SIZE, head_of,
-    )  # fmt: skip
+    low, high = keys_of(split_number(0, share), 0, share.stop, SPLIT_SIZES)
+    slots = slots_of(tokens, cache, batch, kv_head, 0, low, high, num_queries, KV_HEADS, D, PAGE_SIZE, head_of)
     if PDL:
         gdc_wait()
 
     first = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * D
-    source = qkv_ptr + gl.expand_dims(first, 1) + column
+    source = tokens.qkv + gl.expand_dims(first, 1) + column
     q1 = gl.load(source, mask=gl.expand_dims(valid, 1), other=0.0)
     q2 = gl.load(source + HALF, mask=gl.expand_dims(valid, 1), other=0.0)
-    if high > first_new:
-        append(qkv_ptr, k_norm_ptr, key_ptr, value_ptr, slots, kv_head, eps, KV_HEADS, GROUP, D, head_of)
-        _append_more(
-            qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-            batch, kv_head, mine, cta, ctas, last, stop, first_new, num_queries, num_angles, table_width, num_pages,
-            eps, SPLIT_SIZES, KV_HEADS, GROUP, D, PAGE_SIZE, head_of,
-        )  # fmt: skip
+    if high > share.first_new:
+        append(tokens, cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
+        _append_more(tokens, cache, share, num_queries, SPLIT_SIZES, KV_HEADS, GROUP, D, PAGE_SIZE, head_of)
         _fence_stored()
         thread_barrier()
-    mbarrier.arrive(stored.index(0), count=1)
-    q1, q2 = apply_rope(q1, q2, cos_sin, q_norm_ptr, eps, HALF)
+    mbarrier.arrive(pipeline.stored.index(0), count=1)
+    q1, q2 = apply_rope(q1, q2, cos_sin, tokens.q_norm, tokens.eps, HALF)
     _stage_queries(qs, q1, q2)
     fence_async_shared()
     thread_barrier()
     _attend_splits(
-        qs, pipeline, full, free, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
-        tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, only,
+        qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
         SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP,
     )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=["num_queries", "num_pairs", "splits", "table_stride", "table_width", "num_pages", "num_angles"],
-)
+@gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
 def shares_kernel(
     key_desc,  # [num_pages * page_size, Hkv * D] by [piece_of(page_size, KEYS), WIDTH]
     value_desc,  # the same of V
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,  # None: no norms
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache
     out_ptr,
-    partial_ptr,  # as in gather_kernel
-    splits,  # that a row has room for
+    partial_ptr,  # as `WorkArea.partials`
     num_queries,
     num_pairs,  # B * Hkv
-    table_stride,
-    table_width,
-    num_pages,
-    num_angles,
+    splits,  # that a row has room for
     scale,
-    eps,
     SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
     LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
@@ -293,15 +269,15 @@ def shares_kernel(
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
-    DTYPE: gl.constexpr = key_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = cache.k.dtype.element_ty
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
-    table_ptr += batch * table_stride
+    row_cache = cache_of_row(cache, batch)
     if PDL:
         gdc_launch_dependents()
     # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
-    new = new_positions(position_ptr + batch * num_queries, num_queries, WARPS)
+    new = new_positions(tokens.positions + batch * num_queries, num_queries, WARPS)
     limit = start_of(splits, SPLIT_SIZES)
     first_new, oldest, newest = kv_range(new, tile, LATE_FROM, limit, ROWS, WINDOW, GROUP, WARPS)
     first, last = split_of(oldest, SPLIT_SIZES), split_of(newest, SPLIT_SIZES)
@@ -314,7 +290,7 @@ def shares_kernel(
 
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)
-    pipeline = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
+    kv_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -324,19 +300,17 @@ def shares_kernel(
     mbarrier.init(stored.index(0), count=1)
     fence_async_shared()
 
+    pipeline = Pipeline(kv_tiles, full, free, stored)
+    share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
     # fmt: off
     gl.warp_specialize(
         [
             (_consumer, (
-                qs, pipeline, full, free, stored,
-                qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr,
-                write_ptr, out_ptr, partial_ptr, num_queries, num_pairs, splits, table_width, num_pages, num_angles,
-                scale, eps, tile, batch, kv_head, mine, cta, ctas, last, begin, stop, first_new, newest, first == last,
-                SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, D, PAGE_SIZE, PDL,
+                qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scale,
+                SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
             )),
             (load_tiles, (
-                key_desc, value_desc, pipeline, full, free, stored, table_ptr, kv_head * D, mine, cta, ctas, last,
-                begin, stop, first_new, table_width, num_pages, SPLIT_SIZES, PAGE_SIZE,
+                key_desc, value_desc, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
             )),
         ],
         [1], [40],  # a warp more, and how many registers its threads need

@@ -36,14 +36,14 @@ and K and V of earlier passes before their wait, and rely on them: see what `att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.attention import decode_launch, plan
-from fastspec.kernels.attention.decode_launch import gpu_of
-from fastspec.kernels.attention.prefill import LOG2E, paged_attention
+from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, new_tokens, paged_cache
+from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
+from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import rope
 from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.launch import has_pdl
@@ -125,8 +125,6 @@ def attend(
         ValueError: shapes, dtypes or layouts that are not as above, or `work` is too small for the pass.
     """
     qkv, positions, write_mask = qkv.contiguous(), positions.contiguous(), write_mask.contiguous()
-    if q_norm is None or k_norm is None:
-        q_norm = k_norm = None
     if positions.shape[1] > MAX_SPLIT_QUERIES:
         query = rope(
             qkv, cos, sin, keys, values, block_table, positions, write_mask,
@@ -136,10 +134,10 @@ def attend(
             query, keys, values, block_table, positions, num_blocks=num_blocks, window=window, out=query
         )
         return out.flatten(2)
-    tensors = (qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask)
-    check_heads(*tensors, num_heads)
-    blocks = first_block, num_blocks
-    return _decode(*tensors, num_heads=num_heads, eps=eps, blocks=blocks, window=window, work=work, regroup=regroup)
+    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
+    tokens = new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps)
+    cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
+    return _decode(tokens, cache, num_heads, blocks, window, work, regroup)
 
 
 def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
@@ -148,41 +146,38 @@ def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int,
 
 
 def _decode(
-    *tensors: Any,
+    tokens: NewTokens,
+    cache: PagedCache,
     num_heads: int,
-    eps: float,
     blocks: tuple[int, int],
     window: int | None,
     work: AttendWork,
     regroup: bool,
 ) -> Tensor:
-    qkv, cos, keys, block_table, positions = (tensors[i] for i in (0, 1, 5, 7, 8))
-    batch, num_queries = positions.shape
-    num_pages, page_size, _kv_heads, dim = keys.shape
-    shape = decode_launch.pass_of(tensors, num_heads)
-    sizes: tuple[float, ...] = (block_table.stride(0), block_table.shape[1], num_pages, cos.shape[0])
-    sizes = (num_queries, shape.pairs, *sizes, dim**-0.5 * LOG2E, eps)
+    qkv, (_num_pages, page_size, _kv_heads, dim) = tokens.qkv, cache.k.shape
+    batch, num_queries = tokens.positions.shape
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
+    area = WorkArea(work.partials, work.counters)
+    given = DecodingPass(tokens, cache, out, area, window, has_pdl(qkv.device))
     begin, room = (block * KEY_BLOCK for block in blocks)
-    row_size, pdl = batch * num_queries * num_heads * (dim + 1), has_pdl(qkv.device)
-    scratch = (work.partials, work.counters)
-    capacity = max(block_table.shape[1] * page_size, room)
+    row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
+    capacity = max(cache.table_width * page_size, room)
     if uses_mma(qkv.device, qkv.dtype, dim, page_size, capacity):
         early, late = plan.early_and_late(begin, room)
-        counters = shape.pairs * plan.cdiv(shape.num_rows, plan.ROW_GROUP)
+        counters = sizes.pairs * plan.cdiv(sizes.num_rows, plan.ROW_GROUP)
         _check_room(work, counters, row_size * plan.partial_sums(early, late))
         regroup = regroup and not late
         if early:
-            decode_launch.start_early(tensors, out, scratch, sizes, early, window, pdl, regroup)
+            decode_launch.start_early(given, early, regroup)
         if late:
-            decode_launch.start_late(tensors, out, work.partials, sizes, late, window, pdl)
+            decode_launch.start_late(given, late)
         return out.unflatten(2, (-1, BLOCK)) if regroup else out
     splits = plan.cdiv(room, work.split_keys)
-    planned = plan.tiles_plan(shape, qkv.dtype.itemsize, splits)
+    planned = plan.tiles_plan(sizes, qkv.dtype.itemsize, splits)
     if splits > 1:
         groups = plan.cdiv(splits, plan.FAN)
         _check_room(work, planned.grid[0] * (1 + groups), row_size * (splits + groups))
-    decode_launch.start_tiles(planned, tensors, out, scratch, (work.split_keys, *sizes), window, pdl)
+    decode_launch.start_tiles(given, planned, work.split_keys)
     return out
 
 

@@ -53,14 +53,14 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table_ptr, first, s, key, table_width, num_pages, PAGE_SIZE: gl.constexpr):
+def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
     """Pages of the keys first + s * KEYS + key, int32; one for all keys of a warp where a page holds them."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key
     # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
-    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
-    return gl.minimum(gl.maximum(page, 0), num_pages - 1).to(gl.int32)
+    page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
+    return gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
 
 
 @gluon.jit
@@ -75,21 +75,17 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 
 
 @gluon.jit
-def key_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+def key_pages(cache, first, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_keys`."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
-    return page_of(
-        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
-    )  # fmt: skip
+    return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
 
 @gluon.jit
-def value_pages(table_ptr, first, table_width, num_pages, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+def value_pages(cache, first, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
     """Pages of a block of keys, for `load_values`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
-    return page_of(
-        table_ptr, first, _along(S, 0, layout), _along(KEYS, 1, layout), table_width, num_pages, PAGE_SIZE
-    )  # fmt: skip
+    return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
 
 @gluon.jit

@@ -43,25 +43,14 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _slots(
-    table_ptr,
-    first,
-    s,
-    key,
-    kv_head,
-    table_width,
-    num_pages,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):
+def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """(int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
         at = at + key
     # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
-    page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
     if PAGE_SIZE % KEYS != 0:
         return slot, key * 0
@@ -71,13 +60,9 @@ def _slots(
 
 @gluon.jit
 def places_of(
-    key_ptr,
-    value_ptr,
-    table_ptr,
+    cache,  # PagedCache of one row
     first,
     kv_head,
-    table_width,
-    num_pages,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -86,12 +71,12 @@ def places_of(
     """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
-    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
-    k_at, k_key = key_ptr + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
+    slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
+    k_at, k_key = cache.k + slot + (offset + _along(D // 2, 2, kl)), first + s * KEYS + n
     vl: gl.constexpr = value_layout(gl.num_warps(), S, D, 8)
     s, n = _along(S, 0, vl), _along(KEYS, 1, vl)
-    slot, offset = _slots(table_ptr, first, s, n, kv_head, table_width, num_pages, KV_HEADS, D, PAGE_SIZE)
-    return k_at, k_key, value_ptr + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
+    slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
+    return k_at, k_key, cache.v + slot + (offset + _along(D, 2, vl)), first + s * KEYS + n
 
 
 @gluon.jit

@@ -26,7 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attention.arguments import paged_cache
 from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
+from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache
 from fastspec.kernels.common.launch import has_pdl, shared_memory
 from fastspec.kernels.common.launch import launch as start
@@ -58,7 +60,7 @@ LARGE_SHARED = 225 * 1024
 
 
 @triton.jit
-def pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pages of the keys first .. first + BLOCK_N - 1: [BLOCK_N], or one where a page holds them all.
 
     Their lower 32 bits are read in halves: loads as narrow are not staged through shared memory by a pipelined loop.
@@ -67,10 +69,10 @@ def pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE: tl.constexpr, 
     if PAGE_SIZE % BLOCK_N != 0:
         at = first + tl.arange(0, BLOCK_N)
     # in range for every table and position there is; clamped all the same, for both are data
-    entry = table_ptr + tl.minimum(at // PAGE_SIZE, table_width - 1)
+    entry = cache.block_table + tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
     half = entry.to(tl.pointer_type(tl.int16), bitcast=True)
     page = (tl.load(half).to(tl.int32) & 0xFFFF) | (tl.load(half + 1).to(tl.int32) << 16)
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    return tl.minimum(tl.maximum(page, 0), cache.num_pages - 1).to(tl.int64)
 
 
 @triton.jit
@@ -94,20 +96,16 @@ def slots_of(
 
 
 @triton.jit
-def _over(
+def _attend_blocks(
     q,
     top,
     total,
     out,
-    key_ptr,
-    value_ptr,
-    table_ptr,
+    cache,  # PagedCache of one row
     position,
     kv_head,
     begin,
     stop,
-    table_width,
-    num_pages,
     scale,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -121,17 +119,17 @@ def _over(
     """The online softmax over keys begin .. stop-1; without MASKED every row sees them all, in whole blocks."""
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_N)
-        page = pages_of(table_ptr, first, table_width, num_pages, PAGE_SIZE, BLOCK_N)
+        page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
         place, slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
         dim = tl.arange(0, BLOCK_D)
         slot = slot + dim[None, :]
         if MASKED or HEAD_DIM != BLOCK_D:
             mask = (at < stop)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(key_ptr + place + slot, mask=mask, other=0.0)
-            v = tl.load(value_ptr + place + slot, mask=mask, other=0.0)
+            k = tl.load(cache.k + place + slot, mask=mask, other=0.0)
+            v = tl.load(cache.v + place + slot, mask=mask, other=0.0)
         else:
-            k = tl.load(key_ptr + place + slot)
-            v = tl.load(value_ptr + place + slot)
+            k = tl.load(cache.k + place + slot)
+            v = tl.load(cache.v + place + slot)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = at[None, :] <= position[:, None]
@@ -151,19 +149,14 @@ def _over(
     return top, total, out
 
 
-@triton.jit(do_not_specialize=["num_queries", "limit", "table_stride", "table_width", "num_pages"])
+@triton.jit(do_not_specialize=["num_queries", "limit"])
 def _flash_kernel(
     query_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
+    cache,  # PagedCache
     position_ptr,
     out_ptr,  # [B, Q, H, D]; may be query itself
     num_queries,
     limit,  # positions from here on are not looked at
-    table_stride,
-    table_width,
-    num_pages,
     scale,  # of scores, times log2(e)
     WINDOW: tl.constexpr,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -200,17 +193,14 @@ def _flash_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    table_ptr += batch * table_stride
-    kv_head = head // GROUP
+    row_cache, kv_head = cache_of_row(cache, batch), head // GROUP
     if WINDOW == 0:
-        top, total, out = _over(
-            q, top, total, out, key_ptr, value_ptr, table_ptr, position, kv_head, begin, whole,
-            table_width, num_pages, scale,
+        top, total, out = _attend_blocks(
+            q, top, total, out, row_cache, position, kv_head, begin, whole, scale,
             False, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
         )  # fmt: skip
-    top, total, out = _over(
-        q, top, total, out, key_ptr, value_ptr, table_ptr, position, kv_head, whole, newest + 1,
-        table_width, num_pages, scale,
+    top, total, out = _attend_blocks(
+        q, top, total, out, row_cache, position, kv_head, whole, newest + 1, scale,
         True, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
     tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
@@ -243,7 +233,7 @@ def paged_attention(
         ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.
     """
     batch, num_queries, num_heads, dim = query.shape
-    num_pages, page_size, kv_heads = keys.shape[:3]
+    page_size, kv_heads = keys.shape[1:3]
     query, positions = query.contiguous(), positions.contiguous()
     check_cache(query, keys, values, block_table, positions, num_heads)
     check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
@@ -256,16 +246,11 @@ def paged_attention(
         _flash_kernel,
         (num_heads, triton.cdiv(num_queries, launch.rows), batch),
         query,
-        keys,
-        values,
-        block_table,
+        paged_cache(keys, values, block_table),
         positions,
         out,
         num_queries,
         num_blocks * KEY_BLOCK,
-        block_table.stride(0),
-        block_table.shape[1],
-        num_pages,
         dim**-0.5 * LOG2E,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from fastspec.kernels.attention.arguments import PagedCache
+
 NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
 PADDED_QUERIES = gl.constexpr(32)  # positions of a row's pass, padded
 NEVER = gl.constexpr(2**30)  # beyond every position
@@ -15,6 +17,13 @@ NEVER = gl.constexpr(2**30)  # beyond every position
 def head_layout(HALF, WARPS):
     """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def cache_of_row(cache, batch):
+    """A cache with one row of its block table."""
+    table = cache.block_table + batch * cache.table_stride
+    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @gluon.jit
@@ -70,13 +79,13 @@ def _scaled(x, factor, weight):
 
 
 @gluon.jit
-def angles(position, valid, cos_ptr, sin_ptr, num_angles, HALF: gl.constexpr, layout: gl.constexpr):
+def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
     """(cos, sin) [R, HALF] of positions [R]."""
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    angle = gl.minimum(gl.maximum(position, 0), num_angles - 1)
+    angle = gl.minimum(gl.maximum(position, 0), tokens.num_angles - 1)
     at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
     mask = gl.expand_dims(valid, 1)
-    return gl.load(cos_ptr + at, mask=mask, other=0.0), gl.load(sin_ptr + at, mask=mask, other=0.0)
+    return gl.load(tokens.cos + at, mask=mask, other=0.0), gl.load(tokens.sin + at, mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -96,20 +105,14 @@ def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
 
 @gluon.jit
 def slots_of(
-    table_ptr,
-    position_ptr,
-    write_ptr,
-    cos_ptr,
-    sin_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache of row `batch`
     batch,
     kv_head,
     first_row,
     start,
     stop,
     num_queries,
-    num_angles,
-    table_width,
-    num_pages,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -122,29 +125,19 @@ def slots_of(
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
     valid = row < num_queries
     at = batch * num_queries + row  # int64 from batch
-    position = gl.load(position_ptr + at, mask=valid, other=0, cache_modifier=".cg")
-    write_mask = gl.load(write_ptr + at, mask=valid, other=0, cache_modifier=".cg") != 0
-    entry = gl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = gl.load(table_ptr + entry, mask=valid, other=0, cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), num_pages - 1)
+    position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
+    write_mask = gl.load(tokens.write_mask + at, mask=valid, other=0, cache_modifier=".cg") != 0
+    entry = gl.minimum(position // PAGE_SIZE, cache.table_width - 1)
+    page = gl.load(cache.block_table + entry, mask=valid, other=0, cache_modifier=".cg")
+    page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * D
-    cos_sin = angles(position, valid, cos_ptr, sin_ptr, num_angles, D // 2, layout)
+    cos_sin = angles(position, valid, tokens, D // 2, layout)
     return at, slot, write_mask & (position >= start) & (position < stop), cos_sin
 
 
 @gluon.jit
 def append(
-    qkv_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    slots,
-    kv_head,
-    eps,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    layout: gl.constexpr,
+    tokens, cache, slots, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):
     """Stores K and V of the rows that `slots_of` described."""
     HALF: gl.constexpr = D // 2
@@ -152,14 +145,14 @@ def append(
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)
     mask = gl.expand_dims(stored, 1)
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * D
-    source = qkv_ptr + gl.expand_dims(head, 1) + column
+    source = tokens.qkv + gl.expand_dims(head, 1) + column
     k1 = gl.load(source, mask=mask, other=0.0)
     k2 = gl.load(source + HALF, mask=mask, other=0.0)
     v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
     v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
-    k1, k2 = apply_rope(k1, k2, cos_sin, k_norm_ptr, eps, HALF)
+    k1, k2 = apply_rope(k1, k2, cos_sin, tokens.k_norm, tokens.eps, HALF)
     target = gl.expand_dims(slot, 1) + column
-    gl.store(key_ptr + target, k1, mask=mask)
-    gl.store(key_ptr + target + HALF, k2, mask=mask)
-    gl.store(value_ptr + target, v1, mask=mask)
-    gl.store(value_ptr + target + HALF, v2, mask=mask)
+    gl.store(cache.k + target, k1, mask=mask)
+    gl.store(cache.k + target + HALF, k2, mask=mask)
+    gl.store(cache.v + target, v1, mask=mask)
+    gl.store(cache.v + target + HALF, v2, mask=mask)

@@ -25,12 +25,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_cache
 from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.launch import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
 CHUNK_ROWS = tl.constexpr(32)  # rows of one head that a CTA of a prompt chunk takes
 NUM_WARPS = 4
+
+
+@triton.jit
+def cache_of_row(cache, batch):
+    """A cache with one row of its block table."""
+    table = cache.block_table + batch * cache.table_stride
+    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @triton.jit
@@ -53,33 +61,23 @@ def _scaled(x, factor, weight):
 
 
 @triton.jit
-def apply_rope(
-    x1,
-    x2,
-    position,
-    valid,
-    cos_ptr,
-    sin_ptr,
-    norm_ptr,
-    num_angles,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Normed and rotated heads of which x1, x2 [R, BLOCK_D / 2] are the halves, zero beyond HEAD_DIM / 2."""
+def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Normed and rotated heads of which x1, x2 [R, BLOCK_D / 2] are the halves, zero beyond HEAD_DIM / 2.
+
+    norm_ptr is one of the norms of `tokens`; position [R] of each head, `valid` for those that there are.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
     inside = column < HALF
-    angle = tl.minimum(tl.maximum(position, 0), num_angles - 1)
+    angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)
     at = angle[:, None] * HALF + column[None, :]
     mask = valid[:, None] & inside[None, :]
-    cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-    if NORM:
+    cos = tl.load(tokens.cos + at, mask=mask, other=0.0)
+    sin = tl.load(tokens.sin + at, mask=mask, other=0.0)
+    if norm_ptr is not None:
         wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
         squares = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
-        factor = tl.rsqrt(squares / HEAD_DIM + eps)
+        factor = tl.rsqrt(squares / HEAD_DIM + tokens.eps)
         x1 = _scaled(x1, factor, tl.load(norm_ptr + column, mask=inside, other=0.0))
         x2 = _scaled(x2, factor, tl.load(norm_ptr + HALF + column, mask=inside, other=0.0))
     first, second = x1.to(tl.float32), x2.to(tl.float32)
@@ -88,31 +86,19 @@ def apply_rope(
 
 @triton.jit
 def append(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache of row `batch`
     batch,
     kv_head,
     first_row,
     start,  # positions from here
     stop,  # to here, exclusive
     num_queries,
-    num_angles,
-    table_width,
-    num_pages,
-    eps,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
     row = first_row + tl.arange(0, NEW_ROWS)
@@ -123,53 +109,37 @@ def append(
     inside = (column < HALF)[None, :]
     mask = is_new[:, None] & inside
     head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM  # int64 from batch
-    source = qkv_ptr + head[:, None] + column[None, :]
-    position = tl.load(position_ptr + at, mask=is_new, other=0)
-    write_mask = tl.load(write_ptr + at, mask=is_new, other=0) != 0
+    source = tokens.qkv + head[:, None] + column[None, :]
+    position = tl.load(tokens.positions + at, mask=is_new, other=0)
+    write_mask = tl.load(tokens.write_mask + at, mask=is_new, other=0) != 0
     k1 = tl.load(source, mask=mask, other=0.0)
     k2 = tl.load(source + HALF, mask=mask, other=0.0)
     v1 = tl.load(source + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
     v2 = tl.load(source + KV_HEADS * HEAD_DIM + HALF, mask=mask, other=0.0)
-    entry = tl.minimum(position // PAGE_SIZE, table_width - 1)
-    page = tl.load(table_ptr + entry, mask=is_new, other=0)
-    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-    k1, k2 = apply_rope(
-        k1, k2, position, is_new, cos_ptr, sin_ptr, k_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM
-    )
+    entry = tl.minimum(position // PAGE_SIZE, cache.table_width - 1)
+    page = tl.load(cache.block_table + entry, mask=is_new, other=0)
+    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
+    k1, k2 = apply_rope(k1, k2, position, is_new, tokens, tokens.k_norm, HEAD_DIM, BLOCK_D)
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     target = slot[:, None] + column[None, :]
     stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
-    tl.store(key_ptr + target, k1, mask=stored)
-    tl.store(key_ptr + target + HALF, k2, mask=stored)
-    tl.store(value_ptr + target, v1, mask=stored)
-    tl.store(value_ptr + target + HALF, v2, mask=stored)
+    tl.store(cache.k + target, k1, mask=stored)
+    tl.store(cache.k + target + HALF, k2, mask=stored)
+    tl.store(cache.v + target, v1, mask=stored)
+    tl.store(cache.v + target + HALF, v2, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_stride", "table_width", "num_pages", "num_angles"])
+@triton.jit(do_not_specialize=["num_queries"])
 def _rotate_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    position_ptr,
-    write_ptr,
+    tokens,  # NewTokens
+    cache,  # PagedCache
     out_ptr,  # [B, Q, H, D]
     num_queries,
-    table_stride,
-    table_width,
-    num_pages,
-    num_angles,
-    eps,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (rows, head, batch): heads below H are queries, the others K with its V."""
@@ -184,23 +154,20 @@ def _rotate_kernel(
         HALF: tl.constexpr = HEAD_DIM // 2
         column = tl.arange(0, BLOCK_D // 2)
         mask = is_new[:, None] & (column < HALF)[None, :]
-        position = tl.load(position_ptr + at, mask=is_new, other=0)
-        source = qkv_ptr + ((at * ((GROUP + 2) * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
+        position = tl.load(tokens.positions + at, mask=is_new, other=0)
+        source = tokens.qkv + ((at * ((GROUP + 2) * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
         q1 = tl.load(source, mask=mask, other=0.0)
         q2 = tl.load(source + HALF, mask=mask, other=0.0)
-        q1, q2 = apply_rope(
-            q1, q2, position, is_new, cos_ptr, sin_ptr, q_norm_ptr, num_angles, eps, HEAD_DIM, BLOCK_D, NORM
-        )
+        q1, q2 = apply_rope(q1, q2, position, is_new, tokens, tokens.q_norm, HEAD_DIM, BLOCK_D)
         target = out_ptr + ((at * (GROUP * KV_HEADS) + head) * HEAD_DIM)[:, None] + column[None, :]
         tl.store(target, q1, mask=mask)
         tl.store(target + HALF, q2, mask=mask)
     else:
-        kv_head, table_ptr = head - KV_HEADS * GROUP, table_ptr + batch * table_stride
+        kv_head, row_cache = head - KV_HEADS * GROUP, cache_of_row(cache, batch)
         for new_row in range(first_row, tl.minimum(first_row + CHUNK_ROWS, num_queries), NEW_ROWS):
             append(
-                qkv_ptr, cos_ptr, sin_ptr, k_norm_ptr, key_ptr, value_ptr, table_ptr, position_ptr, write_ptr,
-                batch, kv_head, new_row, 0, 2**31 - 1, num_queries, num_angles, table_width, num_pages, eps,
-                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, NORM,
+                tokens, row_cache, batch, kv_head, new_row, 0, 2**31 - 1, num_queries,
+                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
             )  # fmt: skip
 
 
@@ -233,29 +200,15 @@ def rope(
     launch(
         _rotate_kernel,
         grid,
-        qkv,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        keys,
-        values,
-        block_table,
-        positions,
-        write_mask,
+        new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps),
+        paged_cache(keys, values, block_table),
         out,
         num_queries,
-        block_table.stride(0),
-        block_table.shape[1],
-        keys.shape[0],
-        cos.shape[0],
-        eps,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         HEAD_DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         PAGE_SIZE=page_size,
-        NORM=q_norm is not None and k_norm is not None,
         PDL=pdl,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,

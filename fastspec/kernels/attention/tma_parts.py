@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -14,6 +16,47 @@ from fastspec.kernels.attention.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
+
+
+class Pipeline(NamedTuple):
+    """Shared memory that the loading warp fills and the multiplying warps read.
+
+    Attributes:
+        tiles: [STAGES, KEYS, D] of K or V, by turns.
+        full, free: barriers [STAGES]: a stage's tile has come; it has been read.
+        stored: one barrier: new K and V are in the cache.
+    """
+
+    tiles: Any
+    full: Any
+    free: Any
+    stored: Any
+
+
+class Share(NamedTuple):
+    """The splits of one query tile that one CTA has.
+
+    Attributes:
+        batch, kv_head, tile: which query tile: number `tile` of this row of the batch and kv head.
+        mine: how many splits the CTA has.
+        cta, ctas: it is CTA `cta` of the `ctas` that the query tile has.
+        last: the last split of the query tile.
+        only: whether that is its only split.
+        begin, stop: the query tile sees keys at positions begin .. stop-1; `begin` is that of a whole tile of keys.
+        first_new: the first position of this pass.
+    """
+
+    batch: Any
+    kv_head: Any
+    tile: Any
+    mine: Any
+    cta: Any
+    ctas: Any
+    last: Any
+    only: Any
+    begin: Any
+    stop: Any
+    first_new: Any
 
 
 @gluon.constexpr_function
@@ -44,12 +87,13 @@ def splits_of(cta, ctas, splits):
 
 
 @gluon.jit
-def split_number(i, cta, ctas, last):
+def split_number(i, share):
     """A CTA's i-th split: dealt out from the last and largest on, in reverse order every second time.
 
     So all CTAs have about as many keys.
     """
-    return last - (i * ctas + gl.where(i % 2 == 1, ctas - 1 - cta, cta))
+    turn = gl.where(i % 2 == 1, share.ctas - 1 - share.cta, share.cta)
+    return share.last - (i * share.ctas + turn)
 
 
 @gluon.jit
@@ -83,65 +127,61 @@ def rescaled(top, scores, scale):
 
 
 @gluon.jit
-def _slots_at(
-    table_ptr, here, table_width, num_pages, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr
-):  # fmt: skip
+def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Where each piece of the tile of keys `here` and on is, among all slots of the cache."""
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
         # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
-        page = gl.load(table_ptr + gl.minimum(at // PAGE_SIZE, table_width - 1), cache_modifier=".cg")
-        page = gl.minimum(gl.maximum(page, 0), num_pages - 1).to(gl.int32)
+        page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
+        page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
         slots = slots + (page * PAGE_SIZE + at % PAGE_SIZE,)
     return slots
 
 
 @gluon.jit
-def _ask(desc, pieces, full, free, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr):
+def _load_tile(desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr):
     """Issues the TMA copies of a tile, as soon as its stage of the pipeline is free."""
     place = step % STAGES
     if step >= STAGES:
-        mbarrier.wait(free.index(place), (step // STAGES - 1) & 1)
+        mbarrier.wait(pipeline.free.index(place), (step // STAGES - 1) & 1)
     count: gl.constexpr = len(slots)
-    mbarrier.expect(full.index(place), count * PARTS * pieces.shape[1] * WIDTH * 2)
+    mbarrier.expect(pipeline.full.index(place), count * PARTS * pieces.shape[1] * WIDTH * 2)
     for i in gl.static_range(count):
         for part in gl.static_range(PARTS):
             to = pieces.index((place * PARTS + part) * count + i)
-            load_block(desc, [slots[i], column + part * WIDTH], full.index(place), to)
+            load_block(desc, [slots[i], column + part * WIDTH], pipeline.full.index(place), to)
 
 
 @gluon.jit
 def load_tiles(
-    key_desc, value_desc, pipeline, full, free, stored, table_ptr, column, mine, cta, ctas, last,
-    begin, stop, first_new, table_width, num_pages,
-    SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
     """What the loading warp does, tile by tile: keys, then their values.
 
     It need not wait for the previous kernel. Where a tile holds keys of this pass, from `first_new` on, it waits for
     the barrier `stored`.
     """
-    STAGES: gl.constexpr = pipeline.shape[0]
-    KEYS: gl.constexpr = pipeline.shape[1]
-    PARTS: gl.constexpr = pipeline.shape[2] // WIDTH
+    STAGES: gl.constexpr = pipeline.tiles.shape[0]
+    KEYS: gl.constexpr = pipeline.tiles.shape[1]
+    PARTS: gl.constexpr = pipeline.tiles.shape[2] // WIDTH
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
-    pieces = in_pieces(pipeline, PIECE)
+    pieces = in_pieces(pipeline.tiles, PIECE)
     step = 0
-    first, end = keys_of(split_number(0, cta, ctas, last), begin, stop, SPLIT_SIZES)
-    slots = _slots_at(table_ptr, first, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
-    for i in range(mine):
+    first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
+    slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
+    for i in range(share.mine):
         # the next tile's pages, also of another split, are looked up before the copies of this tile are issued
-        then = split_number(gl.minimum(i + 1, mine - 1), cta, ctas, last)
-        next_first, next_end = keys_of(then, begin, stop, SPLIT_SIZES)
+        then = split_number(gl.minimum(i + 1, share.mine - 1), share)
+        next_first, next_end = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
         for here in range(first, end, KEYS):
             behind = gl.where(here + KEYS < end, here + KEYS, next_first)
-            following = _slots_at(table_ptr, behind, table_width, num_pages, PIECES, PIECE, PAGE_SIZE)
-            if here + KEYS > first_new:
-                mbarrier.wait(stored.index(0), 0)
-            _ask(key_desc, pieces, full, free, step, slots, column, PARTS, STAGES)
-            _ask(value_desc, pieces, full, free, step + 1, slots, column, PARTS, STAGES)
+            following = _slots_at(cache, behind, PIECES, PIECE, PAGE_SIZE)
+            if here + KEYS > share.first_new:
+                mbarrier.wait(pipeline.stored.index(0), 0)
+            _load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES)
+            _load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES)
             slots = following
             step += 2
         first, end = next_first, next_end

@@ -135,7 +135,7 @@ def test_early_rows_are_left_alone(device: str, window: int | None, monkeypatch:
     given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
     expected = attend(copied(given), window=window)
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
-    monkeypatch.setattr(decode_launch, "start_early", lambda tensors, out, *rest: out.fill_(7))
+    monkeypatch.setattr(decode_launch, "start_early", lambda given, *rest: given.out.fill_(7))
     found, early = attend(copied(given), window=window), given["positions"] < FROM
     assert torch.equal(found[~early], expected[~early])
     assert (found[early] == 7).all()

@@ -1,0 +1,89 @@
+"""Arguments of attention kernels, in groups: tensors, and the sizes that belong to them.
+
+Triton compiles for the values of integers inside a tuple: whether one is 1, and whether it is a multiple of 16. So a
+group holds integers of one model and of its cache alone. Those that differ from pass to pass are parameters of their
+own, named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, which Triton's tuples have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of a pass, Q of each of B rows, and what their heads are made with.
+
+    Attributes:
+        qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
+        positions: int64 [B, Q].
+        write_mask: bool [B, Q]: K and V of other tokens are not stored.
+        cos, sin: fp32 [num_angles, D / 2].
+        q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
+        num_angles: positions that `cos` and `sin` have.
+        eps: of the head norms.
+    """
+
+    qkv: Any
+    positions: Any
+    write_mask: Any
+    cos: Any
+    sin: Any
+    q_norm: Any
+    k_norm: Any
+    num_angles: Any
+    eps: Any
+
+
+class PagedCache(NamedTuple):
+    """K and V of one layer, and which pages rows have.
+
+    Attributes:
+        k, v: [num_pages, page_size, Hkv, D].
+        block_table: int64 [B, table_width], rows at `table_stride`; behind `cache_of_row` in a kernel, one row of it.
+        table_stride: elements from one row of the table to the next.
+        table_width: pages that a row has room for.
+        num_pages: of the cache.
+    """
+
+    k: Any
+    v: Any
+    block_table: Any
+    table_stride: Any
+    table_width: Any
+    num_pages: Any
+
+
+class WorkArea(NamedTuple):
+    """Where CTAs that share a row leave their parts.
+
+    Attributes:
+        partials: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
+            the sums of their weights.
+        counters: int32, zero between launches; None where a kernel needs none.
+    """
+
+    partials: Any
+    counters: Any
+
+
+def new_tokens(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    positions: Tensor,
+    write_mask: Tensor,
+    eps: float,
+) -> NewTokens:
+    """The group of these tensors, whose shapes are checked; a model has both norms, or none."""
+    if q_norm is None or k_norm is None:
+        q_norm = k_norm = None
+    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, cos.shape[0], eps)
+
+
+def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
+    """The group of these tensors, whose shapes are checked."""
+    return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])
