@@ -49,14 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and not config.getoption("nightly"):
             item.add_marker(pytest.mark.skip(reason="long; runs with --nightly"))
-    # those that may take long first: of several processes none is then left alone with them at the end
-    items.sort(key=_limit, reverse=True)
-
-
-def _limit(item: pytest.Item) -> float:
-    """Seconds that a test says it may take; 0: as long as every other."""
-    mark = item.get_closest_marker("timeout")
-    return mark.args[0] if mark else 0.0
+    # of several processes none is then left alone with them at the end
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(params=devices())

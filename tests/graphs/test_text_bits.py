@@ -105,7 +105,7 @@ def test_text_is_that_of_plain_decoding(gen: FastSpecGenerator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_text_is_that_of_plain_decoding_at_length(gen: FastSpecGenerator) -> None:
     compare(gen, prompts(64, longest=20), 1000, KS)
 
@@ -144,7 +144,7 @@ def test_logits_behind_the_text(gen: FastSpecGenerator) -> None:
         assert together.top_logprobs == [each.top_logprobs[0] for each in plain]  # type: ignore[index]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["shipped", "small gap"])
 def test_kernels_that_start_early_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand captured steps and more, with programmatic dependent launches and without."""

@@ -87,20 +87,20 @@ def _attend(
     )
 
 
-def attention(arch: int) -> Calls:
-    """Decoding passes of every head width, and of long and short caches where these have kernels of their own."""
+def attention(of_size: int, arch: int) -> Calls:
+    """Decoding passes of every head width, with elements of this many bytes."""
     for size, width in TILES:
-        for variant in (PLAIN, FULL):
+        for variant in (PLAIN, FULL) if size == of_size else ():
             named = f"attend {DTYPES[size]} {width}"
             yield named, partial(_attend, DTYPES[size], width, variant, (5, 1), (0, 8))
 
 
-def attention_short(arch: int) -> Calls:
-    for dim in (64, 128):
-        for queries, rows, blocks in SHORT:
-            for variant, regroup in ((PLAIN, arch == 90), ((*FULL[:3], 0), False)):
-                named = f"attend short {dim} {queries} {rows} {blocks}"
-                yield named, partial(_attend, BF16, dim, variant, (queries, rows), (0, blocks), regroup)
+def attention_short(dim: int, full: bool, arch: int) -> Calls:
+    """Of short caches, for which heads of this width have kernels of their own."""
+    variant, regroup = ((*FULL[:3], 0), False) if full else (PLAIN, arch == 90)
+    for queries, rows, blocks in SHORT:
+        named = f"attend short {dim} {queries} {rows} {blocks}"
+        yield named, partial(_attend, BF16, dim, variant, (queries, rows), (0, blocks), regroup)
 
 
 def attention_long(arch: int) -> Calls:
@@ -302,18 +302,20 @@ def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
     verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
 
 
-def sampled(arch: int) -> Calls:
+def sampled(vocab: int, arch: int) -> Calls:
     """Kernels of a step that samples: one line or many, every rule, recorded and not."""
-    for vocab in VOCABS:
-        for batch in (1, 64):
-            for purpose, keep in ((0, True), (2, False)):
-                yield f"draw {vocab} {batch}", partial(_draw, vocab, batch, purpose, keep)
-            for rule, deterministic in (("rejection", False), ("block", False), ("block", True), ("coupled", False)):
-                named = f"{rule} {vocab} {batch}"
-                yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
-        for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
-            yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
-        yield f"block, recorded and deterministic {vocab}", partial(_sampled, vocab, BATCH, "block", True, True, True)
+    for batch in (1, 64):
+        for purpose, keep in ((0, True), (2, False)):
+            yield f"draw {vocab} {batch}", partial(_draw, vocab, batch, purpose, keep)
+        for rule, deterministic in (("rejection", False), ("block", False), ("block", True), ("coupled", False)):
+            named = f"{rule} {vocab} {batch}"
+            yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
+    for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
+        yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
+    yield f"block, recorded and deterministic {vocab}", partial(_sampled, vocab, BATCH, "block", True, True, True)
+
+
+def sampled_otherwise(arch: int) -> Calls:
     yield f"rejection, recorded {VOCABS[0]} of many", partial(_sampled, VOCABS[0], 64, "rejection", False, True, True)
     yield f"draw {VOCABS[-1]} of many", partial(_draw, VOCABS[-1], CROWD, 2, False)
     yield "block, kept", partial(_sampled, VOCABS[0], BATCH, "block", False, False, False)
@@ -334,8 +336,9 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
 
 
 GROUPS: dict[str, Callable[[int], Calls]] = {
-    "attention": attention,
-    "attention_short": attention_short,
+    **{f"attention_{8 * size}_bits": partial(attention, size) for size in DTYPES},
+    **{f"short_{dim}": partial(attention_short, dim, False) for dim in (64, 128)},
+    **{f"short_{dim}_full": partial(attention_short, dim, True) for dim in (64, 128)},
     "attention_long": attention_long,
     "attention_prompt": attention_prompt,
     "portable_whole": partial(portables, WHOLE),
@@ -343,7 +346,8 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "portable_single": partial(portables, RAGGED[1]),
     "prompts": prompts,
     "steps": steps,
-    "sampled": sampled,
+    **{f"sampled_{vocab}": partial(sampled, vocab) for vocab in VOCABS},
+    "sampled_otherwise": sampled_otherwise,
     **{
         f"products_{start}": partial(products, slice(start, start + AT_ONCE))
         for start in range(0, len(LAYERS), AT_ONCE)

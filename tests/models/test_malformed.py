@@ -47,7 +47,7 @@ from tests.helpers.fuzzing import CI, NIGHTLY, SMALL, raised_by_us
 
 HEADROOM = 2**30  # bytes of address space that refusing a checkpoint may take; what each of them claims is far more
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("bounded")]
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from fastspec.kernels.common.carveout import RESERVED
 from tests.helpers.budgets import SHARED_LIMIT, fits
 from tests.helpers.modules import module_output
 
+pytestmark = pytest.mark.long
+
 MULTIPROCESSOR = 233_472  # bytes of shared memory that an H200's has
 # bytes of a thread that may wait in memory, by kernel, architecture and where the table first reaches the launch
 SPILLS = {

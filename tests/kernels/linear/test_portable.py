@@ -11,7 +11,6 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
-from tests.helpers.modules import module_output
 from tests.helpers.products import product_case, widened
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
@@ -201,20 +200,6 @@ def test_pick_at_real_sizes(dtype: torch.dtype) -> None:
         for _ in range(20):
             assert torch.equal(tile.tile_argmax(x, weight, 49_999, scratch, **arguments), logits[:, :49_999].argmax(-1))
         assert not scratch.any()
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_sums_take_the_same_way_however_many_rows(arch: int) -> None:
-    """What row invariance stands on, where no test of bits can run: one instruction, or one layout, of every tile."""
-    reports = module_output("tests.helpers.compile_launches", str(arch), "portable_whole")
-    products = [report for report in reports if report["order"] is not None]
-    for element, rows in ((2, {8, 16, 32, 64}), (4, {1, 2, 4, 8})):
-        of_element = [report for report in products if report["element"] == element]
-        assert {report["constants"]["ROWS"] for report in of_element} == rows
-        (order,) = {tuple(report["order"]) for report in of_element}
-        assert len(order) == 1, order
-    (instruction,) = {report["order"][0] for report in products if report["element"] == 2}
-    assert instruction == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
 def test_tables_are_complete() -> None:
