@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.state import DecodeState
-from tests.helpers.recorder import Calls, on_meta, record
+from tests.helpers.recorder import Calls, Launch, on_meta, record
 
 META = torch.device("meta")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -362,10 +363,17 @@ def all_calls(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
         yield from group(arch)
 
 
+def _told(launch: Launch) -> str:
+    constants = {name: str(value) for name, value in sorted(launch.arguments.items()) if name.isupper()}
+    return f"{launch.call} {launch.name} {launch.grid} {constants} {sorted(launch.options.items(), key=str)}"
+
+
 def main() -> None:
-    """Prints which kernels the calls launch on these architectures; compiles nothing."""
-    found = {launch.name for arch in map(int, sys.argv[1:]) for launch in record(arch, partial(all_calls, arch))}
-    print(json.dumps({"kernels": sorted(found)}))
+    """Prints what the calls launch on each of these architectures, also as a hash; compiles nothing."""
+    for arch in map(int, sys.argv[1:]):
+        found = record(arch, partial(all_calls, arch))
+        told = hashlib.sha256("\n".join(map(_told, found)).encode()).hexdigest()
+        print(json.dumps({"kernels": sorted({launch.name for launch in found}), "launches": told}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from tests.helpers.modules import module_output
 
 pytestmark = pytest.mark.long
 
-ARCHITECTURES = [80, 86, 89, 90, 100]
+ARCHITECTURES = [80, 86, 90, 100]
+AS_86 = 89  # launches what sm_86 does, as a test below has it
 
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
@@ -51,7 +52,10 @@ GROUPS = (
 
 
 # kernels for short caches are there from sm_90 on
-CASES = [(arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not group.startswith("short")]
+CASES: list[Any] = [
+    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not group.startswith("short")),
+    *(pytest.param(AS_86, group, marks=pytest.mark.slow) for group in GROUPS if not group.startswith("short")),
+]
 
 
 @pytest.mark.parametrize(("arch", "group"), CASES)
@@ -75,6 +79,12 @@ def test_kernels_compile(arch: int, group: str) -> None:
             assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
             assert report["mma"], report  # whole warp groups multiply
             assert report["vector"], report  # results leave 16 bytes at a time
+
+
+def test_one_architecture_launches_what_another_does() -> None:
+    reports = module_output("tests.helpers.launches", "86", str(AS_86), "90")
+    same, found, other = (report["launches"] for report in reports)
+    assert same == found != other
 
 
 def _check_order_of_sums(reports: list[dict[str, Any]]) -> None:

@@ -18,5 +18,5 @@ def test_calls_reach_every_kernel() -> None:
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")]
     launched = {name for text in sources for name in re.findall(r"\b(?:launch|start)\(\s*(\w+_kernel)\b", text)}
     assert len(launched) > 20
-    (seen,) = module_output("tests.helpers.launches", "80", "90", "100")
-    assert launched <= set(seen["kernels"])
+    seen = [set(each["kernels"]) for each in module_output("tests.helpers.launches", "80", "90", "100")]
+    assert launched <= set().union(*seen)
