@@ -6,9 +6,7 @@ from __future__ import annotations
 LONG_SIGNATURES = {
     "__init__": 19,
     "_end_kernel": 36,
-    "_laws_kernel": 21,
     "_multiply": 24,
-    "_publish_kernel": 21,
     "_verify_kernel": 32,
     "attend": 18,
     "attend_op": 16,

@@ -18,7 +18,7 @@ more or less may be kept. Ids that tie at the edge of top-p are kept in the orde
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -74,6 +74,16 @@ PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
+
+
+class Scratch(NamedTuple):
+    """The buffers of a `SampledWork` for the kernel: tensors here, pointers there."""
+
+    counters: Any
+    records: Any
+    groups: Any
+    found: Any
+    listed: Any
 
 
 @triton.jit
@@ -185,11 +195,7 @@ def _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS: tl.constexp
 @triton.jit(do_not_specialize=[*INTS, "drafts"])
 def _laws_kernel(
     source,
-    counters_ptr,
-    records_ptr,
-    groups_ptr,
-    found_ptr,
-    listed_ptr,
+    work,  # Scratch
     q_ptr,  # None: drafts were certain
     places,
     first,
@@ -219,7 +225,7 @@ def _laws_kernel(
     temperature = tl.load(source.temperature + row)
     top_k, top_p, min_p = tl.load(source.top_k + row), tl.load(source.top_p + row), tl.load(source.min_p + row)
     drafted = tl.load(source.draft_tokens + row * source.drafts_stride + place, mask=place < drafts, other=-1)
-    tops_ptr = groups_ptr + line.to(tl.int64) * groups * 2
+    tops_ptr = work.groups + line.to(tl.int64) * groups * 2
     tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
     # what may need more than one program is described by each for itself, all alike
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
@@ -243,9 +249,9 @@ def _laws_kernel(
         )
         key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
         if kind == SEARCHED:
-            line_found = found_ptr + line.to(tl.int64) * (2 * MOST)
-            line_counters = counters_ptr + line * _COUNTERS
-            line_listed = listed_ptr + line.to(tl.int64) * LISTED
+            line_found = work.found + line.to(tl.int64) * (2 * MOST)
+            line_counters = work.counters + line * _COUNTERS
+            line_listed = work.listed + line.to(tl.int64) * LISTED
             # without a bound above, or with nothing to look for
             alone = (upper == KEY_OPEN) | (upper == lower)
             lists = mine & alone
@@ -277,7 +283,7 @@ def _laws_kernel(
                 kind = tl.zeros([], tl.int32) + KNOWN
         if mine:
             law = kind, largest, normaliser, key, cut, best
-            record_ptr = records_ptr + line * _RECORD
+            record_ptr = work.records + line * _RECORD
             _store_law(record_ptr, law, upper, guessed, racers)
             if weighs:
                 _weigh_draft(at, draft, read, law, record_ptr, min_p, STOPS)
@@ -336,7 +342,7 @@ def find_laws(
     launch(
         _laws_kernel,
         (max(1, min(chunks, PROGRAMS // lines)), lines),
-        *(source, work.counters, work.records, work.groups, work.found, work.listed, laws),
+        *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), laws),
         *(places, first, drafts, *((0, 0) if laws is None else laws.stride()[:2])),
         GROUPS=padded,
         EACH=triton.cdiv(padded, bounds.MOST_GROUPS),

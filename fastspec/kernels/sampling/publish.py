@@ -19,6 +19,8 @@ The sequence number n is stored last, after a fence at system scope: a host that
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,20 @@ from fastspec.sampling.verify import CommitRows
 WORDS = tl.constexpr(256)  # of an entry at a time
 NUM_WARPS = 8
 DETAILS_BLOCK = 2048
+
+
+class Details(NamedTuple):
+    """Log-probabilities for a kernel: tensors here, pointers there; all None where none are published.
+
+    Attributes:
+        ring: int32 [slots, Bmax, K+1, 1+2N], where they go.
+        logprobs, top_ids, top_logprobs: of the rows, as in the table above.
+    """
+
+    ring: Any
+    logprobs: Any
+    top_ids: Any
+    top_logprobs: Any
 
 
 @triton.jit
@@ -114,10 +130,7 @@ def _publish_kernel(
     counts_ptr,
     finish_ptr,
     block_ptr,
-    details_ptr,  # None: no log-probabilities
-    logprobs_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
+    details,  # Details
     block_stride,
     slots,
     entry_width,
@@ -148,10 +161,10 @@ def _publish_kernel(
         places,
         drafting,
     )
-    if details_ptr is not None:
-        slot_ptr = details_ptr + sequence % slots * details_width
+    if details.ring is not None:
+        slot_ptr = details.ring + sequence % slots * details_width
         total = batch * places * (1 + 2 * TOP)
-        store_details(slot_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr, total, TOP, BLOCK)
+        store_details(slot_ptr, details.logprobs, details.top_ids, details.top_logprobs, total, TOP, BLOCK)
     store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
 
 
@@ -180,8 +193,7 @@ def publish(
         rows.draft_counts,
         rows.finish,
         rows.block,
-        details,
-        *recorded,
+        Details(details, *recorded),
         rows.block.stride(0),
         entries.shape[0],
         entries.shape[1],
