@@ -52,7 +52,7 @@ class Given:
             stacklevel: of the warning.
 
         Raises:
-            ValueError: no prompt, an empty one, an id out of range (named with its place), or padding that is not to
+            ValueError: an empty prompt, an id out of range (named with its place), or padding that is not to
                 the left.
         """
         if self.masks is not None:
@@ -85,12 +85,15 @@ def read(input_ids: Any, attention_mask: Any = None) -> Given:
     What a tokenizer returns, a mapping with "input_ids", brings its mask along.
 
     Raises:
-        ValueError: wrong type, dtype or nesting, or a mask that is not of zeros and ones in the shape of the prompts.
+        ValueError: no prompt, wrong type, dtype or nesting, or a mask that is not of zeros and ones in the shape of the
+            prompts.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)
     device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
     rows = _rows_of(input_ids)
+    if not rows:
+        raise ValueError("input_ids holds no prompt; give at least one non-empty row of token ids")
     masks = None if attention_mask is None else _mask_rows(attention_mask, rows)
     return Given(rows, masks, is_array(input_ids), device)
 
@@ -188,8 +191,6 @@ def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple
 
 
 def _check(rows: list[list[int]], vocab_size: int) -> None:
-    if not rows:
-        raise ValueError("input_ids holds no prompt; give at least one non-empty row of token ids")
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the BOS token")

@@ -155,3 +155,11 @@ def test_a_first_token_is_no_padding(given: list[list[int]]) -> None:
 def test_other_padding_is_refused(row: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(torch.tensor([row])).prompts(VOCAB, 0)
+
+
+@pytest.mark.parametrize(
+    "nothing", [[], torch.empty(0, 3, dtype=torch.int64), np.empty((0, 3), dtype=np.int64)], ids=str
+)
+def test_no_prompt_is_said_before_options_are_read(nothing: Any) -> None:
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read(nothing)
