@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -185,7 +185,7 @@ class PendingWeights:
 
     Attributes:
         weights: to be used by nothing that reads values before `fill` has returned.
-        fill: reads the files; it may run in another thread. Raises as `load_weights`.
+        fill: reads the files; it may run in another thread. Raises CheckpointError as `allocate_weights`.
         cancel: makes `fill` end soon; the weights are not to be used then.
     """
 
@@ -207,7 +207,23 @@ def allocate_weights(
 
     A live module is copied here and now, for with `release_source` its memory makes room for the copy.
 
-    Args and Raises: as `load_weights`.
+    Args:
+        checkpoint: from `sources.resolve`.
+        dtype: torch.bfloat16, torch.float16 or torch.float32; stored values are rounded to it.
+        device: where the fused tensors are allocated.
+        progress: shows a progress bar in bytes on standard error.
+        release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
+            once its copy is made, and the module cannot be used again, also if loading fails half way.
+            Without it the module is left as it was. Means nothing for a directory.
+        weight_format: as in `Ops`: the format in which a weight is used.
+
+    Returns:
+        Contiguous tensors that share no memory with the source.
+
+    Raises:
+        CheckpointError: the stored tensors are not what the config says, or a value does not fit in float16.
+        UnsupportedModel: a stored dtype, or the live module, is not supported.
+        UnsupportedOption: `dtype` is none of the three.
     """
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
@@ -237,43 +253,9 @@ def allocate_weights(
     return PendingWeights(weights, fill, loader.cancel)
 
 
-def load_weights(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool = True,
-    release_source: bool = False,
-    weight_format: WeightFormat = TORCH_OPS.weight_format,
-) -> DecoderWeights:
-    """Loads all weights of a checkpoint, fused, in `dtype` on `device`.
-
-    Args:
-        checkpoint: from `sources.resolve`.
-        dtype: torch.bfloat16, torch.float16 or torch.float32; stored values are rounded to it.
-        device: where the fused tensors are allocated.
-        progress: shows a progress bar in bytes on standard error.
-        release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
-            once its copy is made, and the module cannot be used again, also if loading fails half way.
-            Without it the module is left as it was. Means nothing for a directory.
-        weight_format: as in `Ops`: the format in which a weight is used.
-
-    Returns:
-        Contiguous tensors that share no memory with the source.
-
-    Raises:
-        CheckpointError: the stored tensors are not what the config says, or a value does not fit in float16.
-        UnsupportedModel: a stored dtype, or the live module, is not supported.
-        UnsupportedOption: `dtype` is none of the three.
-    """
-    pending = allocate_weights(
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        progress=progress,
-        release_source=release_source,
-        weight_format=weight_format,
-    )
+def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
+    """What `allocate_weights` makes with the same arguments, filled; raises the same."""
+    pending = allocate_weights(checkpoint, **options)
     pending.fill()
     return pending.weights
 
@@ -300,7 +282,7 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
 
 
 def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    def tensor(kind: str, *names: str, when: bool = True) -> Tensor | None:
+    def tensor(kind: str, *names: str, when: bool) -> Tensor | None:
         return loader.tensor(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
 
     def weight(*names: str, gated: bool = False) -> Weight:
