@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +13,10 @@ import torch
 from fastspec import FastSpecGenerator
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.runtime.threads import Threads, sampling_alone
-from fastspec.surroundings import shielded
+from fastspec.surroundings import shielded, using_threads
 from tests.helpers.checkpoints import make_checkpoint
 
 LARGE = 2.0**20
-
-
-@contextmanager
-def torch_has(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +88,7 @@ def test_kinds_of_steps_have_their_own_times() -> None:
 
 
 def test_the_callers_number_comes_back_and_other_threads_keep_theirs() -> None:
-    with torch_has(3):
+    with using_threads(3):
         begun, go, seen = threading.Event(), threading.Event(), []
 
         def other() -> None:
@@ -128,7 +116,7 @@ def test_whole_distributions_are_one_threads_work() -> None:
         seen.append(torch.get_num_threads())
 
     ops = replace(TORCH_OPS, sampled_commit=op, sampled_draw=op, verify_commit=op, commit=op, linear=op)
-    with torch_has(2):
+    with using_threads(2):
         alone = sampling_alone(ops)
         for each in (alone.sampled_commit, alone.sampled_draw, alone.verify_commit, alone.commit, alone.linear):
             each()
@@ -149,7 +137,7 @@ def test_a_generator_says_its_number_and_leaves_torchs_alone(tmp_path: Path) -> 
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 3, "eos_token_id": None, "logprobs": 2}
     found = []
     for count in (1, 2):
-        with torch_has(count), FastSpecGenerator(*pair, max_length=64, device="cpu", progress=False) as generator:
+        with using_threads(count), FastSpecGenerator(*pair, max_length=64, device="cpu", progress=False) as generator:
             assert torch.get_num_threads() == count
             assert generator._open_engine().threads is not None
             object.__setattr__(generator._open_engine(), "threads", Steady(count, count, "measured", count))
