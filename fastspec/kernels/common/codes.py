@@ -1,0 +1,137 @@
+"""`Codes`: a quantised matrix [N, K] as its checkpoint means it, before a kernel packs it.
+
+    value[n, k] = (decode(codes[n, k]) - zeros[n, g]) * scales[n // rows, k // columns],   g = k // columns
+
+| format | decode of a code, one byte each                                    | zeros           |
+|--------|---------------------------------------------------------------------|-----------------|
+| fp8    | the bits of an e4m3 float (`torch.float8_e4m3fn`)                    | none            |
+| int8   | the bits of an int8, -128..127                                       | none            |
+| int4   | 0..15 as a number                                                    | always, 0..15   |
+| fp4    | 0..15 as an e2m1 float: {0, .5, 1, 1.5, 2, 3, 4, 6}, bit 3 the sign  | none            |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+CodeFormat = Literal["fp8", "int8", "int4", "fp4"]
+BITS = {"fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, section 5.3.3
+
+
+class CodesKind(NamedTuple):
+    """What is known of a quantised matrix before its values are read.
+
+    Attributes:
+        format: how a code is decoded.
+        block: rows and columns that share one scale: (1, K) a row, (1, G) a group of G, (128, 128) a block. The last
+            block of a row or column may be smaller.
+    """
+
+    format: CodeFormat
+    block: tuple[int, int]
+
+    def scales_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Shape of the scales of a matrix of shape (N, K)."""
+        return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """One quantised matrix.
+
+    Attributes:
+        kind: its format and blocks.
+        codes: uint8 [N, K], one code each.
+        scales: fp32 [ceil(N / block rows), ceil(K / block columns)].
+        zeros: uint8 [N, ceil(K / block columns)] of int4, whose blocks have one row; else None.
+
+    Raises:
+        ValueError: a shape or dtype is not as above.
+    """
+
+    kind: CodesKind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        wanted = self.kind.scales_shape(self.shape)
+        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+            raise ValueError(f"codes are {self.codes.dtype} {list(self.codes.shape)}; wanted uint8 [N, K]")
+        if self.scales.dtype != torch.float32 or tuple(self.scales.shape) != wanted:
+            raise ValueError(
+                f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.kind} of {list(self.shape)} wants "
+                f"float32 {list(wanted)}"
+            )
+        if (self.zeros is not None) != (self.kind.format == "int4"):
+            raise ValueError(f"{self.kind.format} {'has' if self.kind.format == 'int4' else 'has no'} zero points")
+        if self.zeros is not None and (self.kind.block[0] != 1 or tuple(self.zeros.shape) != wanted):
+            raise ValueError(f"zeros are {list(self.zeros.shape)} in blocks {self.kind.block}; wanted {list(wanted)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def decoded(self) -> Tensor:
+        """The codes as fp32 numbers [N, K], zero points and scales left out."""
+        if self.kind.format == "fp8":
+            return self.codes.view(torch.float8_e4m3fn).float()
+        if self.kind.format == "int8":
+            return self.codes.view(torch.int8).float()
+        if self.kind.format == "int4":
+            return self.codes.float()
+        table = torch.tensor(E2M1, device=self.codes.device)
+        return torch.cat((table, -table))[self.codes.long()]
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The values [N, K]: computed in fp32 and rounded once to `dtype`."""
+        values, columns = self.decoded(), self.kind.block[1]
+        if self.zeros is not None:
+            values -= _spread(self.zeros.float(), columns, 1, values.shape[1])
+        scales = _spread(self.scales, self.kind.block[0], 0, values.shape[0])
+        values *= _spread(scales, columns, 1, values.shape[1])
+        return values.to(dtype)
+
+    def by_rows(self) -> Codes:
+        """The same matrix with blocks of one row."""
+        rows, columns = self.kind.block
+        if rows == 1:
+            return self
+        scales = _spread(self.scales, rows, 0, self.shape[0])
+        return Codes(CodesKind(self.kind.format, (1, columns)), self.codes, scales, self.zeros)
+
+
+def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:
+    """Each value `times` times along `dim`, cut to `size`."""
+    return values.repeat_interleave(times, dim).narrow(dim, 0, size)
+
+
+def join(parts: Sequence[Codes]) -> Codes:
+    """Matrices of one format and one K under each other: [sum of N, K].
+
+    Blocks of several rows stay where each part but the last has whole ones, else they become blocks of one row.
+
+    Raises:
+        ValueError: parts differ in format, in K, or in the columns of a block.
+    """
+    first = parts[0].kind
+    if any((each.kind.format, each.kind.block[1], each.shape[1]) != (first.format, first.block[1], parts[0].shape[1])
+           for each in parts):  # fmt: skip
+        raise ValueError(f"cannot join {[(each.kind, list(each.shape)) for each in parts]}: one format, K and group")
+    whole = all(each.kind == first and each.shape[0] % first.block[0] == 0 for each in parts[:-1])
+    if not whole or parts[-1].kind != first:
+        parts = [each.by_rows() for each in parts]
+    zeros = [each.zeros for each in parts if each.zeros is not None]
+    return Codes(
+        parts[0].kind,
+        torch.cat([each.codes for each in parts]),
+        torch.cat([each.scales for each in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
