@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 
 @contextmanager
@@ -23,17 +24,28 @@ def shielded(device: torch.device | None = None, threads: int | None = None) -> 
         threads: of torch's operations on the CPU, for this thread. None: as they are. (Torch gives the number to a
             thread that uses it for the first time meanwhile, too.)
     """
-    with ExitStack() as stack:
-        if _has_default_device():
-            stack.enter_context(torch.device("cpu"))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if device is not None and device.type == "cuda":
-            stack.enter_context(_algorithms().any())
-        if threads is not None and threads != torch.get_num_threads():
-            stack.enter_context(using_threads(threads))
-        yield
+    changes = _changes(threads)
+    with _algorithms().any() if device is not None and device.type == "cuda" else nullcontext():
+        if not changes:  # every step of a call passes here, and mostly there is nothing to set aside
+            yield
+            return
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
+            yield
+
+
+def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
+    """Contexts that set aside what the caller has set in this thread."""
+    changes: list[AbstractContextManager[object]] = []
+    if _has_default_device():
+        changes.append(torch.device("cpu"))
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            changes.append(torch.autocast(kind, enabled=False))
+    if threads is not None and threads != torch.get_num_threads():
+        changes.append(using_threads(threads))
+    return changes
 
 
 @contextmanager
@@ -49,6 +61,8 @@ def using_threads(count: int) -> Iterator[None]:
 
 def _has_default_device() -> bool:
     """Whether tensors made without a device would be elsewhere than in host memory."""
+    if not _get_current_function_mode_stack():
+        return False  # a default device is a mode of torch functions
     try:
         return torch.get_default_device().type != "cpu"
     except (AssertionError, RuntimeError):  # torch asks a tensor that it makes there, and there is no such device

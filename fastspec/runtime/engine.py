@@ -273,8 +273,13 @@ class Engine:
         return [(rows, shape) for rows, shape in steps if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        view = self.state.rows(0, rows)
-        return lambda: step(self.parts, view, shape, PhiloxDraws(view.seeds))
+        """The step, for a runner to launch; views are made by who calls it, for a replay needs none."""
+
+        def body() -> None:
+            view = self.state.rows(0, rows)
+            step(self.parts, view, shape, PhiloxDraws(view.seeds))
+
+        return body
 
     @contextmanager
     def _idle(self, rows: int) -> Iterator[None]:
