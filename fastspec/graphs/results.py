@@ -101,10 +101,9 @@ class ResultRing:
         return [RowResult(row[0], row[1], row[2], row[3], row[_HEADER:]) for row in words]
 
     def _entry(self, sequence: int) -> NDArray[np.int64]:
-        if self._words is not None:
-            return self._words[sequence % SLOTS]
-        words: NDArray[np.int64] = self.outbox.entries[sequence % SLOTS].cpu().numpy()
-        return words
+        words = self.outbox.entries.cpu().numpy() if self._words is None else self._words
+        entry: NDArray[np.int64] = words[sequence % SLOTS]
+        return entry
 
     def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
         """Of a step that was read: log-probabilities of the first `count` tokens of a row's block, and at each place
