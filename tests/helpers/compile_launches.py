@@ -1,6 +1,7 @@
-"""Compiles what one group of calls launches on one CUDA architecture, without a GPU; prints a JSON line each.
+"""Compiles what groups of calls launch on one CUDA architecture, without a GPU; prints a JSON line each.
 
-Usage: python -m tests.helpers.compile_launches 90 attention
+Usage: python -m tests.helpers.compile_launches 90 attention_long
+       python -m tests.helpers.compile_launches 86 attention_long,steps 80    without the launches of sm_80
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,22 +95,34 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    arch, group = int(sys.argv[1]), sys.argv[2]
+def recorded(arch: int, group: str) -> Iterator[Launch]:
+    """The launches of a group, each that runs other code than those before it."""
     recorder.use(recorder.cuda(arch))
-    launches = recorder.record(arch, lambda: GROUPS[group](arch))
-    for launch in first_of_each(launches, recorder.specialised):
-        found = report(launch, arch)
-        if group.startswith(("products", "tails")):
-            found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
-        if group == "portable_whole":
-            product = launch.name not in ("norm_kernel", "_norm_kernel")
-            found["order"] = order(launch) if product else None
-        if launch.name == "_hopper_kernel":
-            ptx = recorder.compiled(launch).asm["ptx"]
-            found["mma"] = f"wgmma.mma_async.sync.aligned.m64n{launch.arguments['COLUMNS']}k16" in ptx
-            found["vector"] = "st.global.v4.b32" in ptx and "st.global.b" not in ptx
-        print(json.dumps(found), flush=True)
+    yield from first_of_each(recorder.record(arch, lambda: GROUPS[group](arch)), recorder.specialised)
+
+
+def main() -> None:
+    arch, groups, others = int(sys.argv[1]), sys.argv[2].split(","), map(int, sys.argv[3:])
+    known = {recorder.specialised(launch) for other in others for group in groups for launch in recorded(other, group)}
+    for group in groups:
+        for launch in recorded(arch, group):
+            if recorder.specialised(launch) not in known:
+                describe(launch, arch, group)
+
+
+def describe(launch: Launch, arch: int, group: str) -> None:
+    """Prints what one launch compiles to."""
+    found = report(launch, arch)
+    if group.startswith(("products", "tails")):
+        found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
+    if group == "portable_whole":
+        product = launch.name not in ("norm_kernel", "_norm_kernel")
+        found["order"] = order(launch) if product else None
+    if launch.name == "_hopper_kernel":
+        ptx = recorder.compiled(launch).asm["ptx"]
+        found["mma"] = f"wgmma.mma_async.sync.aligned.m64n{launch.arguments['COLUMNS']}k16" in ptx
+        found["vector"] = "st.global.v4.b32" in ptx and "st.global.b" not in ptx
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

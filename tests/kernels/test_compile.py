@@ -13,8 +13,9 @@ from tests.helpers.modules import module_output
 
 pytestmark = pytest.mark.long
 
-ARCHITECTURES = [80, 86, 90, 100]
-AS_86 = 89  # launches what sm_86 does, as a test below has it
+ARCHITECTURES = [80, 90, 100]
+AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
+AS_86 = 89  # launches what sm_86 does, as another has it
 
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
@@ -54,7 +55,12 @@ GROUPS = (
 # kernels for short caches are there from sm_90 on
 CASES: list[Any] = [
     *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not group.startswith("short")),
-    *(pytest.param(AS_86, group, marks=pytest.mark.slow) for group in GROUPS if not group.startswith("short")),
+    *(
+        pytest.param(arch, group, marks=pytest.mark.slow)
+        for group in GROUPS
+        for arch in (AS_80, AS_86)
+        if not group.startswith("short")
+    ),
 ]
 
 
@@ -64,6 +70,10 @@ def test_kernels_compile(arch: int, group: str) -> None:
     assert len(reports) >= 2
     if group == "portable_whole":
         _check_order_of_sums(reports)
+    _check(reports, arch)
+
+
+def _check(reports: list[dict[str, Any]], arch: int) -> None:
     for report in reports:
         kernel, k = report["kernel"], report["constants"].get("K", 0)
         assert fits(report, arch, _spills(report)), report
@@ -79,6 +89,12 @@ def test_kernels_compile(arch: int, group: str) -> None:
             assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
             assert report["mma"], report  # whole warp groups multiply
             assert report["vector"], report  # results leave 16 bytes at a time
+
+
+def test_what_one_architecture_launches_beside_another_compiles() -> None:
+    reports = module_output("tests.helpers.compile_launches", str(AS_80), ",".join(GROUPS), "80")
+    assert {report["kernel"] for report in reports} == {"_prefill_kernel"}  # which has less shared memory there
+    _check(reports, AS_80)
 
 
 def test_one_architecture_launches_what_another_does() -> None:

@@ -23,18 +23,27 @@ SPILLS = {
 
 
 LAYERS = [f"products_{first}" for first in range(0, 15, 3)]
-RARE = (89, 120)  # 89 launches what 86 does
+AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
+RARE = (AS_80, 89, 120)  # 89 launches what 86 does
+PRODUCTS = (*LAYERS, "products_fp16")
 CASES = [
     pytest.param(arch, group, marks=[pytest.mark.slow] if arch in RARE else [])
     for arch in SHARED_LIMIT
-    for group in (*LAYERS, "products_fp16")
+    for group in PRODUCTS
 ]
 TAILS = [(90, f"tails_{hidden}") for hidden in (4096, 2048, 896)]
 
 
 @pytest.mark.parametrize(("arch", "group"), [*CASES, *TAILS])
 def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int, group: str) -> None:
-    reports = module_output("tests.helpers.compile_launches", str(arch), group)
+    _check(module_output("tests.helpers.compile_launches", str(arch), group), arch)
+
+
+def test_what_one_architecture_launches_beside_another_compiles() -> None:
+    _check(module_output("tests.helpers.compile_launches", str(AS_80), ",".join(PRODUCTS), "80"), AS_80)
+
+
+def _check(reports: list[dict[str, Any]], arch: int) -> None:
     kernels = {"ring_kernel", "given_kernel", "sum_kernel"} if arch == 90 else {"wide_kernel", "norm_kernel"}
     assert {report["kernel"] for report in reports} <= kernels | {"narrow_kernel"}
     assert any(report["product"] for report in reports)
