@@ -117,7 +117,8 @@ def supported_models() -> str:
     families = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     return (
         f"supported: {families}; rope types {', '.join(ROPE_KINDS)}; full or sliding-window attention; hidden_act "
-        f"silu; even head_dim up to {MAX_HEAD_DIM}; unquantised bfloat16, float16 or float32 weights"
+        f"silu; even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by "
+        "compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
     )
 
 
@@ -193,7 +194,9 @@ def _refuse_unread_settings(fields: ConfigFields) -> None:
     if fields.get("hidden_act") != "silu":
         fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
     if says_quantised(fields.get("quantization_config")):
-        fields.refuse("quantization_config", fields.get("quantization_config"), "an unquantised checkpoint")
+        fields.refuse(
+            "quantization_config", fields.get("quantization_config"), "its directory in place of the live model"
+        )
 
 
 def says_quantised(value: object) -> bool:

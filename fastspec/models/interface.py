@@ -73,6 +73,10 @@ class ModelSource(Protocol):
         """Its sizes."""
 
     @property
+    def stored(self) -> str:
+        """How its matrices are stored where they are quantised; else empty."""
+
+    @property
     def module(self) -> nn.Module | None:
         """The caller's live module, whose device is then the default; else None."""
 

@@ -14,6 +14,10 @@ from fastspec.runtime.memory import Layout
 from fastspec.runtime.settings import Settings
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 
+WEIGHT_ONLY = (
+    "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
+    "gives other text"
+)
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -83,9 +87,10 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
     sliding = f", {windows} of them with a sliding window" if windows else ""
+    quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
     return (
         f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
-        f"{dtype.removeprefix('torch.')}, context {spec.max_length}"
+        f"{dtype.removeprefix('torch.')}, context {spec.max_length}{quantised}"
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 CodeFormat = Literal["fp8", "int8", "int4", "fp4"]
 BITS = {"fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
+_SLICE = 2048  # rows
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, section 5.3.3
 
 
@@ -98,6 +99,16 @@ class Codes:
         scales = _spread(self.scales, self.kind.block[0], 0, values.shape[0])
         values *= _spread(scales, columns, 1, values.shape[1])
         return values.to(dtype)
+
+    def dequantise_into(self, place: Tensor) -> None:
+        """Writes the values to `place` [N, K], a slice of rows at a time, so that few of them exist in fp32."""
+        rows = self.kind.block[0]
+        step = -(-_SLICE // rows) * rows
+        for start in range(0, self.shape[0], step):
+            here, blocks = slice(start, start + step), slice(start // rows, (start + step) // rows)
+            zeros = None if self.zeros is None else self.zeros[here]
+            part = Codes(self.kind, self.codes[here], self.scales[blocks], zeros)
+            place[here] = part.dequantise(place.dtype)
 
     def by_rows(self) -> Codes:
         """The same matrix with blocks of one row."""

@@ -100,6 +100,9 @@ class ModuleTensors:
         """The parameter itself, detached; the caller copies it."""
         return self._parameters[name].detach()
 
+    def codes(self, name: str, device: torch.device) -> None:
+        """None: nothing is quantised here."""
+
     def release(self, names: list[str]) -> None:
         """Puts an empty meta tensor in place of each named parameter, so that its memory can go.
 

@@ -23,7 +23,8 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, TensorSource, WeightFormat
-from fastspec.models.weights.names import EMBED, HEAD, NamedTensors
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
+from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
@@ -265,10 +266,13 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
         return ModuleTensors(checkpoint.module)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-    return named(ShardTensors(checkpoint.directory), checkpoint.spec)
+    stored: Stored = ShardTensors(checkpoint.directory)
+    if checkpoint.quantisation is not None:
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.spec))
+    return named(stored, checkpoint.spec)
 
 
-def named(stored: ShardTensors, spec: ModelSpec) -> NamedTensors:
+def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
     """The tensors of a directory by the names of the parameters of `spec`."""
     return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.models.weights.shards import TensorInfo
 
@@ -38,6 +39,9 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
 
     def release(self, names: list[str]) -> None:
         """Lets go of the source's memory for tensors that have been copied."""
@@ -141,12 +145,15 @@ class Loader:
     def _fill_tensor(self, names: tuple[str, ...], fused: Tensor, staging: _Staging | None) -> None:
         start = 0
         for name in names:
-            part, stored = self._infos[name], self._source.read(name)
+            part = self._infos[name]
             place = fused[start : start + part.shape[0]]
-            if staging is None:
-                place.copy_(stored)
+            codes = self._source.codes(name, self._device)
+            if codes is not None:
+                codes.dequantise_into(place)
+            elif staging is None:
+                place.copy_(self._source.read(name))
             else:
-                staging.copy(place, stored)
+                staging.copy(place, self._source.read(name))
             self._check_range(name, part, place)
             start += part.shape[0]
             self._bar.update(place.nbytes)

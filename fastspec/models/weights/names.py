@@ -9,15 +9,43 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from fastspec.errors import CheckpointError
-from fastspec.models.weights.shards import INDEX, ShardTensors, TensorInfo
+from fastspec.models.weights.shards import INDEX, TensorInfo
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from fastspec.kernels.common.codes import Codes
 
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 PREFIX: Final = "model."
 COMPARED_ROWS: Final = 4096  # of two matrices at a time
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint directory by their stored names: `ShardTensors`, or what stands in its place.
+
+    Attributes:
+        directory: that checkpoint.
+        unnamed: tensors that lie in a file of the index, but that the index does not name.
+    """
+
+    directory: Path
+    unnamed: frozenset[str]
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """What is known of each."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Holds files open while tensors are read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies."""
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix on a device; None: it is not quantised."""
 
 
 class NamedTensors:
@@ -34,13 +62,13 @@ class NamedTensors:
         CheckpointError: two stored tensors are one parameter, or the index does not name one that is needed.
     """
 
-    def __init__(self, source: ShardTensors, wanted: Collection[str], tied: bool) -> None:
+    def __init__(self, source: Stored, wanted: Collection[str], tied: bool) -> None:
         self._source = source
         wanted = {*wanted, EMBED, HEAD}
         self._stored: dict[str, str] = {}
         self._others: list[str] = []
         for stored, info in source.infos().items():
-            name = _parameter(stored, wanted)
+            name = parameter(stored, wanted)
             if name not in wanted:
                 self._others.append(stored)
                 continue
@@ -73,11 +101,16 @@ class NamedTensors:
         """As of the source, by the parameter's name."""
         return self._source.read(self._stored[name])
 
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """As of the source, by the parameter's name."""
+        return self._source.codes(self._stored[name], device)
+
     def release(self, names: list[str]) -> None:
         """Nothing to do: see `ShardTensors.release`."""
 
 
-def _parameter(stored: str, wanted: Collection[str]) -> str:
+def parameter(stored: str, wanted: Collection[str]) -> str:
+    """The parameter among those wanted that a stored name means, which may lack `model.` or have one too many."""
     for name in (stored.removeprefix(PREFIX), PREFIX + stored):
         if name in wanted:
             return name

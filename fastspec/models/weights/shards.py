@@ -181,6 +181,9 @@ class ShardTensors:
             raise CheckpointError(f"{self.directory / file}: cannot read {name!r}: {error}") from error
         return tensor
 
+    def codes(self, name: str, device: torch.device) -> None:
+        """None: nothing is quantised here."""
+
     def release(self, names: list[str]) -> None:
         """Nothing to do: the map of a file is dropped when `open()` ends."""
 

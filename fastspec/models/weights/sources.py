@@ -24,7 +24,6 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import (
     ModelSpec,
     refuse_other_architectures,
-    says_quantised,
     spec_from_config,
     supported_models,
 )
@@ -33,8 +32,10 @@ from fastspec.models.fields import SIZE_LIMITS
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
-from fastspec.models.weights.load import check_no_others, check_tensors, listing, named
-from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, has_own_head
+from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, tensor_shapes
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
+from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, find_shards, read_json
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
     from fastspec.models.weights.shards import TensorInfo
 
+MODELOPT: Final = "hf_quant_config.json"
+QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -66,6 +69,8 @@ class Checkpoint:
         directory: local files, or None for a live module.
         module: the caller's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
+        quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
+        stored: that in words, and which are not.
     """
 
     name: str
@@ -74,6 +79,8 @@ class Checkpoint:
     directory: Path | None
     module: nn.Module | None
     generation_config: GenerationConfig | None
+    quantisation: Quantisation | None = None
+    stored: str = ""
 
 
 def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
@@ -185,14 +192,26 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
     _refuse_other_weights(directory, raw)
-    tensors = named(ShardTensors(directory), spec)
+    shards: Stored = ShardTensors(directory)
+    stored = ""
+    with _naming(directory):
+        quantisation = _quantisation(directory, raw)
+    if quantisation is not None:
+        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
+        stored = quantised.describe()
+    tensors = named(shards, spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     spec = _with_own_head(spec, tensors, f"{role}: {name}")
     _name_others(tensors, spec, f"{role}: {name}")
     settings = settings_of_directory(directory, raw, spec.vocab_size)
-    return Checkpoint(name, role, spec, directory, None, settings)
+    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored)
+
+
+def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | None:
+    beside = directory / MODELOPT
+    return quantisation_of(raw, read_json(beside) if beside.is_file() else None)
 
 
 def _refuse_other_weights(directory: Path, raw: Mapping[str, Any]) -> None:
@@ -259,12 +278,8 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
     with _naming(path):
         refuse_other_architectures(family, raw.get("architectures"))
-    for field in ("quantization_config", "compression_config"):
-        if says_quantised(raw.get(field)):
-            method = raw[field].get("quant_method") if isinstance(raw[field], dict) else raw[field]
-            raise UnsupportedModel(
-                f"{path}: {field} says {method!r}: quantised checkpoints are not supported; load the original weights"
-            )
+    with _naming(path):
+        quantisation_of(raw)
     if raw.get("per_layer_config"):
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
     for field, limit in SIZE_LIMITS.items():
@@ -289,7 +304,8 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     kind = CONFIG_MAPPING[raw["model_type"]]
-    read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in UNREAD_FIELDS}
+    unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
+    read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
     try:
         config: PretrainedConfig = kind.from_dict(read)
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -1,0 +1,368 @@
+"""How one quantised matrix is stored: which tensors it has, and the `Codes` that they are.
+
+| scheme        | written by                               | tensors of a matrix [N, K] beside its name            |
+|---------------|------------------------------------------|--------------------------------------------------------|
+| Float8        | compressed-tensors, fp8, ModelOpt        | weight e4m3 [N, K], a scale                             |
+| Int8          | compressed-tensors                       | weight int8 [N, K], a scale                             |
+| PackedInt     | compressed-tensors (pack-quantized)      | weight_packed int32 [N, K bits/32], scale, zero points  |
+| Float4        | compressed-tensors and ModelOpt (NVFP4), | weight_packed or weight uint8 [N, K/2], block scales,   |
+|               | compressed-tensors (MXFP4)               | and of NVFP4 one scale of them all                      |
+| Awq           | AWQ, version gemm                        | qweight int32 [K, N/8], qzeros, scales                  |
+| Gptq          | GPTQ v1 and v2                           | qweight int32 [K bits/32, N], qzeros, scales, g_idx     |
+
+A scale is a factor: the value is what is decoded times it, but for the NVFP4 of compressed-tensors, whose scale of them
+all divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.codes import Codes, CodesKind
+
+SCALES = ("F32", "BF16", "F16")
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of eight lies, in nibbles
+
+
+class Part(NamedTuple):
+    """One stored tensor of a matrix.
+
+    Attributes:
+        shapes: those it may have.
+        dtypes: safetensors' names of those it may have.
+        required: else it may be missing.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+
+class Scheme(Protocol):
+    """One way to store a matrix."""
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """Its tensors, by what stands behind the module's name and a dot."""
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """What its `Codes` are."""
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """The matrix [N, K] of these tensors, on their device.
+
+        Raises:
+            ValueError: values that cannot be meant; says which.
+        """
+
+    def describe(self) -> str:
+        """In words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """e4m3 with one scale for all, for each row, or for each block.
+
+    Attributes:
+        block: rows and columns of a block; None: (1, K), or all, whichever shape the scale has.
+        scale: name of the scale.
+    """
+
+    block: tuple[int, int] | None
+    scale: str = "weight_scale"
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        return {
+            "weight": Part((shape,), ("F8_E4M3",)),
+            self.scale: Part(_scale_shapes(shape, self.block), SCALES),
+            **_unused(shape, self.block),
+        }
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("fp8", self.block or (1, shape[1]))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        _check_no_zeros(tensors)
+        codes = tensors["weight"].view(torch.uint8)
+        if bool(((codes & 0x7F) == 0x7F).any()):
+            raise ValueError("weight holds NaN")
+        return Codes(self.kind(shape), codes, _scales(tensors[self.scale], self.kind(shape), shape))
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """int8 with one scale for all, for each row, or for each group of `group` columns."""
+
+    group: int | None = None
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        block = None if self.group is None else (1, self.group)
+        return {
+            "weight": Part((shape,), ("I8",)),
+            "weight_scale": Part(_scale_shapes(shape, block), SCALES),
+            **_unused(shape, block),
+        }
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("int8", (1, self.group or shape[1]))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        _check_no_zeros(tensors)
+        scales = _scales(tensors["weight_scale"], self.kind(shape), shape)
+        return Codes(self.kind(shape), tensors["weight"].view(torch.uint8), scales)
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return "int8" if self.group is None else f"int8 in groups of {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt:
+    """4 or 8 bits in words along K, the first in the lowest bits; codes are raised by half their range.
+
+    Attributes:
+        bits: 4 or 8.
+        group: columns that share a scale; None: all of a row.
+        symmetric: no zero points are stored; they are half the range.
+    """
+
+    bits: int
+    group: int | None
+    symmetric: bool
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        rows, columns = shape
+        scales = self.kind(shape).scales_shape(shape)
+        per_word = 32 // self.bits
+        found = {
+            "weight_packed": Part(((rows, -(-columns // per_word)),), ("I32",)),
+            "weight_scale": Part((scales,), SCALES),
+            "weight_shape": Part(((2,),), ("I64", "I32"), required=False),
+            "weight_g_idx": Part(((columns,),), ("I32", "I64"), required=False),
+        }
+        if not self.symmetric:
+            found["weight_zero_point"] = Part(((-(-rows // per_word), scales[1]),), ("I32",))
+        return found
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("int4" if self.bits == 4 else "int8", (1, self.group or shape[1]))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        kind = self.kind(shape)
+        stored = tensors.get("weight_shape")
+        if stored is not None and tuple(stored.tolist()) != shape:
+            raise ValueError(f"weight_shape says {stored.tolist()}, and the config {list(shape)}")
+        _check_groups(tensors.get("weight_g_idx"), kind.block[1], shape[1])
+        codes = unpacked(tensors["weight_packed"], self.bits)[:, : shape[1]]
+        scales = _scales(tensors["weight_scale"], kind, shape)
+        if self.bits == 8:
+            return Codes(kind, codes ^ 0x80, scales)  # less 128, as an int8
+        if self.symmetric:
+            return Codes(kind, codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
+        zeros = unpacked(tensors["weight_zero_point"].t(), 4).t()[: shape[0]]
+        return Codes(kind, codes, scales, zeros.contiguous())
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return f"int{self.bits}" if self.group is None else f"int{self.bits} in groups of {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Float4:
+    """e2m1, two in a byte, the first in the low bits.
+
+    Attributes:
+        group: 16 (NVFP4, whose scales are e4m3) or 32 (MXFP4, whose scales are powers of two, e8m0).
+        weight: name of the codes.
+        overall: of NVFP4, the name of the scale of all scales.
+        divides: whether that one divides.
+    """
+
+    group: int
+    weight: str = "weight_packed"
+    overall: str | None = None
+    divides: bool = False
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        rows, columns = shape
+        found = {
+            self.weight: Part(((rows, columns // 2),), ("U8",)),
+            "weight_scale": Part(((rows, columns // self.group),), ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0")),
+        }
+        if self.overall:
+            found[self.overall] = Part(((), (1,)), ("F32",))
+        for name in ("input_scale", "input_global_scale"):
+            found[name] = Part(((), (1,)), SCALES, required=False)
+        return found
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("fp4", (1, self.group))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        packed, kind = tensors[self.weight], self.kind(shape)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        if self.overall is None:
+            exponents = tensors["weight_scale"].view(torch.uint8)
+            if bool((exponents == 255).any()):
+                raise ValueError("weight_scale holds NaN")
+            return Codes(kind, codes, torch.exp2(exponents.double() - 127).float())
+        overall = tensors[self.overall].float().reshape(1, 1)
+        scales = tensors["weight_scale"].float()
+        scales = scales / overall if self.divides else scales * overall
+        return Codes(kind, codes, _finite(scales, "weight_scale"))
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return "nvfp4" if self.overall else "mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """int4 with zero points, in words along N whose nibbles are in the order of `AWQ_ORDER`."""
+
+    group: int | None
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        rows, columns = shape
+        groups = -(-columns // (self.group or columns))
+        return {
+            "qweight": Part(((columns, rows // 8),), ("I32",)),
+            "qzeros": Part(((groups, rows // 8),), ("I32",)),
+            "scales": Part(((groups, rows),), SCALES),
+        }
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("int4", (1, self.group or shape[1]))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        kind = self.kind(shape)
+        scales = _scales(tensors["scales"].t(), kind, shape)
+        return Codes(kind, self._in_order(tensors["qweight"]), scales, self._in_order(tensors["qzeros"]))
+
+    def _in_order(self, words: Tensor) -> Tensor:
+        nibbles: Tensor = unpacked(words, 4).unflatten(1, (-1, 8))
+        return nibbles[:, :, AWQ_ORDER].flatten(1).t().contiguous()
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return "int4" if self.group is None else f"int4 in groups of {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """4 or 8 bits in words along K, zero points in words along N.
+
+    Attributes:
+        bits: 4 or 8; of 8 bits every zero point must be 128.
+        group: rows of `qweight` that share a scale; None: all.
+        less_one: zero points are stored less one (v1).
+    """
+
+    bits: int
+    group: int | None
+    less_one: bool
+
+    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+        """As the protocol has it."""
+        rows, columns = shape
+        groups, per_word = -(-columns // (self.group or columns)), 32 // self.bits
+        return {
+            "qweight": Part(((columns // per_word, rows),), ("I32",)),
+            "qzeros": Part(((groups, rows // per_word),), ("I32",)),
+            "scales": Part(((groups, rows),), SCALES),
+            "g_idx": Part(((columns,),), ("I32",), required=False),
+        }
+
+    def kind(self, shape: tuple[int, int]) -> CodesKind:
+        """As the protocol has it."""
+        return CodesKind("int4" if self.bits == 4 else "int8", (1, self.group or shape[1]))
+
+    def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
+        """As the protocol has it."""
+        kind = self.kind(shape)
+        _check_groups(tensors.get("g_idx"), kind.block[1], shape[1])
+        codes = unpacked(tensors["qweight"].t(), self.bits)
+        zeros = unpacked(tensors["qzeros"], self.bits).t()
+        if self.less_one:
+            zeros = zeros + 1 & (1 << self.bits) - 1
+        scales = _scales(tensors["scales"].t(), kind, shape)
+        if self.bits == 4:
+            return Codes(kind, codes, scales, zeros.contiguous())
+        if bool((zeros != 128).any()):
+            raise ValueError("qzeros of 8 bits are not all 128; wanted symmetric quantisation")
+        return Codes(kind, codes ^ 0x80, scales)
+
+    def describe(self) -> str:
+        """As the protocol has it."""
+        return f"int{self.bits}" if self.group is None else f"int{self.bits} in groups of {self.group}"
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """uint8 [..., W * 32 / bits]: the codes in int32 words [..., W], those in the lowest bits first."""
+    mask, shifts = (1 << bits) - 1, range(0, 32, bits)
+    return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in shifts], dim=-1).flatten(-2)
+
+
+def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
+    if block is None:
+        return (shape[0], 1), (shape[0],), (1,), (), (1, 1)
+    return (CodesKind("fp8", block).scales_shape(shape),)
+
+
+def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, Part]:
+    """What may be stored beside: scales of activations, which stay as they are here, and zero points that are 0."""
+    zeros = Part(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False)
+    return {"input_scale": Part(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
+
+
+def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None and bool((zeros.float() != 0).any()):
+        raise ValueError("weight_zero_point is not 0 everywhere; wanted symmetric quantisation of 8 bits")
+
+
+def _scales(stored: Tensor, kind: CodesKind, shape: tuple[int, int]) -> Tensor:
+    """Scales of the kind, fp32; one for all becomes one for each row."""
+    wanted, scales = kind.scales_shape(shape), _finite(stored.float(), "scales")
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(wanted).contiguous()
+    return scales.reshape(wanted).contiguous()
+
+
+def _finite(scales: Tensor, name: str) -> Tensor:
+    if not bool(scales.isfinite().all()):
+        raise ValueError(f"{name} are not finite")
+    return scales
+
+
+def _check_groups(g_idx: Tensor | None, group: int, columns: int) -> None:
+    if g_idx is None or bool((g_idx < 0).all()):  # -1 everywhere: groups in order, as compressed-tensors says it
+        return
+    if not torch.equal(g_idx.long(), torch.arange(columns, device=g_idx.device) // group):
+        raise ValueError(
+            "columns are grouped in the order of activations (act-order), which is not supported; take a checkpoint "
+            "quantised with desc_act=false"
+        )

@@ -1,0 +1,142 @@
+"""The tensors of a quantised checkpoint, in which every quantised matrix is one tensor [N, K] again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.models.weights.names import Stored, parameter
+from fastspec.models.weights.quantised.configs import Quantisation
+from fastspec.models.weights.quantised.schemes import Scheme
+from fastspec.models.weights.shards import TensorInfo
+
+WEIGHT = ".weight"
+# what names a matrix as quantised, and what may stand beside it
+MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+class Matrix(NamedTuple):
+    """A quantised matrix: its module's stored name, how it is stored, its shape, and the parts that are there."""
+
+    module: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+
+
+class QuantisedShards:
+    """As `ShardTensors`, with the parts of each quantised matrix taken for one tensor, `<module>.weight`.
+
+    Args:
+        stored: what the files hold.
+        quantisation: what the config says.
+        shapes: of the model's parameters, by name.
+
+    Attributes:
+        directory, unnamed: as of `ShardTensors`.
+
+    Raises:
+        CheckpointError: parts are missing or have another shape or dtype, or the config leaves their matrix out.
+    """
+
+    def __init__(self, stored: Stored, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored, self._quantisation = stored, quantisation
+        self.directory, self.unnamed = stored.directory, stored.unnamed
+        self._matrices = dict(self._found(shapes))
+        self._infos = dict(stored.infos())
+        for name, matrix in self._matrices.items():
+            where = self._infos[f"{matrix.module}.{matrix.parts[0]}"].where
+            for part in matrix.parts:
+                del self._infos[f"{matrix.module}.{part}"]
+            self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
+
+    def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
+        infos = self._stored.infos()
+        for module in _modules(infos):
+            name = parameter(module + WEIGHT, shapes.keys())
+            if name not in shapes:
+                continue  # some other model's: named among what is not used
+            scheme = self._quantisation.scheme_of(name.removesuffix(WEIGHT))
+            if scheme is None:
+                raise CheckpointError(
+                    f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
+                    "settings leave it out; take config.json and weights of one commit"
+                )
+            rows, columns = shapes[name]
+            yield module + WEIGHT, Matrix(module, scheme, (rows, columns), self._parts(module, scheme, (rows, columns)))
+
+    def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+        """The parts that are there, each of a shape and dtype that it may have."""
+        infos, there = self._stored.infos(), []
+        for part, wanted in scheme.parts(shape).items():
+            info = infos.get(f"{module}.{part}")
+            if info is None:
+                if wanted.required:
+                    raise CheckpointError(
+                        f"{self.directory}: {module}.{part} is missing; {scheme.describe()} "
+                        f"({self._quantisation.method}) needs it"
+                    )
+                continue
+            dtype = info.dtype if isinstance(info.dtype, str) else DTYPE_NAMES[info.dtype]
+            if info.shape not in wanted.shapes or dtype not in wanted.dtypes:
+                shapes = " or ".join(str(list(each)) for each in wanted.shapes)
+                raise CheckpointError(
+                    f"{self.directory / info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
+                    f"{' or '.join(wanted.dtypes)} {shapes} of a matrix {list(shape)} in {scheme.describe()}"
+                )
+            there.append(part)
+        return tuple(there)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, a quantised matrix as one."""
+        return self._infos
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of `ShardTensors`."""
+        with self._stored.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its stored name; a quantised matrix as fp32 values."""
+        codes = self.codes(name, torch.device("cpu"))
+        return self._stored.read(name) if codes is None else codes.dequantise(torch.float32)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """What the codes of a tensor will be; None: it is not quantised."""
+        matrix = self._matrices.get(name)
+        return None if matrix is None else matrix.scheme.kind(matrix.shape)
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
+
+        Raises:
+            CheckpointError: values that cannot be meant.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return None
+        parts = {part: self._stored.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
+        try:
+            return matrix.scheme.codes(parts, matrix.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
+
+    def describe(self) -> str:
+        """How many matrices are stored how."""
+        kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
+        return ", ".join(f"{count} matrices in {kind}" for kind, count in kinds.items())
+
+
+def _modules(infos: Collection[str]) -> list[str]:
+    """Names of modules of which something is stored that only a quantised matrix has."""
+    found = (name.rpartition(".") for name in infos)
+    return list(dict.fromkeys(module for module, _, part in found if part in MARKS))
