@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ATTENTION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256  # the widest head that the launch tables of attention have tiles for
+MAX_HEAD_DIM = 512  # the widest head that the launch tables of attention have tiles for
 
 
 def told(tensor: Tensor) -> str:

@@ -222,15 +222,15 @@ def test_where_the_result_goes_is_checked(change: Callable[[Tensor], Tensor]) ->
         attention.paged_attention(**given, num_blocks=1, rule=AttentionRule(), out=change(given["query"]))
 
 
-@pytest.mark.parametrize("dim", [512, 33])
+@pytest.mark.parametrize("dim", [1024, 33])
 def test_heads_without_a_tile_are_refused(dim: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim is {dim}; wanted an even one up to 256"):
+    with pytest.raises(ValueError, match=f"head_dim is {dim}; wanted an even one up to 512"):
         attention.paged_attention(**case("cpu", lengths=[9], queries=1, dim=dim), num_blocks=1, rule=AttentionRule())
 
 
 def test_every_head_that_is_taken_has_a_tile() -> None:
     for table in (attention.LAUNCH, TILES):
-        dims = {(size, dim) for size in (2, 4) for dim in (16, 32, 64, 128, MAX_HEAD_DIM)}
+        dims = {(size, dim) for size in (2, 4) for dim in (16, 32, 64, 128, 256, MAX_HEAD_DIM)}
         assert set(table) == dims
     assert MAX_HEAD_DIM == config.MAX_HEAD_DIM
 
