@@ -195,13 +195,9 @@ def test_the_registered_op_means_what_its_definition_does(
     )
     out = attend_op(*arguments)
     q_norm, k_norm = twins[8:10]
+    rule = AttentionRule(window, 0.3, softcap or None)
     expected = reference.attend(
-        *twins[:8],
-        num_heads=4,
-        norms=(q_norm, k_norm, 1e-5),
-        num_blocks=1,
-        rule=AttentionRule(window, 0.3, softcap or None),
-        sinks=twins[10],
+        *twins[:8], num_heads=4, norms=(q_norm, k_norm, 1e-5), num_blocks=1, rule=rule, sinks=twins[10]
     )
     # the same sums of fp32 in another order on CUDA; on the CPU the same operations
     tolerance = {"cpu": 0.0, "cuda": 1e-4}[device]

@@ -109,7 +109,7 @@ def straight(given: dict[str, Any], window: int | None) -> Tensor:
 
 
 def eager(given: dict[str, Any], window: int | None, dtype: torch.dtype) -> Tensor:
-    """transformers' own attention in this dtype: of gpt-oss where there are sinks, without a softcap, else of Gemma 2."""
+    """Attention of transformers in this dtype: of gpt-oss where there are sinks, without a softcap, else of Gemma 2."""
     query, keys, values = (x.to(dtype).transpose(1, 2) for x in heads_of(given))
     rule, dim = given["rule"], query.shape[3]
     scale = dim**-0.5 if rule.scale is None else rule.scale
@@ -198,8 +198,8 @@ def test_heads_that_are_not_rotated(queries: int, kind: str, device: str) -> Non
 
 
 @triton.jit
-def _tanh_kernel(x_ptr, out_ptr, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, SIZE)
+def _tanh_kernel(x_ptr, out_ptr, count, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, size)
     there = at < count
     tl.store(out_ptr + at, prefill.tanh(tl.load(x_ptr + at, mask=there, other=0.0)), mask=there)
 
