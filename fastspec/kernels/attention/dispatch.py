@@ -1,16 +1,20 @@
 """Attention of a layer, for CUDA, in one launch: head norms, rotary embedding, K/V append, attention.
 
-    out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
+    out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
+
+With a softcap c scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, of value
+zero. Every kernel takes all of these.
 
 | argument     | shape, dtype                                   | notes                                             |
 |--------------|------------------------------------------------|---------------------------------------------------|
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32       | contiguous                                        |
-| cos, sin     | [positions, D/2] fp32                          | contiguous                                        |
+| cos, sin     | [positions, D/2] fp32                          | contiguous; both None: no rotation                |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
 | positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
 | write_mask   | [B, Q] bool                                    | else K/V are not stored, and outputs are junk     |
+| sinks        | [H] fp32 or as qkv                             | contiguous; None: none                            |
 
 A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: CTA (t, s) has query tile t of one row and kv head and
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
@@ -24,8 +28,9 @@ decode_tma_sm90.py. A pass that has room for both launches both, and each skips 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the row's position, for `_decode_kernel` on the room of its cache; blocks and splits lie at absolute
 positions, sums over them are taken in ascending order, and a block or split that is masked for a row is an exact no-op
-for it. No product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands,
-so that K has the same bits whichever kernel writes it, and the torch twin's.
+for it. A sink takes its share where all keys of a row have come together, once, whatever the number of splits. No
+product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same
+bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that

@@ -1,6 +1,6 @@
 """Causal attention of many query rows over paged keys, for CUDA: grouped heads, sliding window.
 
-    out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
+    out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
 
 | argument     | shape, dtype                          | notes                                               |
@@ -9,6 +9,7 @@
 | keys, values | [num_pages, page_size, Hkv, D]        | query's dtype, contiguous; may exceed 2^31 elements |
 | block_table  | [B, P] int64                          | rows may be views of a longer table                 |
 | positions    | [B, Q] int64                          | >= 0                                                |
+| sinks        | [H] fp32 or query's dtype             | contiguous; None: none                              |
 
 Made for prompt chunks: a CTA takes a tile of query rows of one head and all the keys they see, without a mask
 where every row of the tile sees all of a block (online softmax, arXiv 2205.14135). Decoding passes: dispatch.py.
