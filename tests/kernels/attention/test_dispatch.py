@@ -409,8 +409,8 @@ def test_what_would_be_misread_is_refused(name: str, change: Callable[[Any], Any
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_heads_without_a_tile_are_refused(queries: int) -> None:
-    given = case("cpu", lengths=[20], queries=queries, dim=512)
-    with pytest.raises(ValueError, match="head_dim is 512; wanted an even one up to 256"):
+    given = case("cpu", lengths=[20], queries=queries, dim=1024)
+    with pytest.raises(ValueError, match="head_dim is 1024; wanted an even one up to 512"):
         run(attention.attend, given, work_for(given))
 
 
