@@ -229,7 +229,7 @@ def allocate_weights(
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
     source = _source_of(checkpoint)
-    spec = checkpoint.spec
+    spec = checkpoint.native
     check_tensors(source.infos(), spec, checkpoint.name)
     if checkpoint.module is not None:
         check_no_others(source.infos(), spec, checkpoint.name)
@@ -268,8 +268,8 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: Stored = ShardTensors(checkpoint.directory)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.spec))
-    return named(stored, checkpoint.spec)
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
+    return named(stored, checkpoint.native)
 
 
 def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
