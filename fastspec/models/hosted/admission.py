@@ -91,7 +91,9 @@ class _Trial:
             count = self._ids.shape[1]
             positions = torch.arange(count, device=self._device)[None]
             with model.running(Tiling(count, count) if self._tiling.rows else self._tiling, count):
-                hidden: Tensor = base(input_ids=self._ids, position_ids=positions, use_cache=False).last_hidden_state
+                whole = model.info.probed.whole
+                out = base(input_ids=self._ids, position_ids=positions, use_cache=False, **whole)
+                hidden: Tensor = out.last_hidden_state
         finally:
             base.set_attn_implementation(ATTENTION)
         return hidden

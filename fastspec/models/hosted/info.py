@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours.
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
+_WARNS: Final = "warn_if_padding_and_no_attention_mask"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedInfo:
@@ -149,6 +151,9 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
             shell: nn.Module = kind(config)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
         raise UnsupportedModel(f"its class {kind.__name__} cannot be made of this config: {error}") from error
+    for part in shell.modules():  # it reads ids on the host, and no padding is fed here
+        if hasattr(part, _WARNS):
+            part.__dict__[_WARNS] = lambda *_: None
     use_fixed_experts(shell)
     return shell.eval()
 

@@ -74,7 +74,7 @@ class HostedModel:
         # rows that do not count may lie behind the model's own tables of positions
         positions = rows.positions.clamp(max=self.info.max_length - 1)
         with self.running(rows.tiling, rows.ids.shape[1]):
-            given = {self.info.probed.cache_name: NoCache()}
+            given = {**self.info.probed.whole, self.info.probed.cache_name: NoCache()}
             out = self.base(input_ids=rows.ids, position_ids=positions, use_cache=True, **given)
         assert self._at == len(self.info.probed.calls), "a pass calls attention as the probe did"
         hidden: Tensor = out.last_hidden_state

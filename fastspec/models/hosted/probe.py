@@ -7,7 +7,7 @@ such a model cannot be captured.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -59,12 +59,14 @@ class Probed:
     Attributes:
         calls: attention calls of a pass, in order.
         cache_name: name of the argument of the base model that takes a cache.
+        whole: arguments with which the base model leaves no token of a pass out.
         output: the class of what the base model returns.
         hidden_size: width of its last hidden state.
     """
 
     calls: tuple[Call, ...]
     cache_name: str
+    whole: Mapping[str, None]
     output: Any
     hidden_size: int
 
@@ -87,17 +89,19 @@ def probe(module: nn.Module) -> Probed:
     named = [name for name in ("cache", "past_key_values") if name in parameters]
     if "position_ids" not in parameters or not named:
         raise UnsupportedModel(f"{type(base).__name__}.forward takes no position_ids, or no cache")
+    # some base models compute their last layers for the tokens alone whose logits are asked for: no number, all tokens
+    whole = {name: None for name in ("logits_to_keep",) if name in parameters}
     prober = _Prober({id(part): name for name, part in module.named_modules()})
     attach(module, prober)
     module.set_attn_implementation(PROBED)  # type: ignore[operator]
     with torch.no_grad(), _naming_layers(module):
         ids = torch.zeros(_BATCH, _QUERIES, dtype=torch.int64, device="meta")
         positions = torch.arange(_QUERIES, device="meta").expand(_BATCH, -1)
-        out = base(input_ids=ids, position_ids=positions, use_cache=True, **{named[0]: NoCache()})
+        out = base(input_ids=ids, position_ids=positions, use_cache=True, **whole, **{named[0]: NoCache()})
     module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     if not prober.calls:
         raise UnsupportedModel("none of its layers calls attention through the AttentionInterface")
-    return Probed(prober.ruled(), named[0], type(out), out.last_hidden_state.shape[-1])
+    return Probed(prober.ruled(), named[0], whole, type(out), out.last_hidden_state.shape[-1])
 
 
 @contextmanager
