@@ -41,6 +41,7 @@ class Hosted:
 class Source:
     spec: ModelInfo
     name: str = "somewhere"
+    stored: str = ""
     module: nn.Module | None = None
 
 

@@ -144,8 +144,7 @@ def test_the_repeated_name_is_told(directory: Path) -> None:
     ("fields", "message"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks for code from the checkpoint"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config says 'awq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config says 'fp8'"),
+        ({"quantization_config": {"quant_method": "quanto"}}, "quantization_config.quant_method='quanto'"),
         ({"model_type": "phi3"}, "model_type='phi3'"),
         ({"model_type": "recurrent_gemma"}, "model_type='recurrent_gemma'"),
         ({"model_type": None}, "model_type=None"),
