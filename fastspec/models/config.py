@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROPE_KINDS: Final = ("default", "llama3")
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 512
 
 
 @dataclass(frozen=True, slots=True)

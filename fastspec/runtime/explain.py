@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastspec.adaptive.controller import AUTO
+from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.linear.plan import tested
 from fastspec.models.interface import ModelSource
 from fastspec.output import Stats
@@ -41,7 +42,7 @@ def explain(
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
-        f"attention  {_attention(engine)}",
+        f"attention  {_attention(settings, engine)}",
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
@@ -130,8 +131,26 @@ def _verifying(settings: Settings) -> str:
     return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
 
 
-def _attention(engine: Engine) -> str:
-    return {"triton": "Triton kernel over pages", "torch": "torch, over gathered pages"}[engine.parts.ops.name]
+def _attention(settings: Settings, engine: Engine) -> str:
+    if engine.parts.ops.name == "torch":
+        return "torch, over gathered pages"
+    found = attention_kernels(settings)
+    if len(set(found.values())) == 1:
+        return f"Triton kernels over pages; {' and '.join(found)}: {next(iter(found.values()))}"
+    return "Triton kernels over pages; " + "; ".join(f"{name}: {text}" for name, text in found.items())
+
+
+def attention_kernels(settings: Settings) -> dict[str, str]:
+    """By which kernels the target and the draft decode on a GPU, and why."""
+    layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
+    capacity = layout.pages_per_row(settings.max_length) * layout.page_size
+    models = {"target": (layout.target, layout.target_dtype)}
+    if layout.draft is not None:
+        models["draft"] = (layout.draft, layout.draft_dtype)
+    return {
+        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity)
+        for name, (spec, dtype) in models.items()
+    }
 
 
 def _products(settings: Settings) -> str:

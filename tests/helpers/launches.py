@@ -31,6 +31,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.shapes import AttentionRule
 from fastspec.state import DecodeState
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
@@ -58,8 +59,9 @@ def _attend(
     shape: tuple[int, int],
     blocks: tuple[int, int],
     regroup: bool = False,
+    ruled: bool = False,
 ) -> object:
-    """One call; shape: queries and rows, blocks: the first and all of 256 keys."""
+    """One call; shape: queries and rows, blocks: first and all, of 256 keys; ruled: softcap, sinks, no rotation."""
     window, norm, page_size, narrow = variant
     (queries, batch), (first, last) = shape, blocks
     dim -= narrow * dim // 4
@@ -67,22 +69,22 @@ def _attend(
     pages = positions // page_size + 1
     cache = on_meta((pages, page_size, KV_HEADS, dim), dtype)
     gamma = on_meta((dim,), dtype) if norm else None
+    angles = None if ruled else on_meta((positions, dim // 2), F32)
     return dispatch.attend(
         on_meta((batch, queries, (heads + 2 * KV_HEADS) * dim), dtype),
-        on_meta((positions, dim // 2), F32),
-        on_meta((positions, dim // 2), F32),
+        angles,
+        angles,
         cache,
         cache,
         on_meta((batch, pages), I64),
         on_meta((batch, queries), I64),
         on_meta((batch, queries), torch.bool),
         num_heads=heads,
-        q_norm=gamma,
-        k_norm=gamma,
-        eps=EPS,
+        norms=(gamma, gamma, EPS) if norm else None,
         num_blocks=last,
         first_block=first,
-        window=window,
+        rule=AttentionRule(window, 0.1, 30.0) if ruled else AttentionRule(window),
+        sinks=on_meta((heads,), dtype) if ruled else None,
         work=dispatch.attend_work(META, batch * queries, positions, (heads, KV_HEADS, dim)),
         regroup=regroup,
     )
@@ -116,6 +118,18 @@ def attention_prompt(arch: int) -> Calls:
     for size, width in TILES:
         for variant in (PLAIN, FULL):
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
+
+
+def attention_ruled(arch: int) -> Calls:
+    """Every attention kernel with a softcap and sinks, and heads that are not rotated."""
+    for dtype, width, queries in ((BF16, 256, 5), (F32, 64, 5), (BF16, 128, 64)):
+        yield f"ruled {width} {queries}", partial(_attend, dtype, width, FULL, (queries, 1), (0, 8), ruled=True)
+    for dim in (64, 128) if arch >= 90 else ():
+        for queries, rows, blocks in ((2, 1, 4), (8, 24, 16)):
+            named = f"ruled short {dim} {queries} {rows}"
+            yield named, partial(_attend, BF16, dim, PLAIN, (queries, rows), (0, blocks), ruled=True)
+        if arch == 90:
+            yield f"ruled long {dim}", partial(_attend, BF16, dim, PLAIN, (4, 8), DEEP, ruled=True)
 
 
 # (N, K), what is fused: a layer and the head of two Llamas; long and ragged sums; the smallest weights there are
@@ -342,6 +356,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     **{f"short_{dim}_full": partial(attention_short, dim, True) for dim in (64, 128)},
     "attention_long": attention_long,
     "attention_prompt": attention_prompt,
+    "attention_ruled": attention_ruled,
     "portable_whole": partial(portables, WHOLE),
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),

@@ -32,6 +32,10 @@ SPILLS = {
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64
+# a softcap, heads of 64, four groups of query rows, on sm_100; 24 on sm_90
+SOFTCAP_SPILL = 32
+# heads of 512 in fp32, multiplied without tensor cores: not timed
+WIDE_HEAD_SPILL = 344
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
 RAGGED_SPILLS = {
@@ -48,6 +52,7 @@ GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
+    "attention_ruled",
     *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 
@@ -122,6 +127,10 @@ def _spills(report: dict[str, Any]) -> int:
         return RAGGED_SPILLS.get((kernel, "+".join(fused), constants["ROWS"], constants["BLOCK_N"]), 0)
     if kernel == "batch_kernel" and constants["PAGE_SIZE"] % 32 and (constants["G"], constants["D"]) == (3, 128):
         return UNEVEN_PAGES_SPILL
+    if kernel == "batch_kernel" and "cap" not in constants and constants["D"] == 64:
+        return SOFTCAP_SPILL
+    if kernel == "_decode_kernel" and constants["BLOCK_D"] == 512 and report["element"] == 4:
+        return WIDE_HEAD_SPILL
     return SPILLS.get((kernel, report["registers"]), 0)
 
 

@@ -19,7 +19,7 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
-from fastspec.shapes import FULL, GREEDY, UNTILED
+from fastspec.shapes import FULL, GREEDY, UNTILED, AttentionRule
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices
 from tests.helpers.scheduling import run_all
@@ -141,7 +141,9 @@ def test_a_model_that_is_let_go_is_gone() -> None:
         gc.enable()
 
 
-def attend_arguments(device: torch.device, queries: int, *, norm: bool, window: int | None) -> tuple[Any, ...]:
+def attend_arguments(
+    device: torch.device, queries: int, *, norm: bool, window: int | None, softcap: float
+) -> tuple[Any, ...]:
     """Arguments of the op for two rows of 20 + queries positions, 4 query heads and 2 key heads."""
     generator = torch.Generator().manual_seed(0)
 
@@ -162,32 +164,40 @@ def attend_arguments(device: torch.device, queries: int, *, norm: bool, window: 
         torch.arange(20, 20 + queries, device=device).expand(2, -1).contiguous(),
         torch.ones(2, queries, dtype=torch.bool, device=device),
         *weights,
+        torch.linspace(-2, 3, 4, device=device) if softcap else None,
         work.counters,
         work.partials,
-        4,
-        1e-5,
-        window,
-        work.split_keys,
+        [4, window or 0, work.split_keys],
+        [0.3, softcap, 1e-5],
     )
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
-    ("queries", "norm", "window"), [(1, False, None), (5, True, None), (5, False, 7), (40, True, None)]
+    ("queries", "norm", "window", "softcap"),
+    [(1, False, None, 0.0), (5, True, None, 0.0), (5, False, 7, 2.0), (40, True, None, 0.0)],
 )
-def test_the_registered_op_is_what_it_says(device: str, queries: int, norm: bool, window: int | None) -> None:
+def test_the_registered_op_is_what_it_says(
+    device: str, queries: int, norm: bool, window: int | None, softcap: float
+) -> None:
     """Schema, mutations, shapes of results: torch.library.opcheck."""
-    torch.library.opcheck(attend_op, attend_arguments(torch.device(device), queries, norm=norm, window=window))
+    arguments = attend_arguments(torch.device(device), queries, norm=norm, window=window, softcap=softcap)
+    torch.library.opcheck(attend_op, arguments)
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("queries", "window"), [(1, None), (5, 7), (40, None)])
-def test_the_registered_op_means_what_its_definition_does(device: str, queries: int, window: int | None) -> None:
-    arguments, twins = (attend_arguments(torch.device(device), queries, norm=True, window=window) for _ in range(2))
+@pytest.mark.parametrize(("queries", "window", "softcap"), [(1, None, 2.0), (5, 7, 0.0), (40, None, 2.0)])
+def test_the_registered_op_means_what_its_definition_does(
+    device: str, queries: int, window: int | None, softcap: float
+) -> None:
+    arguments, twins = (
+        attend_arguments(torch.device(device), queries, norm=True, window=window, softcap=softcap) for _ in range(2)
+    )
     out = attend_op(*arguments)
     q_norm, k_norm = twins[8:10]
+    rule = AttentionRule(window, 0.3, softcap or None)
     expected = reference.attend(
-        *twins[:8], num_heads=4, q_norm=q_norm, k_norm=k_norm, eps=1e-5, num_blocks=1, window=window
+        *twins[:8], num_heads=4, norms=(q_norm, k_norm, 1e-5), num_blocks=1, rule=rule, sinks=twins[10]
     )
     # the same sums of fp32 in another order on CUDA; on the CPU the same operations
     tolerance = {"cpu": 0.0, "cuda": 1e-4}[device]

@@ -127,7 +127,7 @@ def test_kv_heads_and_head_dim_fall_back() -> None:
     assert (spec.num_kv_heads, spec.head_dim) == (4, 16)
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 80, 256])
+@pytest.mark.parametrize("head_dim", [2, 8, 80, 512])
 def test_head_dims_that_are_accepted(head_dim: int) -> None:
     assert spec_of(head_dim=head_dim).head_dim == head_dim
 
@@ -149,7 +149,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("Llama", {"head_dim": 3}, "head_dim=3"),
-    ("Llama", {"head_dim": 258}, "head_dim=258"),
+    ("Llama", {"head_dim": 514}, "head_dim=514"),
     ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ("Llama", {"vocab_size": 2**25}, "vocab_size=33554432"),
     ("Llama", {"num_hidden_layers": -1}, "num_hidden_layers=-1"),

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
 from fastspec.output import RowStats, Stats
-from fastspec.runtime.explain import break_even_advice, launch_plans
+from fastspec.runtime.explain import attention_kernels, break_even_advice, launch_plans
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.devices import devices
 
@@ -403,6 +403,14 @@ def test_explain_says_which_gpu_its_plans_were_measured_on(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert said in launch_plans(gen._settings)
+
+
+def test_explain_says_which_kernels_decode_and_why(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gen._settings.layout.target.head_dim not in (64, 128)
+    found = attention_kernels(gen._settings)
+    assert set(found) == {"target", "draft"}
+    assert all(text.startswith("the portable kernel (decode)") for text in found.values())
 
 
 def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:

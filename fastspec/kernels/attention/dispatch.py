@@ -1,16 +1,20 @@
 """Attention of a layer, for CUDA, in one launch: head norms, rotary embedding, K/V append, attention.
 
-    out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[j] / sqrt(D)) v[j],  j <= positions[b, i]
+    out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
+
+With a softcap c scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, of value
+zero. Every kernel takes all of these.
 
 | argument     | shape, dtype                                   | notes                                             |
 |--------------|------------------------------------------------|---------------------------------------------------|
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32       | contiguous                                        |
-| cos, sin     | [positions, D/2] fp32                          | contiguous                                        |
+| cos, sin     | [positions, D/2] fp32                          | contiguous; both None: no rotation                |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
 | positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
 | write_mask   | [B, Q] bool                                    | else K/V are not stored, and outputs are junk     |
+| sinks        | [H] fp32 or as qkv                             | contiguous; None: none                            |
 
 A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: CTA (t, s) has query tile t of one row and kv head and
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
@@ -24,8 +28,9 @@ decode_tma_sm90.py. A pass that has room for both launches both, and each skips 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
 model and on the row's position, for `_decode_kernel` on the room of its cache; blocks and splits lie at absolute
 positions, sums over them are taken in ascending order, and a block or split that is masked for a row is an exact no-op
-for it. No product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands,
-so that K has the same bits whichever kernel writes it, and the torch twin's.
+for it. A sink takes its share where all keys of a row have come together, once, whatever the number of splits. No
+product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same
+bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
@@ -45,10 +50,10 @@ from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea
 from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import rope
-from fastspec.kernels.common.checks import check_heads
+from fastspec.kernels.common.checks import check_heads, check_sinks
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
-from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without splitting keys
 
@@ -92,8 +97,8 @@ def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, 
 
 def attend(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -101,17 +106,15 @@ def attend(
     write_mask: Tensor,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     num_blocks: int,
     first_block: int = 0,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     work: AttendWork,
-    tiling: Tiling = UNTILED,
     regroup: bool = False,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; `tiling` has no say here, and nothing is written for page 0.
+    """As `reference.attend`, which defines it; nothing is written for page 0.
 
     Args:
         regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is where the kernels
@@ -128,16 +131,17 @@ def attend(
     if positions.shape[1] > MAX_SPLIT_QUERIES:
         query = rope(
             qkv, cos, sin, keys, values, block_table, positions, write_mask,
-            num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            num_heads=num_heads, norms=norms,
         )  # fmt: skip
         out = paged_attention(
-            query, keys, values, block_table, positions, num_blocks=num_blocks, window=window, out=query
+            query, keys, values, block_table, positions, num_blocks=num_blocks, rule=rule, sinks=sinks, out=query
         )
         return out.flatten(2)
-    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
-    tokens = new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps)
+    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
+    check_sinks(sinks, num_heads, keys.dtype)
+    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask)
     cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
-    return _decode(tokens, cache, num_heads, blocks, window, work, regroup)
+    return _decode(tokens, cache, num_heads, blocks, (rule, sinks), work, regroup)
 
 
 def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
@@ -150,7 +154,7 @@ def _decode(
     cache: PagedCache,
     num_heads: int,
     blocks: tuple[int, int],
-    window: int | None,
+    scoring: tuple[AttentionRule, Tensor | None],
     work: AttendWork,
     regroup: bool,
 ) -> Tensor:
@@ -158,7 +162,7 @@ def _decode(
     batch, num_queries = tokens.positions.shape
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     area = WorkArea(work.partials, work.counters)
-    given = DecodingPass(tokens, cache, out, area, window, has_pdl(qkv.device))
+    given = DecodingPass(tokens, cache, out, area, *scoring, has_pdl(qkv.device))
     begin, room = (block * KEY_BLOCK for block in blocks)
     row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
     capacity = max(cache.table_width * page_size, room)

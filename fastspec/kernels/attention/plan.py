@@ -109,6 +109,24 @@ def uses_mma(gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int) -
     return fits and (capacity <= LATE_FROM or uses_tma(gpu, page_size))
 
 
+def described(gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int) -> str:
+    """Which kernels decode, and where it is the portable one why; arguments as of `uses_mma`."""
+    if uses_mma(gpu, itemsize, dim, page_size, capacity):
+        if capacity <= LATE_FROM:
+            return "tensor-core kernels (decode_mma)"
+        return f"tensor-core kernels (decode_mma, from position {LATE_FROM} on decode_tma_sm90)"
+    fast = "the tensor-core kernels"
+    if itemsize != 2:
+        why = f"{fast} take 16-bit caches alone"
+    elif dim not in MMA_DIMS:
+        why = f"head_dim is {dim}, and {fast} take {' and '.join(map(str, MMA_DIMS))}"
+    elif gpu.capability < (9, 0):
+        why = f"{fast} run on sm_90 and later"
+    else:
+        why = f"rows have room for {capacity} positions, and beyond {LATE_FROM} {fast} need sm_90 and pages of 8 n keys"
+    return f"the portable kernel (decode): {why}"
+
+
 # --- where keys are split ---
 
 # (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
@@ -181,11 +199,13 @@ TILES = {
     (2, 64): Tiles(32, 64, 4, 3),
     (2, 128): Tiles(32, 64, 4, 3),
     (2, 256): Tiles(16, 32, 4, 2),
+    (2, 512): Tiles(16, 32, 8, 2),
     (4, 16): Tiles(32, 16, 4, 1),
     (4, 32): Tiles(32, 16, 4, 1),
     (4, 64): Tiles(32, 16, 4, 1),
     (4, 128): Tiles(16, 16, 8, 1),
     (4, 256): Tiles(16, 16, 8, 1),
+    (4, 512): Tiles(16, 16, 8, 1),
 }
 
 

@@ -6,7 +6,7 @@ launch.
 | argument     | shape, dtype                             | notes                                     |
 |--------------|------------------------------------------|-------------------------------------------|
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32 | contiguous                                |
-| cos, sin     | [positions, D/2] fp32                    | contiguous                                |
+| cos, sin     | [positions, D/2] fp32                    | contiguous; both None: no rotation        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv   | contiguous; may exceed 2^31 elements      |
 | block_table  | [B, P] int64                             | rows may be views of a longer table       |
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
@@ -26,12 +26,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_cache
+from fastspec.kernels.attention.plan import padded_dim
 from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.launch import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
-CHUNK_ROWS = tl.constexpr(32)  # rows of one head that a CTA of a prompt chunk takes
 NUM_WARPS = 4
+
+
+@triton.constexpr_function
+def _chunk_rows(block_d: int) -> int:
+    """Rows of one head that a CTA of a prompt chunk takes: registers hold no more of the widest heads."""
+    return 32 if block_d <= 256 else 8
 
 
 @triton.jit
@@ -69,19 +75,23 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
     inside = column < HALF
-    angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)
-    at = angle[:, None] * HALF + column[None, :]
-    mask = valid[:, None] & inside[None, :]
-    cos = tl.load(tokens.cos + at, mask=mask, other=0.0)
-    sin = tl.load(tokens.sin + at, mask=mask, other=0.0)
+    if tokens.cos is not None:
+        angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)
+        at = angle[:, None] * HALF + column[None, :]
+        mask = valid[:, None] & inside[None, :]
+        cos = tl.load(tokens.cos + at, mask=mask, other=0.0)
+        sin = tl.load(tokens.sin + at, mask=mask, other=0.0)
     if norm_ptr is not None:
         wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
         squares = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
         factor = tl.rsqrt(squares / HEAD_DIM + tokens.eps)
         x1 = _scaled(x1, factor, tl.load(norm_ptr + column, mask=inside, other=0.0))
         x2 = _scaled(x2, factor, tl.load(norm_ptr + HALF + column, mask=inside, other=0.0))
-    first, second = x1.to(tl.float32), x2.to(tl.float32)
-    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+    if tokens.cos is None:
+        return x1, x2
+    else:
+        first, second = x1.to(tl.float32), x2.to(tl.float32)
+        return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
 
 
 @triton.jit
@@ -146,9 +156,10 @@ def _rotate_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first_row, head, batch = tl.program_id(0) * CHUNK_ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ROWS: tl.constexpr = _chunk_rows(BLOCK_D)
+    first_row, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     if head < KV_HEADS * GROUP:
-        row = first_row + tl.arange(0, CHUNK_ROWS)
+        row = first_row + tl.arange(0, ROWS)
         is_new = row < num_queries
         at = batch * num_queries + row
         HALF: tl.constexpr = HEAD_DIM // 2
@@ -164,7 +175,7 @@ def _rotate_kernel(
         tl.store(target + HALF, q2, mask=mask)
     else:
         kv_head, row_cache = head - KV_HEADS * GROUP, cache_of_row(cache, batch)
-        for new_row in range(first_row, tl.minimum(first_row + CHUNK_ROWS, num_queries), NEW_ROWS):
+        for new_row in range(first_row, tl.minimum(first_row + ROWS, num_queries), NEW_ROWS):
             append(
                 tokens, row_cache, batch, kv_head, new_row, 0, 2**31 - 1, num_queries,
                 KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
@@ -173,8 +184,8 @@ def _rotate_kernel(
 
 def rope(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -182,32 +193,31 @@ def rope(
     write_mask: Tensor,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """The first half of `reference.attend`: stores K and V where `write_mask`, returns the queries [B, Q, H, D].
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.
     """
-    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
+    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
     batch, num_queries = positions.shape
     page_size, kv_heads, dim = keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     pdl = has_pdl(qkv.device)
-    grid = (triton.cdiv(num_queries, CHUNK_ROWS.value), num_heads + kv_heads, batch)
+    block_d = padded_dim(dim)
+    grid = (triton.cdiv(num_queries, _chunk_rows(block_d)), num_heads + kv_heads, batch)
     launch(
         _rotate_kernel,
         grid,
-        new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps),
+        new_tokens(qkv, cos, sin, norms, positions, write_mask),
         paged_cache(keys, values, block_table),
         out,
         num_queries,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         HEAD_DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=block_d,
         PAGE_SIZE=page_size,
         PDL=pdl,
         num_warps=NUM_WARPS,
