@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +30,24 @@ class Tiling:
 
 
 UNTILED = Tiling(rows=None, queries=None)
+
+
+class AttentionRule(NamedTuple):
+    """How queries of one layer are scored against keys.
+
+    Attributes:
+        window: keys that a query sees, the newest ones with its own among them; None: all.
+        scale: factor on q . k; None: 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    def factor(self, dim: int) -> float:
+        """The factor on q . k for heads of this dim."""
+        return float(dim**-0.5) if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)

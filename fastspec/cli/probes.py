@@ -26,6 +26,7 @@ import torch
 from fastspec.demo import demo_pair
 from fastspec.kernels import reference
 from fastspec.output import Stats
+from fastspec.shapes import AttentionRule
 
 NEW_TOKENS = 48
 PROMPT = "def main():\n"
@@ -174,8 +175,8 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
     }
     there: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
     wide: dict[str, Any] = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}
-    ours = paged_attention(**there, num_blocks=2, window=None)
-    twin = reference.paged_attention(**wide, num_blocks=2, window=None)
+    ours = paged_attention(**there, num_blocks=2, rule=AttentionRule())
+    twin = reference.paged_attention(**wide, num_blocks=2, rule=AttentionRule())
     return (ours.cpu().float() - twin).abs().max().item()
 
 

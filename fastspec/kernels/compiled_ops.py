@@ -10,7 +10,7 @@ The compiler chooses by shape, and keeps in fp32 what it fuses: a row's bits dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -22,7 +22,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
-from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 INDUCTOR = "inductor"
 MAX_QUERIES = 17  # a step's passes have no more tokens a row: max_drafts and one
@@ -50,8 +50,8 @@ def _work_of(workspace: Callable[..., Any], device: torch.device, *sizes: Any) -
 @torch.library.custom_op("fastspec::attend", mutates_args=("keys", "values", "counters", "partials"))
 def attend_op(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -59,25 +59,29 @@ def attend_op(
     write_mask: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    sinks: Tensor | None,
     counters: Tensor,
     partials: Tensor,
-    num_heads: int,
-    eps: float,
-    window: int | None,
-    split_keys: int,
+    sizes: Sequence[int],
+    factors: Sequence[float],
 ) -> Tensor:
     """`reference.attend` as an op of torch's; without a bound on positions, which would be compiled in.
+
+    Args:
+        sizes: heads, window, keys of a split; a window of 0 is none.
+        factors: of scores, softcap, epsilon of the norms; a softcap of 0 is none.
+        others: as there, and the tensors of `Work`.
 
     Elsewhere than on CUDA the bound is read off the positions. The CUDA kernels find the newest one themselves: a
     launch is as wide as the table, whatever the lengths.
     """
     tensors = (qkv, cos, sin, keys, values, block_table, positions, write_mask)
+    (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
     options: dict[str, Any] = {
         "num_heads": num_heads,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "eps": eps,
-        "window": window,
+        "norms": None if q_norm is None or k_norm is None else (q_norm, k_norm, eps),
+        "rule": AttentionRule(window or None, scale, softcap or None),
+        "sinks": sinks,
     }
     if qkv.device.type != "cuda":
         return reference.attend(*tensors, num_blocks=int(positions.amax()) // KEY_BLOCK + 1, **options)
@@ -89,26 +93,29 @@ def attend_op(
 
 @attend_op.register_fake
 def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
-    keys, num_heads = tensors[2], tensors[11]
+    keys, (num_heads, _window, _split_keys) = tensors[2], tensors[12]
     return qkv.new_empty(*qkv.shape[:2], num_heads * keys.shape[-1])
 
 
 def attend(
-    *tensors: Tensor,
+    *tensors: Tensor | None,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     num_blocks: int,
     first_block: int = 0,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     work: Work,
     product: Weight | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
     """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here."""
-    scratch = work.counters, work.partials
-    out: Tensor = attend_op(*tensors, q_norm, k_norm, *scratch, num_heads, eps, window, work.split_keys)
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+    keys = tensors[3]
+    assert keys is not None  # the cache, which is always there
+    sizes = [num_heads, rule.window or 0, work.split_keys]
+    factors = [rule.factor(keys.shape[-1]), rule.softcap or 0.0, eps]
+    out: Tensor = attend_op(*tensors, q_norm, k_norm, sinks, work.counters, work.partials, sizes, factors)
     return out
 
 

@@ -71,9 +71,18 @@ def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
     return "packed" if packable else "rows"
 
 
-def attend(*tensors: Tensor, work: Workspace, product: Weight | None = None, **options: Any) -> Tensor:
-    """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can."""
-    positions = tensors[6]
+def attend(
+    *tensors: Any,
+    work: Workspace,
+    product: Weight | None = None,
+    tiling: Tiling = UNTILED,
+    **options: Any,
+) -> Tensor:
+    """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can.
+
+    `tiling` has no say here: kernels have tiles of their own.
+    """
+    positions: Tensor = tensors[6]
     regroup = product is not None and runs_on_tma([product], positions.numel())
     return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 

@@ -13,7 +13,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.shapes import UNTILED, ForwardBatch, Tiling
+from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
 
 
 class Decoder:
@@ -118,6 +118,8 @@ class Decoder:
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         spec, plan = self.spec, self.spec.plans[index]
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm, spec.rms_eps)
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
             qkv,
@@ -129,12 +131,10 @@ class Decoder:
             rows.positions,
             rows.write_mask,
             num_heads=spec.num_heads,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=spec.rms_eps,
+            norms=norms,
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
-            window=plan.window,
+            rule=AttentionRule(plan.window),
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
             product=layer.o if plan.fused_tail else None,

@@ -28,7 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from fastspec.kernels import reference
 from fastspec.kernels.attention import dispatch as attention
 from fastspec.kernels.attention import plan
-from fastspec.shapes import KEY_BLOCK
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 from perf import timing
 from perf.kernels import linear
 
@@ -96,12 +96,9 @@ class Case:
             self.positions,
             self.write_mask,
             num_heads=self.model.heads,
-            q_norm=None,
-            k_norm=None,
-            eps=1e-5,
             num_blocks=-(-self.context // KEY_BLOCK),
             first_block=(self.context - self.queries) // KEY_BLOCK,  # as of calls with long prompts alone
-            window=None,
+            rule=AttentionRule(),
             work=self.work,
         )
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.shapes import KEY_BLOCK
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 from tests.helpers.layouts import spread
 
 NAN = float("nan")
@@ -126,7 +126,7 @@ def torch_error(given: dict[str, Any], window: int | None, exact: Tensor, eager:
             that multiply by tensor cores, and SDPA on a GPU, but not SDPA on a CPU.
     """
     mine = copied(given)
-    reference.attend(*(mine[name] for name in TENSORS), window=window, **_options(mine))  # fills the cache
+    reference.attend(*(mine[name] for name in TENSORS), **_options(mine, window))  # fills the cache
     keys, values, page_size, dim = mine["keys"], mine["values"], mine["keys"].shape[1], mine["keys"].shape[3]
     query = mine["qkv"].unflatten(-1, (-1, dim))[:, :, : mine["num_heads"]]
     if mine["q_norm"] is not None:
@@ -153,17 +153,19 @@ def _eager(query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Te
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    named = ("num_heads", "q_norm", "k_norm", "eps", "num_blocks", "first_block")
-    return {name: given[name] for name in named if name in given}
+def _options(given: dict[str, Any], window: int | None) -> dict[str, Any]:
+    named = {name: given[name] for name in ("num_heads", "num_blocks", "first_block", "sinks") if name in given}
+    rule = given.get("rule", AttentionRule())._replace(window=window)
+    norms = None if given["q_norm"] is None else (given["q_norm"], given["k_norm"], given["eps"])
+    return named | {"rule": rule, "norms": norms}
 
 
 def twin(given: dict[str, Any], window: int | None = None) -> Tensor:
     """`reference.attend`; writes to the case's cache."""
-    return reference.attend(*(given[name] for name in TENSORS), window=window, **_options(given))
+    return reference.attend(*(given[name] for name in TENSORS), **_options(given, window))
 
 
 def run(attend: Any, given: dict[str, Any], work: Any, window: int | None = None) -> Tensor:
     """`attend` of a kernel; writes to the case's cache."""
-    out: Tensor = attend(*(given[name] for name in TENSORS), window=window, work=work, **_options(given))
+    out: Tensor = attend(*(given[name] for name in TENSORS), work=work, **_options(given, window))
     return out

@@ -31,6 +31,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.shapes import AttentionRule
 from fastspec.state import DecodeState
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
@@ -77,12 +78,10 @@ def _attend(
         on_meta((batch, queries), I64),
         on_meta((batch, queries), torch.bool),
         num_heads=heads,
-        q_norm=gamma,
-        k_norm=gamma,
-        eps=EPS,
+        norms=(gamma, gamma, EPS) if norm else None,
         num_blocks=last,
         first_block=first,
-        window=window,
+        rule=AttentionRule(window),
         work=dispatch.attend_work(META, batch * queries, positions, (heads, KV_HEADS, dim)),
         regroup=regroup,
     )

@@ -19,7 +19,7 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
-from fastspec.shapes import FULL, GREEDY, UNTILED
+from fastspec.shapes import FULL, GREEDY, UNTILED, AttentionRule
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices
 from tests.helpers.scheduling import run_all
@@ -162,12 +162,11 @@ def attend_arguments(device: torch.device, queries: int, *, norm: bool, window: 
         torch.arange(20, 20 + queries, device=device).expand(2, -1).contiguous(),
         torch.ones(2, queries, dtype=torch.bool, device=device),
         *weights,
+        None,
         work.counters,
         work.partials,
-        4,
-        1e-5,
-        window,
-        work.split_keys,
+        [4, window or 0, work.split_keys],
+        [0.25, 0.0, 1e-5],
     )
 
 
@@ -187,7 +186,7 @@ def test_the_registered_op_means_what_its_definition_does(device: str, queries: 
     out = attend_op(*arguments)
     q_norm, k_norm = twins[8:10]
     expected = reference.attend(
-        *twins[:8], num_heads=4, q_norm=q_norm, k_norm=k_norm, eps=1e-5, num_blocks=1, window=window
+        *twins[:8], num_heads=4, norms=(q_norm, k_norm, 1e-5), num_blocks=1, rule=AttentionRule(window)
     )
     # the same sums of fp32 in another order on CUDA; on the CPU the same operations
     tolerance = {"cpu": 0.0, "cuda": 1e-4}[device]

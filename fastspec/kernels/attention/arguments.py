@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fastspec.shapes import AttentionRule
+
+LOG2E = 1.4426950408889634  # kernels take powers of 2, so scores times this
+
 
 class NewTokens(NamedTuple):
     """The new tokens of a pass, Q of each of B rows, and what their heads are made with.
@@ -19,7 +23,7 @@ class NewTokens(NamedTuple):
         qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
         positions: int64 [B, Q].
         write_mask: bool [B, Q]: K and V of other tokens are not stored.
-        cos, sin: fp32 [num_angles, D / 2].
+        cos, sin: fp32 [num_angles, D / 2]; None: heads are not rotated.
         q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
         num_angles: positions that `cos` and `sin` have.
         eps: of the head norms.
@@ -55,6 +59,22 @@ class PagedCache(NamedTuple):
     num_pages: Any
 
 
+class Scoring(NamedTuple):
+    """How products q . k become the scores that powers of 2 are taken of.
+
+        score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
+
+    Attributes:
+        factor: on q . k.
+        cap: the softcap, times log2(e); None: none.
+        sinks: [H] in fp32 or the cache's dtype: of each head, the score of one more key, of value zero; None: none.
+    """
+
+    factor: Any
+    cap: Any
+    sinks: Any
+
+
 class WorkArea(NamedTuple):
     """Where CTAs that share a row leave their parts.
 
@@ -70,18 +90,23 @@ class WorkArea(NamedTuple):
 
 def new_tokens(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
     positions: Tensor,
     write_mask: Tensor,
-    eps: float,
 ) -> NewTokens:
-    """The group of these tensors, whose shapes are checked; a model has both norms, or none."""
-    if q_norm is None or k_norm is None:
-        q_norm = k_norm = None
-    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, cos.shape[0], eps)
+    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`."""
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    num_angles = 0 if cos is None else cos.shape[0]
+    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps)
+
+
+def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int) -> Scoring:
+    """The group of this rule and of sinks whose shape is checked, for heads of this dim."""
+    if rule.softcap is None:
+        return Scoring(rule.factor(dim) * LOG2E, None, sinks)
+    return Scoring(rule.factor(dim) / rule.softcap, rule.softcap * LOG2E, sinks)
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.kv_loads import split_of, start_of
-from fastspec.kernels.attention.mma_tiles import _along, shift_of
+from fastspec.kernels.attention.mma_tiles import _along, share_of_keys, shift_of
 from fastspec.kernels.attention.query_rows import kv_range, new_positions
 
 GATHER_WARPS = gl.constexpr(4)
@@ -47,14 +47,15 @@ def _taken(top, total, out, means, weights):
 
 @gluon.jit
 def _average(top, total, out):
-    """The average [D] of all warps' sums, added up from the first warp to the last."""
+    """The average [D] of all warps' sums, added up from the first warp to the last, and its weight [1] as log2."""
     WARPS: gl.constexpr = out.shape[0]
-    fade = gl.exp2(top - gl.expand_dims(shift_of(gl.max(top, axis=0)), 0))
+    all_top = gl.max(top, axis=0)
+    fade = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
     # a thread then has all warps' sums of a column
     columns: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
     out = gl.sum(gl.convert_layout(out * fade, columns), axis=0)
     total = gl.sum(gl.convert_layout(total * fade, columns), axis=0)
-    return out / gl.where(total == 0.0, 1.0, total)
+    return out / gl.where(total == 0.0, 1.0, total), gl.convert_layout(all_top, total.type.layout) + gl.log2(total)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
@@ -65,6 +66,7 @@ def gather_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,
+    scoring,  # Scoring
     SPLIT_SIZES: gl.constexpr,
     LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
@@ -117,7 +119,9 @@ def gather_kernel(
         more, more_weights = _left(mean_ptr, weight_ptr, following, first, last, row, rows, D, WARPS, layout)
         top, total, out = _taken(top, total, out, means, weights)
         means, weights = more, more_weights
-    mean = _average(*_taken(top, total, out, means, weights))
+    mean, weight = _average(*_taken(top, total, out, means, weights))
+    if scoring.sinks is not None:
+        mean = mean * share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     place = gl.arange(0, D, layout=mean.type.layout)
     gl.store(out_ptr + head * D + place, mean.to(out_ptr.dtype.element_ty))

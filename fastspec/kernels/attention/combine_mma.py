@@ -48,6 +48,7 @@ def _combine(
     tile,
     rows,
     num_queries,
+    scoring,  # Scoring
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -87,8 +88,10 @@ def _combine(
                     new_tops, new_totals, new_outs = new_tops + (top,), new_totals + (total,), new_outs + (out,)
                 tops, totals, outs = new_tops, new_totals, new_outs
     for g in gl.static_range(G):
-        mean, _weight = averaged(outs[g], tops[g], totals[g])
-        store_output(out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, KV_HEADS, GROUP)
+        mean, weight = averaged(outs[g], tops[g], totals[g])
+        store_output(
+            out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, weight, scoring, KV_HEADS, GROUP
+        )
 
 
 @gluon.jit
@@ -105,7 +108,7 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Joins splits, as `merge_parts` returns them, to a `softmax_memory`; returns the average [R, D] of all."""
+    """Joins splits, as `merge_parts` returns them, to a `softmax_memory`; (average [R, D], weight [R]) of all."""
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
     top, total, out = memory[0].load(row), memory[1].load(row), memory[2].load(layout)
@@ -114,8 +117,7 @@ def join(memory, splits):
     memory[0].store(top)
     memory[1].store(total)
     memory[2].store(out)
-    average, _weight = averaged(out, top, total)
-    return average
+    return averaged(out, top, total)
 
 
 @gluon.jit
@@ -132,6 +134,7 @@ def combine_splits(
     tile,
     rows,
     num_queries,
+    scoring,  # Scoring
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -144,7 +147,7 @@ def combine_splits(
         return
     gl.store(count_ptr, 0)
     thread_barrier()
-    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries)
+    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries, scoring)
     # for more rows, so many sums do not fit into registers; with few splits, the longer code costs more than it saves
     if G <= 2 and last - first >= MIN_SUMS_IN_FLIGHT:
         _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, MAX_SUMS_IN_FLIGHT)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.prefill import pages_of, slots_of
+from fastspec.kernels.attention.prefill import pages_of, sink_of, slots_of, tanh
 from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns
 
 FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
@@ -78,15 +78,20 @@ def store_output(
     row,
     num_queries,
     mean,
+    weight,  # of the keys, as log2
+    scoring,  # Scoring
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores averages as the output of rows."""
+    """Stores averages as the output of rows; sinks take their share of it here, where all keys have come together."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
+    if scoring.sinks is not None:
+        sink = sink_of(scoring, kv_head * GROUP + row % GROUP)
+        mean = mean * (1.0 / (1.0 + tl.exp2(sink - weight)))[:, None]
     tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], mean.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -137,6 +142,7 @@ def combine(
     row_stop,
     rows,
     num_queries,
+    scoring,  # Scoring
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -150,7 +156,9 @@ def combine(
         valid = row < row_stop
         mean, weight = _merged(source_mean, source_weight, begin, end, rows, row, valid, HEAD_DIM, BLOCK_D)
         if final:
-            store_output(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            store_output(
+                out_ptr, batch, kv_head, row, num_queries, mean, weight, scoring, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D
+            )
         else:
             store_partial(mean_ptr, weight_ptr, target * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
 
@@ -164,7 +172,7 @@ def attend_split(
     kv_head,
     begin,
     stop,
-    scale,
+    scoring,  # Scoring
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -200,10 +208,12 @@ def attend_split(
             half = cache.k + place + (row_slot + column[None, :])
             scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0)), input_precision="ieee")
             k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0)
-            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scoring.factor
         else:
             k = tl.load(cache.k + place + slot, mask=mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
+        if scoring.cap is not None:
+            scores = scoring.cap * tanh(scores)
         v = tl.load(cache.v + place + slot, mask=mask, other=0.0)
         seen = at[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -229,7 +239,7 @@ def _decode_kernel(
     split_keys,
     num_queries,
     num_pairs,  # B * Hkv
-    scale,  # of scores, times log2(e)
+    scoring,  # Scoring
     WINDOW: tl.constexpr,  # 0: none
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -290,12 +300,14 @@ def _decode_kernel(
         )  # fmt: skip
     tl.debug_barrier()  # what other threads stored is read below
     mean, weight = attend_split(
-        q1, q2, row_cache, position, kv_head, begin, stop, scale,
+        q1, q2, row_cache, position, kv_head, begin, stop, scoring,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
     )  # fmt: skip
 
     if first == last:
-        store_output(out_ptr, batch, kv_head, row, num_queries, mean, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_output(
+            out_ptr, batch, kv_head, row, num_queries, mean, weight, scoring, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D
+        )
         return
     splits = tl.num_programs(1)
     groups = tl.cdiv(splits, FAN)
@@ -316,7 +328,7 @@ def _decode_kernel(
     row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
     combine(
         mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+        row_start, row_stop, rows, num_queries, scoring, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
     )  # fmt: skip
     if only:
         return
@@ -327,5 +339,5 @@ def _decode_kernel(
     tl.debug_barrier()
     combine(
         mean_ptr, weight_ptr, splits, first // FAN, last // FAN, 0, True, out_ptr, batch, kv_head,
-        row_start, row_stop, rows, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
+        row_start, row_stop, rows, num_queries, scoring, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, AT_ONCE,
     )  # fmt: skip

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.attention import plan
-from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea
+from fastspec.kernels.attention.arguments import NewTokens, PagedCache, Scoring, WorkArea, scoring_of
 from fastspec.kernels.attention.combine import gather_kernel
 from fastspec.kernels.attention.decode import _decode_kernel
 from fastspec.kernels.attention.decode_mma import fragment_kernel
 from fastspec.kernels.attention.decode_mma_batch import batch_kernel
 from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
 from fastspec.kernels.attention.plan import Gpu, LaunchPlan, Pass
-from fastspec.kernels.attention.prefill import LOG2E
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from fastspec.kernels.common.launch import described, has_pdl, launch, multiprocessors
+from fastspec.shapes import AttentionRule
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -37,7 +37,7 @@ class DecodingPass:
         cache: that it writes K and V to, and attends to.
         out: [B, Q, H * D], written.
         work: its partials are written: room for B * Q * H * splits * (D + 1) where there is more than one split.
-        window: of attention; None for none.
+        rule, sinks: as in `reference.attend`.
         pdl: whether its kernels start early.
     """
 
@@ -45,7 +45,8 @@ class DecodingPass:
     cache: PagedCache
     out: Tensor
     work: WorkArea
-    window: int | None
+    rule: AttentionRule
+    sinks: Tensor | None
     pdl: bool
 
     @property
@@ -66,13 +67,13 @@ class DecodingPass:
         return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
 
     @property
-    def scale(self) -> float:
-        """Of scores, times log2(e)."""
-        return float(self.sizes.dim**-0.5 * LOG2E)
+    def scoring(self) -> Scoring:
+        """How products become scores."""
+        return scoring_of(self.rule, self.sinks, self.sizes.dim)
 
 
 def _start(kernel: Any, planned: LaunchPlan, given: DecodingPass, *arguments: Any, **constants: Any) -> None:
-    constants |= {"WINDOW": given.window or 0, "KV_HEADS": given.cache.k.shape[2], "GROUP": given.group}
+    constants |= {"WINDOW": given.rule.window or 0, "KV_HEADS": given.cache.k.shape[2], "GROUP": given.group}
     options = {**planned.options, **({"launch_pdl": True} if given.pdl else {})}
     launch(
         kernel,
@@ -89,7 +90,7 @@ def _start(kernel: Any, planned: LaunchPlan, given: DecodingPass, *arguments: An
 def start_tiles(given: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
     """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with so many keys to a split."""
     counts = (split_keys, given.num_queries, given.sizes.pairs)
-    arguments = (given.tokens, given.cache, given.out, given.work, *counts, given.scale)
+    arguments = (given.tokens, given.cache, given.out, given.work, *counts, given.scoring)
     _start(_decode_kernel, planned, given, *arguments, PAGE_SIZE=given.cache.k.shape[1])
 
 
@@ -104,7 +105,7 @@ def start_early(given: DecodingPass, splits: int, regroup: bool) -> None:
     planned = plan.early_plan(gpu_of(given.out.device), given.sizes, splits)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
     arguments = (given.tokens, given.cache, given.out, given.work, given.num_queries, given.sizes.pairs, splits)
-    _start(kernel, planned, given, *arguments, given.scale, PAGE_SIZE=given.cache.k.shape[1], REGROUP=regroup)
+    _start(kernel, planned, given, *arguments, given.scoring, PAGE_SIZE=given.cache.k.shape[1], REGROUP=regroup)
 
 
 def start_late(given: DecodingPass, splits: int) -> None:
@@ -120,8 +121,8 @@ def start_late(given: DecodingPass, splits: int) -> None:
     block = [piece_of(page_size, planned.constants["KEYS"]), WIDTH.value]
     slots = [described(each.view(-1, kv_heads * dim), block) for each in (keys, values)]
     counts = (given.num_queries, given.sizes.pairs, splits)
-    arguments = (*slots, given.tokens, given.cache, given.out, partials, *counts, given.scale)
+    arguments = (*slots, given.tokens, given.cache, given.out, partials, *counts, given.scoring)
     _start(shares_kernel, planned, given, *arguments, PAGE_SIZE=page_size)
     if splits > 1:
-        arguments = (given.tokens.positions, given.out, partials, *counts)
+        arguments = (given.tokens.positions, given.out, partials, *counts, given.scoring)
         _start(gather_kernel, plan.gather_plan(given.sizes), given, *arguments)

@@ -62,7 +62,7 @@ def fragment_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,  # that the pass has room for
-    scale,
+    scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -136,18 +136,18 @@ def fragment_kernel(
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
-    scores = scores_of(queries, keys, start, positions, scale, WINDOW, S, HALF)
+    scores = scores_of(queries, keys, start, positions, scoring, WINDOW, S, HALF)
     # product after product: the sums of one leave their registers before those of the next take any
     for p in gl.static_range(STAGED // ROWS):
         top, totals, out = begun(scores[p], values, S)
         mean, weight = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)[0]
         done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
         if first == last:
-            store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+            store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, weight, scoring, KV_HEADS, GROUP)
         else:
             store_partial(mean_ptr, weight_ptr, split * rows + done, done < rows, mean, weight)
     if first < last:
         combine_splits(
             mean_ptr, weight_ptr, work.counters + gl.program_id(0), first, last, 1, out_ptr, batch, kv_head, tile, rows,
-            num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            num_queries, scoring, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

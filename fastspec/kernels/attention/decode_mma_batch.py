@@ -57,7 +57,7 @@ def batch_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,  # that the pass has room for
-    scale,
+    scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -155,7 +155,7 @@ def batch_kernel(
         here = block * BLOCK
         following = here + BLOCK
         k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
-        scores = scores_of(queries, k, here, positions, scale, WINDOW, ALL, HALF)
+        scores = scores_of(queries, k, here, positions, scoring, WINDOW, ALL, HALF)
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
         k_page = key_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
         v = values_of(values, D, DTYPE)
@@ -169,16 +169,19 @@ def batch_kernel(
                 v_page = value_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
             # product after product: the sums of one leave their registers before those of the next take any
             left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
-            mean = left[0][0]
+            mean, weight = left[0]
             done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS
             if first == last:
                 for i in gl.static_range(1, AT_ONCE):
                     mean = gl.where(first % AT_ONCE == i, left[i][0], mean)
-                store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+                    weight = gl.where(first % AT_ONCE == i, left[i][1], weight)
+                store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, weight, scoring, KV_HEADS, GROUP)
             elif owns_tile:
-                mean = join(softmaxes[p], left)
+                mean, weight = join(softmaxes[p], left)
                 if block == last_block:
-                    store_output(out_ptr, batch, kv_head, done, rows, num_queries, mean, KV_HEADS, GROUP)
+                    store_output(
+                        out_ptr, batch, kv_head, done, rows, num_queries, mean, weight, scoring, KV_HEADS, GROUP
+                    )
             else:
                 for i in gl.static_range(AT_ONCE):
                     split = block * AT_ONCE + i
@@ -188,5 +191,5 @@ def batch_kernel(
         kept = gl.minimum(mine_last * AT_ONCE + AT_ONCE - 1, last) - gl.maximum(mine_first * AT_ONCE, first) + 1
         combine_splits(
             mean_ptr, weight_ptr, work.counters + gl.program_id(0), first, last, kept, out_ptr, batch, kv_head, tile,
-            rows, num_queries, KV_HEADS, GROUP, D, G, WARPS,
+            rows, num_queries, scoring, KV_HEADS, GROUP, D, G, WARPS,
         )  # fmt: skip

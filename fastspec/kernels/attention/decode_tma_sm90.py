@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.kv_loads import split_of, start_of
-from fastspec.kernels.attention.mma_tiles import store_output, store_partial
+from fastspec.kernels.attention.mma_tiles import store_output, store_partial, tanh
 from fastspec.kernels.attention.query_rows import (
     NEVER,
     NEW_ROWS,
@@ -116,7 +116,7 @@ def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _attend_splits(
-    qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
+    qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scoring,
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -147,6 +147,9 @@ def _attend_splits(
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
             ahead = _products(q, tiles.index(k_place))
+            scale = scoring.factor
+            if scoring.cap is not None:
+                scores, scale = scoring.cap * tanh(scores * scale), 1.0
             if (here + KEYS > share.first_new + 1) | ((WINDOW > 0) & (here + WINDOW <= share.stop - 1)):
                 scores = masked(scores, here, position, WINDOW)
             top, shift, fade = rescaled(top, scores, scale)
@@ -170,7 +173,10 @@ def _attend_splits(
         mean = out * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
         if share.only:
             late = gl.convert_layout(gl.max(position, axis=1), sums) >= LATE_FROM
-            store_output(out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, KV_HEADS, GROUP)
+            store_output(
+                out_ptr, batch, kv_head, gl.where(late, row, rows), rows, num_queries, mean, top + gl.log2(total),
+                scoring, KV_HEADS, GROUP,
+            )  # fmt: skip
         else:
             # K and V that stream through L2 are more than it holds; partial sums must stay there until gather_kernel
             store_partial(
@@ -198,7 +204,7 @@ def _append_more(
 
 @gluon.jit
 def _consumer(
-    qs, pipeline, share, tokens, cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scale,
+    qs, pipeline, share, tokens, cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -240,7 +246,7 @@ def _consumer(
     fence_async_shared()
     thread_barrier()
     _attend_splits(
-        qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scale,
+        qs, pipeline, share, out_ptr, partial_ptr, position, num_queries, num_pairs, splits, scoring,
         SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP,
     )  # fmt: skip
 
@@ -256,7 +262,7 @@ def shares_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     splits,  # that a row has room for
-    scale,
+    scoring,  # Scoring
     SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
     LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
     WINDOW: gl.constexpr,
@@ -306,7 +312,7 @@ def shares_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scale,
+                qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
                 SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
             )),
             (load_tiles, (

@@ -45,10 +45,10 @@ from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea
 from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import rope
-from fastspec.kernels.common.checks import check_heads
+from fastspec.kernels.common.checks import check_heads, check_sinks
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
-from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without splitting keys
 
@@ -92,8 +92,8 @@ def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, 
 
 def attend(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -101,17 +101,15 @@ def attend(
     write_mask: Tensor,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     num_blocks: int,
     first_block: int = 0,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     work: AttendWork,
-    tiling: Tiling = UNTILED,
     regroup: bool = False,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; `tiling` has no say here, and nothing is written for page 0.
+    """As `reference.attend`, which defines it; nothing is written for page 0.
 
     Args:
         regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is where the kernels
@@ -128,16 +126,17 @@ def attend(
     if positions.shape[1] > MAX_SPLIT_QUERIES:
         query = rope(
             qkv, cos, sin, keys, values, block_table, positions, write_mask,
-            num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            num_heads=num_heads, norms=norms,
         )  # fmt: skip
         out = paged_attention(
-            query, keys, values, block_table, positions, num_blocks=num_blocks, window=window, out=query
+            query, keys, values, block_table, positions, num_blocks=num_blocks, rule=rule, sinks=sinks, out=query
         )
         return out.flatten(2)
-    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
-    tokens = new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps)
+    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
+    check_sinks(sinks, num_heads, keys.dtype)
+    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask)
     cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
-    return _decode(tokens, cache, num_heads, blocks, window, work, regroup)
+    return _decode(tokens, cache, num_heads, blocks, (rule, sinks), work, regroup)
 
 
 def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
@@ -150,7 +149,7 @@ def _decode(
     cache: PagedCache,
     num_heads: int,
     blocks: tuple[int, int],
-    window: int | None,
+    scoring: tuple[AttentionRule, Tensor | None],
     work: AttendWork,
     regroup: bool,
 ) -> Tensor:
@@ -158,7 +157,7 @@ def _decode(
     batch, num_queries = tokens.positions.shape
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     area = WorkArea(work.partials, work.counters)
-    given = DecodingPass(tokens, cache, out, area, window, has_pdl(qkv.device))
+    given = DecodingPass(tokens, cache, out, area, *scoring, has_pdl(qkv.device))
     begin, room = (block * KEY_BLOCK for block in blocks)
     row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
     capacity = max(cache.table_width * page_size, room)

@@ -22,6 +22,7 @@ from fastspec.kernels.attention.query_rows import NEVER
 
 KEYS = gl.constexpr(32)  # of one warp's products
 ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
+LOG2E = gl.constexpr(1.4426950408889634)
 EIGHT = gl.constexpr(8)  # that rows of a tile come in
 
 
@@ -197,20 +198,40 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 
 @gluon.jit
-def scores_of(staged, keys, first, positions, scale, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
+def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
     """`_scored` of every product, of queries that are held and `positions_of` them."""
     found = ()
     for p in gl.static_range(len(positions)):
-        found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scale, WINDOW, S),)
+        found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scoring, WINDOW, S),)
     return found
 
 
 @gluon.jit
-def _scored(queries, keys, first, position, scale, WINDOW: gl.constexpr, S: gl.constexpr):
+def tanh(x):
+    """As `tanh` of prefill.py."""
+    squared = x * x
+    series = -0.006276390049606562 * squared + 0.021116215735673904
+    series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
+    series = (series * squared - 0.3333333134651184) * squared
+    far = 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.8853900817779268))  # 2 log2(e)
+    return gl.where(squared < 0.36, x + x * series, far)
+
+
+@gluon.jit
+def share_of_keys(weight, head, scoring):
+    """The share that keys have of the output of a row of `head` beside its sink; `weight` of all keys is as log2."""
+    sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
+    return 1.0 / (1.0 + gl.exp2(sink - weight))
+
+
+@gluon.jit
+def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
     """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
-    scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scale
+    scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor
+    if scoring.cap is not None:
+        scores = scoring.cap * tanh(scores)
     newest = position - first - _along(S, 0, mma) * KEYS  # of a warp's keys; of a padding row before them all
     key = _along(KEYS, 2, mma)
     seen = key <= newest
@@ -329,8 +350,12 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 
 
 @gluon.jit
-def store_output(out_ptr, batch, kv_head, row, stop, num_queries, mean, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Stores the output of rows that are before `stop`."""
+def store_output(
+    out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Stores averages as the output of rows that are before `stop`; `weight` of their keys is as log2."""
+    if scoring.sinks is not None:
+        mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
     D: gl.constexpr = mean.shape[1]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP

@@ -26,16 +26,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.arguments import paged_cache
+from fastspec.kernels.attention.arguments import LOG2E, paged_cache, scoring_of
 from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.attention.rope import cache_of_row
-from fastspec.kernels.common.checks import check, check_cache
+from fastspec.kernels.common.checks import check, check_cache, check_sinks
 from fastspec.kernels.common.launch import has_pdl, shared_memory
 from fastspec.kernels.common.launch import launch as start
-from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
-LOG2E = 1.4426950408889634
-
+_LOG2E = tl.constexpr(LOG2E)
 
 # by (element size, head_dim padded to a power of two): within 99 KiB of shared memory, which every GPU has
 LAUNCH = {
@@ -96,6 +95,23 @@ def slots_of(
 
 
 @triton.jit
+def tanh(x):
+    """tanh(x) to 2 units in the last place: an odd polynomial near zero, elsewhere by a power of 2."""
+    squared = x * x
+    series = -0.006276390049606562 * squared + 0.021116215735673904
+    series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
+    series = (series * squared - 0.3333333134651184) * squared
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))  # 2 log2(e)
+    return tl.where(squared < 0.36, x + x * series, far)
+
+
+@triton.jit
+def sink_of(scoring, head):
+    """Scores of the sinks of these heads, as scores of keys are: times log2(e)."""
+    return tl.load(scoring.sinks + head).to(tl.float32) * _LOG2E
+
+
+@triton.jit
 def _attend_blocks(
     q,
     top,
@@ -106,7 +122,7 @@ def _attend_blocks(
     kv_head,
     begin,
     stop,
-    scale,
+    scoring,  # Scoring
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -130,7 +146,9 @@ def _attend_blocks(
         else:
             k = tl.load(cache.k + place + slot)
             v = tl.load(cache.v + place + slot)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor
+        if scoring.cap is not None:
+            scores, scale = scoring.cap * tanh(scores * scale), 1.0
         if MASKED:
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -157,7 +175,7 @@ def _flash_kernel(
     out_ptr,  # [B, Q, H, D]; may be query itself
     num_queries,
     limit,  # positions from here on are not looked at
-    scale,  # of scores, times log2(e)
+    scoring,  # Scoring
     WINDOW: tl.constexpr,  # 0: none
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -196,13 +214,15 @@ def _flash_kernel(
     row_cache, kv_head = cache_of_row(cache, batch), head // GROUP
     if WINDOW == 0:
         top, total, out = _attend_blocks(
-            q, top, total, out, row_cache, position, kv_head, begin, whole, scale,
+            q, top, total, out, row_cache, position, kv_head, begin, whole, scoring,
             False, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
         )  # fmt: skip
     top, total, out = _attend_blocks(
-        q, top, total, out, row_cache, position, kv_head, whole, newest + 1, scale,
+        q, top, total, out, row_cache, position, kv_head, whole, newest + 1, scoring,
         True, WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, STAGES,
     )  # fmt: skip
+    if scoring.sinks is not None:
+        total = total + tl.exp2(sink_of(scoring, head) - top)
     tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -220,7 +240,8 @@ def paged_attention(
     positions: Tensor,
     *,
     num_blocks: int,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     tiling: Tiling = UNTILED,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -237,6 +258,7 @@ def paged_attention(
     query, positions = query.contiguous(), positions.contiguous()
     check_cache(query, keys, values, block_table, positions, num_heads)
     check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
+    check_sinks(sinks, num_heads, keys.dtype)
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
     block_d = padded_dim(dim)
@@ -251,8 +273,8 @@ def paged_attention(
         out,
         num_queries,
         num_blocks * KEY_BLOCK,
-        dim**-0.5 * LOG2E,
-        WINDOW=window or 0,
+        scoring_of(rule, sinks, dim),
+        WINDOW=rule.window or 0,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         HEAD_DIM=dim,

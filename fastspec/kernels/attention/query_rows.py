@@ -80,12 +80,15 @@ def _scaled(x, factor, weight):
 
 @gluon.jit
 def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
-    """(cos, sin) [R, HALF] of positions [R]."""
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    angle = gl.minimum(gl.maximum(position, 0), tokens.num_angles - 1)
-    at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
-    mask = gl.expand_dims(valid, 1)
-    return gl.load(tokens.cos + at, mask=mask, other=0.0), gl.load(tokens.sin + at, mask=mask, other=0.0)
+    """(cos, sin) [R, HALF] of positions [R]; nothing where heads are not rotated."""
+    if tokens.cos is None:
+        return ()
+    else:
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+        angle = gl.minimum(gl.maximum(position, 0), tokens.num_angles - 1)
+        at = gl.expand_dims(angle * HALF, 1) + gl.expand_dims(column, 0)
+        mask = gl.expand_dims(valid, 1)
+        return gl.load(tokens.cos + at, mask=mask, other=0.0), gl.load(tokens.sin + at, mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -99,8 +102,11 @@ def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
         factor = gl.rsqrt(squares / (2 * HALF) + eps)
         x1 = _scaled(x1, factor, gl.load(norm_ptr + column))
         x2 = _scaled(x2, factor, gl.load(norm_ptr + HALF + column))
-    first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), cos_sin[0], cos_sin[1]
-    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+    if len(cos_sin) == 0:
+        return x1, x2
+    else:
+        first, second, cos, sin = x1.to(gl.float32), x2.to(gl.float32), cos_sin[0], cos_sin[1]
+        return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ launch.
 | argument     | shape, dtype                             | notes                                     |
 |--------------|------------------------------------------|-------------------------------------------|
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32 | contiguous                                |
-| cos, sin     | [positions, D/2] fp32                    | contiguous                                |
+| cos, sin     | [positions, D/2] fp32                    | contiguous; both None: no rotation        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv   | contiguous; may exceed 2^31 elements      |
 | block_table  | [B, P] int64                             | rows may be views of a longer table       |
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
@@ -69,19 +69,23 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
     inside = column < HALF
-    angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)
-    at = angle[:, None] * HALF + column[None, :]
-    mask = valid[:, None] & inside[None, :]
-    cos = tl.load(tokens.cos + at, mask=mask, other=0.0)
-    sin = tl.load(tokens.sin + at, mask=mask, other=0.0)
+    if tokens.cos is not None:
+        angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)
+        at = angle[:, None] * HALF + column[None, :]
+        mask = valid[:, None] & inside[None, :]
+        cos = tl.load(tokens.cos + at, mask=mask, other=0.0)
+        sin = tl.load(tokens.sin + at, mask=mask, other=0.0)
     if norm_ptr is not None:
         wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
         squares = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
         factor = tl.rsqrt(squares / HEAD_DIM + tokens.eps)
         x1 = _scaled(x1, factor, tl.load(norm_ptr + column, mask=inside, other=0.0))
         x2 = _scaled(x2, factor, tl.load(norm_ptr + HALF + column, mask=inside, other=0.0))
-    first, second = x1.to(tl.float32), x2.to(tl.float32)
-    return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
+    if tokens.cos is None:
+        return x1, x2
+    else:
+        first, second = x1.to(tl.float32), x2.to(tl.float32)
+        return (first * cos - second * sin).to(x1.dtype), (second * cos + first * sin).to(x1.dtype)
 
 
 @triton.jit
@@ -173,8 +177,8 @@ def _rotate_kernel(
 
 def rope(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -182,16 +186,14 @@ def rope(
     write_mask: Tensor,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """The first half of `reference.attend`: stores K and V where `write_mask`, returns the queries [B, Q, H, D].
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.
     """
-    check_heads(qkv, cos, sin, q_norm, k_norm, keys, values, block_table, positions, write_mask, num_heads)
+    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
     batch, num_queries = positions.shape
     page_size, kv_heads, dim = keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -200,7 +202,7 @@ def rope(
     launch(
         _rotate_kernel,
         grid,
-        new_tokens(qkv, cos, sin, q_norm, k_norm, positions, write_mask, eps),
+        new_tokens(qkv, cos, sin, norms, positions, write_mask),
         paged_cache(keys, values, block_table),
         out,
         num_queries,

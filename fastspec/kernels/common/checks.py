@@ -92,10 +92,9 @@ def check_cache(
 
 def check_heads(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -109,12 +108,21 @@ def check_heads(
     width = (num_heads + 2 * kv_heads) * dim
     step = f"that is num_heads={num_heads} and 2 * {kv_heads} key heads of {dim}, in the cache's dtype"
     check("qkv", qkv, (*qkv.shape[:2], width), keys.dtype, step=step)
-    check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
-    check("sin", sin, cos.shape, torch.float32)
+    if cos is not None and sin is not None:
+        check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
+        check("sin", sin, cos.shape, torch.float32)
+    elif cos is not sin:
+        missing, there = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"{missing} is None and {there} is not; wanted both, or None for both: no rotation")
     check("write_mask", write_mask, positions.shape, torch.bool)
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            check(name, weight, (dim,))
+    for name, weight in zip(("q_norm", "k_norm"), (norms or ())[:2], strict=False):
+        check(name, weight, (dim,))
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int, dtype: torch.dtype) -> None:
+    """Raises ValueError unless `sinks` is None, or one number per query head in fp32 or `dtype`."""
+    if sinks is not None:
+        check("sinks", sinks, (num_heads,), dtype if sinks.dtype == dtype else torch.float32)
 
 
 def _step(name: str, fits: bool) -> str:

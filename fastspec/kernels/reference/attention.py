@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.reference.linear import rms_norm
-from fastspec.shapes import KEY_BLOCK, UNTILED, Tiling
+from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -28,12 +28,16 @@ def paged_attention(
     positions: Tensor,
     *,
     num_blocks: int,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     tiling: Tiling = UNTILED,
 ) -> Tensor:
-    """Causal attention of B x Q query rows over paged keys, with grouped heads and an optional window.
+    """Causal attention of B x Q query rows over paged keys, with grouped heads.
 
     Row (b, i) sees the cached positions j <= positions[b, i], and with a window only j > positions[b, i] - window.
+
+        score_j = scale * (q . k_j), with a softcap c then c * tanh(score_j / c)
+        out = sum_j exp(score_j) v_j / (sum_j exp(score_j) + exp(sink)), without sinks: the first sum alone
 
     Args:
         query: [B, Q, H, D].
@@ -42,7 +46,8 @@ def paged_attention(
         block_table: int64 [B, P].
         positions: int64 [B, Q].
         num_blocks: KEY_BLOCK-sized blocks to visit; every attended position lies below num_blocks * KEY_BLOCK.
-        window: newest positions seen, the row's own included; None sees all.
+        rule: window, scale and softcap.
+        sinks: [H] in fp32 or query's dtype: of each head, the score of one more key, whose value is zero.
         tiling: query tokens per matrix product.
 
     Returns:
@@ -55,7 +60,7 @@ def paged_attention(
     pad = -num_queries % tile
     tiles = (num_queries + pad) // tile
     # [B, Q, H, D] -> [B, tiles, Hkv, group * tile, D]: one fixed shape per matrix product
-    q = F.pad(query.float(), (0, 0, 0, 0, 0, pad)) * dim**-0.5
+    q = F.pad(query.float(), (0, 0, 0, 0, 0, pad)) * rule.factor(dim)
     q = q.view(batch, tiles, tile, kv_heads, group, dim).permute(0, 1, 3, 4, 2, 5)
     q = q.reshape(batch, tiles, kv_heads, group * tile, dim)
     row_pos = F.pad(positions, (0, pad)).view(batch, tiles, 1, 1, tile)
@@ -69,9 +74,12 @@ def paged_attention(
         at = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, device=query.device)
         k, v = _gather_block(keys, values, block_table, at, newest)
         seen = at <= row_pos
-        if window is not None:
-            seen = seen & (at > row_pos - window)
-        scores = torch.matmul(q, k.transpose(-1, -2)[:, None]).masked_fill(~seen, -torch.inf)
+        if rule.window is not None:
+            seen = seen & (at > row_pos - rule.window)
+        scores = torch.matmul(q, k.transpose(-1, -2)[:, None])
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         # a row that has seen nothing yet keeps top = -inf: shift by 0 instead, so that exp(-inf) is 0 and not NaN
         shift = new_top.masked_fill(new_top == -torch.inf, 0.0)
@@ -80,6 +88,9 @@ def paged_attention(
         total = total * scale + weights.sum(-1, keepdim=True)
         out = out * scale + torch.matmul(weights, v[:, None])
         top = new_top
+    if sinks is not None:  # once, behind the last block: where it is added does not depend on the number of blocks
+        sink = sinks.float().view(kv_heads, group, 1).expand(-1, -1, tile).reshape(kv_heads, group * tile, 1)
+        total = total + torch.exp(sink - top)
     out = out / total
     out = out.view(batch, tiles, kv_heads, group, tile, dim).permute(0, 1, 4, 2, 3, 5)
     return out.reshape(batch, num_queries + pad, num_heads, dim)[:, :num_queries].to(query.dtype)
@@ -105,8 +116,8 @@ def _gather_block(
 
 def attend(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     keys: Tensor,
     values: Tensor,
     block_table: Tensor,
@@ -114,12 +125,11 @@ def attend(
     write_mask: Tensor,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     num_blocks: int,
     first_block: int = 0,
-    window: int | None,
+    rule: AttentionRule,
+    sinks: Tensor | None = None,
     work: object = None,
     product: Tensor | None = None,
     tiling: Tiling = UNTILED,
@@ -128,14 +138,14 @@ def attend(
 
     Args:
         qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
-        cos, sin: fp32 [positions, D/2], the rotary table.
+        cos, sin: fp32 [positions, D/2], the rotary table; both None: queries and keys are not rotated.
         keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`.
         block_table: int64 [B, P].
         positions: int64 [B, Q], >= 0.
         writes: bool [B, Q]; the K/V of other rows is not kept.
         num_heads: H.
-        q_norm, k_norm, eps: weights [D] of an RMSNorm of every query and key head, and its epsilon.
-        num_blocks, window, tiling: as in `paged_attention`.
+        norms: weights [D] of an RMSNorm of every query head and of every key head, and their epsilon; None: no norms.
+        num_blocks, rule, sinks, tiling: as in `paged_attention`.
         first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
             others as junk.
         work: of the kernel; unused here.
@@ -148,21 +158,25 @@ def attend(
     page_size, kv_heads, dim = keys.shape[1:]
     heads = qkv.unflatten(-1, (-1, dim))
     query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=2)
-    if q_norm is not None and k_norm is not None:
+    if norms is not None:
+        q_norm, k_norm, eps = norms
         query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
-    at = positions.clamp(max=cos.shape[0] - 1)
-    rotation = cos[at][:, :, None], sin[at][:, :, None]
+    if cos is not None and sin is not None:
+        at = positions.clamp(max=cos.shape[0] - 1)
+        rotation = cos[at][:, :, None], sin[at][:, :, None]
+        query, key = rope(query, *rotation), rope(key, *rotation)
     slots = _slots(block_table, positions, page_size, write_mask).flatten()
-    keys.view(-1, kv_heads, dim).index_copy_(0, slots, rope(key, *rotation).flatten(0, 1))
+    keys.view(-1, kv_heads, dim).index_copy_(0, slots, key.flatten(0, 1))
     values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
     out = paged_attention(
-        rope(query, *rotation),
+        query,
         keys,
         values,
         block_table,
         positions,
         num_blocks=num_blocks,
-        window=window,
+        rule=rule,
+        sinks=sinks,
         tiling=tiling,
     )
     return out.flatten(2)

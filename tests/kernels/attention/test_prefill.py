@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.models import config
-from fastspec.shapes import KEY_BLOCK
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 from tests.helpers.devices import devices
 from tests.helpers.layouts import spread
 
@@ -68,9 +68,9 @@ def blocks(given: dict[str, Tensor]) -> int:
 def both(given: dict[str, Tensor], window: int | None = None) -> tuple[Tensor, Tensor]:
     """(kernel, twin on fp32 inputs)."""
     count = blocks(given)
-    ours = attention.paged_attention(**given, num_blocks=count, window=window)
+    ours = attention.paged_attention(**given, num_blocks=count, rule=AttentionRule(window))
     wide = {name: x.float() if x.is_floating_point() else x for name, x in given.items()}
-    return ours, reference.paged_attention(**wide, num_blocks=count, window=window)
+    return ours, reference.paged_attention(**wide, num_blocks=count, rule=AttentionRule(window))
 
 
 def torch_error(given: dict[str, Tensor], window: int | None, exact: Tensor) -> float:
@@ -132,13 +132,13 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
     """To the bit: alone or in a batch, one query or many, more blocks than needed."""
     lengths = [60, 300, 17, 41]
     given = case(device, lengths=lengths, queries=9, heads=6, kv_heads=2)
-    whole = attention.paged_attention(**given, num_blocks=2, window=window)
+    whole = attention.paged_attention(**given, num_blocks=2, rule=AttentionRule(window))
     for row in range(len(lengths)):
         one = {
             name: x[row : row + 1] if name in ("query", "block_table", "positions") else x for name, x in given.items()
         }
         need = -(-lengths[row] // KEY_BLOCK)
-        alone = attention.paged_attention(**one, num_blocks=need, window=window)
+        alone = attention.paged_attention(**one, num_blocks=need, rule=AttentionRule(window))
         assert torch.equal(alone[0], whole[row])
         for query in (0, 4, 8):
             single = {
@@ -146,7 +146,7 @@ def test_a_row_does_not_feel_what_runs_beside_it(window: int | None, device: str
                 "query": one["query"][:, query : query + 1],
                 "positions": one["positions"][:, query : query + 1],
             }
-            out = attention.paged_attention(**single, num_blocks=4, window=window)
+            out = attention.paged_attention(**single, num_blocks=4, rule=AttentionRule(window))
             assert torch.equal(out[0, 0], whole[row, query])
 
 
@@ -157,18 +157,18 @@ def test_bits_over_many_rows(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(20, 700, (160,), generator=generator).tolist()
     given = case("cuda", lengths=lengths, queries=8, heads=8, kv_heads=1, dim=128, dtype=dtype)
-    whole = attention.paged_attention(**given, num_blocks=3, window=None)  # 160 x 8 x 8 rows
+    whole = attention.paged_attention(**given, num_blocks=3, rule=AttentionRule())  # 160 x 8 x 8 rows
     for _ in range(3):
         order = torch.randperm(len(lengths), generator=generator).cuda()
         mixed = {name: x[order] if name in ("query", "block_table", "positions") else x for name, x in given.items()}
-        assert torch.equal(attention.paged_attention(**mixed, num_blocks=3, window=None), whole[order])
+        assert torch.equal(attention.paged_attention(**mixed, num_blocks=3, rule=AttentionRule()), whole[order])
         for query in range(8):
             single = {
                 **mixed,
                 "query": mixed["query"][:, query : query + 1],
                 "positions": mixed["positions"][:, query : query + 1],
             }
-            out = attention.paged_attention(**single, num_blocks=3, window=None)
+            out = attention.paged_attention(**single, num_blocks=3, rule=AttentionRule())
             assert torch.equal(out[:, 0], whole[order, query])
 
 
@@ -187,7 +187,7 @@ def test_cache_beyond_two_to_the_31_elements() -> None:
         values[table[row]] = content
     query = torch.randn(1, 3, 16, dim, generator=generator).to(torch.bfloat16).cuda().expand(2, -1, -1, -1)
     positions = torch.tensor([[97, 98, 99]] * 2, device="cuda")
-    out = attention.paged_attention(query, keys, values, table, positions, num_blocks=1, window=None)
+    out = attention.paged_attention(query, keys, values, table, positions, num_blocks=1, rule=AttentionRule())
     assert torch.isfinite(out).all()
     assert torch.equal(out[0], out[1])
 
@@ -212,20 +212,20 @@ def test_layout_is_checked(name: str, change: Callable[[Tensor], Tensor], match:
     given = case("cpu", lengths=[9, 7], queries=3)
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=match):
-        attention.paged_attention(**given, num_blocks=1, window=None)
+        attention.paged_attention(**given, num_blocks=1, rule=AttentionRule())
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:1], Tensor.half, spread])
 def test_where_the_result_goes_is_checked(change: Callable[[Tensor], Tensor]) -> None:
     given = case("cpu", lengths=[9, 7], queries=3)
     with pytest.raises(ValueError, match=r"out is .*leave it out"):
-        attention.paged_attention(**given, num_blocks=1, window=None, out=change(given["query"]))
+        attention.paged_attention(**given, num_blocks=1, rule=AttentionRule(), out=change(given["query"]))
 
 
 @pytest.mark.parametrize("dim", [512, 33])
 def test_heads_without_a_tile_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim is {dim}; wanted an even one up to 256"):
-        attention.paged_attention(**case("cpu", lengths=[9], queries=1, dim=dim), num_blocks=1, window=None)
+        attention.paged_attention(**case("cpu", lengths=[9], queries=1, dim=dim), num_blocks=1, rule=AttentionRule())
 
 
 def test_every_head_that_is_taken_has_a_tile() -> None:
@@ -251,7 +251,7 @@ def test_launch_entries_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", devices())
 def test_the_result_may_take_the_place_of_the_query(device: str) -> None:
     given = case(device, lengths=[70], queries=64)
-    expected = attention.paged_attention(**given, num_blocks=1, window=None)
-    out = attention.paged_attention(**given, num_blocks=1, window=None, out=given["query"])
+    expected = attention.paged_attention(**given, num_blocks=1, rule=AttentionRule())
+    out = attention.paged_attention(**given, num_blocks=1, rule=AttentionRule(), out=given["query"])
     assert out is given["query"]
     assert torch.equal(out, expected)
