@@ -69,6 +69,14 @@ class LayerPlan:
     gated: bool = True
     residual_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.parallel and (self.post_norm or not self.pre_norm):
+            raise ValueError("a parallel layer has other norms; wanted pre_norm and no post_norm")
+        if not self.gated and self.activation != "gelu_tanh":
+            raise ValueError(f"activation={self.activation!r} without a gate; wanted 'gelu_tanh'")
+        if self.norm_bias and (self.norm != "layer" or self.post_norm):
+            raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
+
     @property
     def fused_tail(self) -> bool:
         """Whether `Ops.layer_tail` computes what follows attention: a layer as Llama's, whatever its attention does."""
