@@ -1,8 +1,8 @@
 """Greedy text of every family equals transformers', token for token, in fp32, whatever k and batch.
 
-transformers reads each of our texts in one pass: its largest logit at every place must be our next token, so the text is
-its own greedy text, as far as no rounding can move the choice: the smallest gap between its two largest logits must
-exceed 20 times the difference between its logits and ours. What is in a layer is tested in tests/models/families.
+transformers reads each of our texts in one pass: its largest logit at every place must be our next token. Our text is
+then its own greedy text, as far as no rounding can move the choice: the smallest gap between its two largest logits
+must exceed 20 times the difference between its logits and ours. What is in a layer: tests/models/families.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_greedy_text_is_that_of_transformers(checkpoints: Checkpoints, recorded:
         differences.append(float((ours[row] - logits).abs().max()))
     assert ours.shape == (7, NEW, VOCAB)
     assert min(gaps) > GAP_FACTOR * max(differences), (min(gaps), max(differences))
-    assert len({token for text in texts for token in text}) > VOCAB // 3, "a text that repeats itself tests little"
+    assert len({token for text in texts for token in text}) > VOCAB // 4, "a text that repeats itself tests little"
 
     with generator(checkpoints, checkpoints.directory, 1) as gen:
         drafted = output(gen, prompts)

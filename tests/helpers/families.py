@@ -19,11 +19,11 @@ from fastspec.shapes import UNTILED, ForwardBatch
 VOCAB = 128
 POSITIONS = 64  # of `decoder`
 COMMON: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 20, **MIXED}
 # name -> (class of transformers without ForCausalLM, fields): each family with every part that it can have
@@ -31,14 +31,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {
-            **{**GEMMA, "attention_bias": True, "final_logit_softcapping": 30.0},
+            **{**GEMMA, "attention_bias": True, "final_logit_softcapping": 0.3},
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
             },
         },
     ),
-    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.3}),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": 20}),
     "phi3-long": (
         "Phi3",
@@ -120,7 +120,9 @@ def make_family(family: str, seed: int = 0, std: float = 0.3) -> PreTrainedModel
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             around_one = "norm" in name and name.endswith("weight") and "gemma" not in family
-            parameter.normal_(1.0 if around_one else 0.0, std, generator=generator)
+            # of Gemma small: its head is the embedding, which would else give back the token that was fed
+            deviation = 0.02 if "embed" in name and "gemma" in family else std
+            parameter.normal_(1.0 if around_one else 0.0, deviation, generator=generator)
     model.set_attn_implementation("eager")  # which knows every family's softcap
     return model.eval()
 
