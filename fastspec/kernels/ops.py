@@ -39,6 +39,7 @@ class Ops:
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
+    norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
@@ -68,6 +69,7 @@ TORCH_OPS = Ops(
     commit_scratch=lambda batch, max_drafts, device: None,
     feed_rows=reference.feed_rows,
     embed=reference.embed,
+    norm=reference.norm,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     attend=reference.attend,

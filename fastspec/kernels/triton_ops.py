@@ -25,6 +25,7 @@ from fastspec.kernels.linear.layer_tail import read_once, runs_on_tma
 from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.norm import norm
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -165,6 +166,7 @@ TRITON_OPS = Ops(
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,
+    norm=norm,
     linear=linear,
     layer_tail=layer_tail,
     attend=attend,

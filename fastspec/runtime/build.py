@@ -58,7 +58,7 @@ def build(
     pending: list[PendingWeights] = []
 
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-        spec = checkpoint.spec
+        spec = checkpoint.spec.for_length(length)
         allocated = allocate_weights(
             checkpoint,
             dtype=dtype,

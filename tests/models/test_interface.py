@@ -33,6 +33,9 @@ class Hosted:
     hidden_size: int = 64
     intermediate_size: int = 96
 
+    def rotary_bytes(self, positions: int) -> int:
+        return positions * self.head_dim * 4
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.parameters * dtype.itemsize
 
