@@ -130,6 +130,7 @@ def compiled(ops: Ops) -> Ops:
         weight_format=TORCH_OPS.weight_format,
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
+        norm=reference.norm,
         linear=reference.linear,
         layer_tail=reference.layer_tail,
         attend=attend,

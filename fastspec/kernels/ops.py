@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Format, Weight
 
 
@@ -21,6 +22,8 @@ class Ops:
     Attributes:
         name: "triton" or "torch".
         weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
+        keeps_codes: ((N, K), kind, dtype of activations, device) -> whether `linear`, `argmax` and `embed` read a
+            quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -34,11 +37,13 @@ class Ops:
 
     name: str
     weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
+    keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
+    norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
@@ -63,11 +68,13 @@ class Ops:
 TORCH_OPS = Ops(
     name="torch",
     weight_format=lambda shape, dtype, device: "rows",
+    keeps_codes=lambda shape, kind, dtype, device: False,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     commit_scratch=lambda batch, max_drafts, device: None,
     feed_rows=reference.feed_rows,
     embed=reference.embed,
+    norm=reference.norm,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     attend=reference.attend,

@@ -7,41 +7,24 @@ arithmetic.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.families import FAMILIES
-from fastspec.models.families.plan import LayerPlan
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelScales
 from fastspec.models.fields import ConfigFields
+from fastspec.models.rope import RopeSpec, head_order, ropes_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig
 
-ROPE_KINDS: Final = ("default", "llama3")
+NO_SCALES: Final = ModelScales()
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding, reduced to numbers.
-
-    Attributes:
-        kind: "default" or "llama3", for messages.
-        inv_freq: [head_dim / 2] inverse frequencies in radians per position, each exactly representable in
-            fp32.
-        scaling: factor on cos and sin (1.0 for both kinds).
-    """
-
-    kind: str
-    inv_freq: tuple[float, ...]
-    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +34,9 @@ class ModelSpec:
     Attributes:
         family: a key of `FAMILIES`.
         max_length: the config's max_position_embeddings, in tokens.
+        rms_eps: epsilon of all norms.
+        ropes: the rotary embeddings that plans name.
+        scales: what is done outside of layers.
         plans: what each layer does. All layers hold the same kinds of tensors.
         tied: the head is the embedding matrix.
         dtype: the dtype that the checkpoint declares, else the one it is stored in.
@@ -65,10 +51,30 @@ class ModelSpec:
     head_dim: int
     rms_eps: float
     max_length: int
-    rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]
     plans: tuple[LayerPlan, ...]
     tied: bool
     dtype: torch.dtype
+    scales: ModelScales = NO_SCALES
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The first rotary embedding, of most models the only one."""
+        return self.ropes[0]
+
+    @property
+    def names(self) -> LayerNames:
+        """Names of a layer's tensors in a checkpoint."""
+        return FAMILIES[self.family].names
+
+    @property
+    def head_order(self) -> list[int] | None:
+        """As `rope.head_order` says; None: heads lie as kernels want them."""
+        return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
+
+    def for_length(self, max_length: int) -> ModelSpec:
+        """The spec for a generator whose rows hold up to `max_length` tokens; see `RopeSpec.for_length`."""
+        return replace(self, ropes=tuple(rope.for_length(max_length) for rope in self.ropes))
 
     @property
     def num_layers(self) -> int:
@@ -108,27 +114,43 @@ class ModelSpec:
     @property
     def qk_norm(self) -> bool:
         """Queries and keys are normalised."""
-        return self.plans[0].qk_norm
+        return self.plans[0].qk_norm is not None
+
+    def rotary_bytes(self, positions: int) -> int:
+        """Bytes of the rotary tables, and of the factors on queries, for that many positions."""
+        return 4 * positions * sum(self.head_dim + bool(rope.query_beta) for rope in self.ropes)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the fused weights in `dtype`."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = (heads + 2 * kv_heads) * (self.hidden_size + self.qkv_bias)
         out = self.hidden_size * (heads + self.o_bias)
-        mlp = 2 * self.intermediate_size * (self.hidden_size + self.mlp_bias)
+        mlp = (1 + self.plans[0].gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
         mlp += self.hidden_size * (self.intermediate_size + self.mlp_bias)
-        norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return (self.num_layers * (qkv + out + mlp + norms) + embeddings + self.hidden_size) * dtype.itemsize
+        matrices = self.num_layers * (qkv + out + mlp) + embeddings
+        return matrices * dtype.itemsize + self._norm_elements() * self.norm_dtype(dtype).itemsize
+
+    def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded behind their weight."""
+        return dtype if self.plans[0].norm == "rms" else torch.float32
+
+    def _norm_elements(self) -> int:
+        plan = self.plans[0]
+        each = self.hidden_size * (1 + plan.norm_bias)
+        of_heads = {None: 0, "projection": self.num_heads + self.num_kv_heads}.get(plan.qk_norm, 2) * self.head_dim
+        of_layer = each * ((1 if plan.parallel else 2) * plan.pre_norm + 2 * plan.post_norm) + of_heads
+        return self.num_layers * of_layer + each
 
 
 def supported_models() -> str:
     """One line that lists every supported family and setting, for error messages."""
     families = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    kinds = ", ".join(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.rope_kinds))
     return (
-        f"supported: {families}; rope types {', '.join(ROPE_KINDS)}; full or sliding-window attention; hidden_act "
-        f"silu; even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by "
-        "compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
+        f"supported: {families}; rope types {kinds}, by family; full or sliding-window attention; hidden_act silu, or "
+        f"what the family's models have; even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, "
+        "or quantised by compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
     )
 
 
@@ -148,14 +170,15 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     """
     fields = ConfigFields(config, supported_models())
     family = _family(fields)
-    _refuse_unread_settings(fields)
+    described = FAMILIES[family]
+    _refuse_unread_settings(fields, *described.act)
     layers = fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads") if fields.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     head_dim = _head_dim(fields, heads)
-    plans = FAMILIES[family].plans(fields, layers)  # before _rope: transformers reads layer_types there, unchecked
+    plans = described.plans(fields, layers)  # before ropes_of: transformers reads layer_types there, unchecked
     return ModelSpec(
         family=family,
         vocab_size=fields.size("vocab_size"),
@@ -164,12 +187,13 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_eps=fields.positive("rms_norm_eps"),
+        rms_eps=fields.positive(described.eps),
         max_length=fields.size("max_position_embeddings"),
-        rope=_rope(fields, head_dim),
+        ropes=ropes_of(fields, head_dim, described),
         plans=plans,
         tied=fields.flag("tie_word_embeddings"),
         dtype=_dtype(fields),
+        scales=described.scales(fields),
     )
 
 
@@ -195,14 +219,14 @@ def refuse_other_architectures(family: str, named: object) -> None:
         )
 
 
-def _refuse_unread_settings(fields: ConfigFields) -> None:
+def _refuse_unread_settings(fields: ConfigFields, act_field: str, act: str) -> None:
     """Refuses settings that would change the result and that no field of the spec carries."""
     # First: such a config raises on reading a field that layers differ in. Older versions of transformers do not know
     # such layers, and keep what they are given.
     if fields.get("is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"):
         fields.refuse("per_layer_config", "set", "layers of one shape")
-    if fields.get("hidden_act") != "silu":
-        fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
+    if fields.get(act_field) != act:
+        fields.refuse(act_field, fields.get(act_field), repr(act))
     if says_quantised(fields.get("quantization_config")):
         fields.refuse(
             "quantization_config", fields.get("quantization_config"), "its directory in place of the live model"
@@ -239,41 +263,3 @@ def _dtype(fields: ConfigFields) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         fields.refuse("dtype", value, "bfloat16, float16 or float32")
     return dtype
-
-
-def _rope(fields: ConfigFields, head_dim: int) -> RopeSpec:
-    parameters = fields.get("rope_parameters")
-    if not isinstance(parameters, dict):
-        fields.refuse("rope_parameters", parameters, "an object with rope_theta")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        fields.refuse("rope_parameters", parameters, "one setting for all layers")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        fields.refuse("rope_type", kind, " or ".join(repr(name) for name in ROPE_KINDS))
-    partial = parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        fields.refuse("partial_rotary_factor", partial, "1.0")
-    theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")
-    if kind == "llama3":
-        return _llama3_rope(fields, parameters, head_dim)
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return RopeSpec("default", _finite(fields, 1.0 / theta**steps, parameters), 1.0)
-
-
-def _finite(fields: ConfigFields, inv_freq: Tensor, parameters: Mapping[str, Any]) -> tuple[float, ...]:
-    if not bool(inv_freq.isfinite().all()):
-        fields.refuse("rope_parameters", dict(parameters), "settings whose frequencies are finite in float32")
-    return tuple(inv_freq.tolist())
-
-
-def _llama3_rope(fields: ConfigFields, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    _, low, high, _ = (fields.check_positive(parameters.get(name), f"rope_parameters.{name}") for name in names)
-    if low >= high:
-        fields.refuse("rope_parameters.low_freq_factor", low, f"less than high_freq_factor={high}")
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS["llama3"](copy.deepcopy(fields.config), torch.device("cpu"))
-    if inv_freq.numel() * 2 != head_dim or scaling != 1.0:
-        fields.refuse("rope_parameters", dict(parameters), f"{head_dim // 2} frequencies and a scaling of 1.0")
-    return RopeSpec("llama3", _finite(fields, inv_freq, parameters), 1.0)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec.kernels import reference
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
+from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 
 class Decoder:
@@ -45,10 +47,11 @@ class Decoder:
         self.cache = cache
         self.ops = ops
         device = weights.norm.device
-        inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
-        angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inv_freq
-        self._cos = angles.cos() * spec.rope.scaling  # [max_positions, D/2]
-        self._sin = angles.sin() * spec.rope.scaling
+        dim = spec.head_dim
+        self._tables = [rope.tables(max_positions, dim, device) for rope in spec.ropes]  # each [max_positions, D/2]
+        self._query_factors = [rope.query_factors(max_positions, device) for rope in spec.ropes]
+        # rounded as transformers rounds it
+        self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
 
@@ -71,8 +74,9 @@ class Decoder:
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
         """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
-        norm = (layers[0].input_norm, self.spec.rms_eps)
-        qkv: Tensor | None = self.ops.linear(x, layers[0].qkv, layers[0].qkv_bias, rows.tiling, norm=norm)
+        if self._embed_scale != 1.0:
+            x = x * self._embed_scale
+        qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         for index, layer in enumerate(layers):
             assert qkv is not None  # only the last layer leaves none
             attended = self._attend(index, layer, qkv, rows)
@@ -83,48 +87,101 @@ class Decoder:
                     self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
                 )
             else:
-                x, qkv = self._tail(plan.residual_scale, attended, x, layer, next_layer, rows.tiling)
+                x = self._tail(plan, attended, x, layer, rows.tiling)
+                qkv = None if next_layer is None else self._qkv(index + 1, x, rows.tiling)
             if index in features:
                 features[index] = x
         return x
 
-    def _tail(
+    def _qkv(self, index: int, x: Tensor, tiling: Tiling) -> Tensor:
+        """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
+        layer, plan = self.weights.layers[index], self.spec.plans[index]
+        x, options = self._normed(plan, x, layer.input_norm, layer.input_norm_bias)
+        return self.ops.linear(x, layer.qkv, layer.qkv_bias, tiling, **options)
+
+    def _normed(
+        self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """x and what `linear` is told, that together are norm(x): the norm is left to the product where it can be."""
+        if weight is None:
+            return x, {}
+        if plan.fused_norm:
+            return x, {"norm": (weight, self.spec.rms_eps)}
+        return self._norm(plan, x, weight, bias), {}
+
+    def _norm(self, plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
+
+    def _tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+        """The residual stream behind a layer, product by product; see `LayerPlan`."""
+        before = x
+        added = self.ops.linear(attended, layer.o, layer.o_bias, tiling)
+        x = x + self._to_add(plan, added, layer.attended_norm)
+        if plan.parallel:
+            added = self._mlp(plan, before, layer.input_norm, layer.input_norm_bias, layer, tiling)
+        else:
+            added = self._mlp(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
+        return x + self._to_add(plan, added, layer.mlp_norm)
+
+    def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
+        """What a part of a layer adds to x: its norm, if there is one, times the plan's factor."""
+        if norm is not None:
+            added = self._norm(plan, added, norm)
+        return added if plan.residual_scale == 1.0 else added * plan.residual_scale
+
+    def _mlp(
         self,
-        scale: float,
-        attended: Tensor,
+        plan: LayerPlan,
         x: Tensor,
+        norm: Tensor | None,
+        bias: Tensor | None,
         layer: LayerWeights,
-        next_layer: LayerWeights | None,
         tiling: Tiling,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `Ops.layer_tail`, product by product, with a factor on what is added to x."""
-        linear, eps = self.ops.linear, self.spec.rms_eps
-        x = x + scale * linear(attended, layer.o, layer.o_bias, tiling)
-        gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
-        x = x + scale * linear(gated, layer.down, layer.down_bias, tiling)
-        if next_layer is None:
-            return x, None
-        return x, linear(x, next_layer.qkv, next_layer.qkv_bias, tiling, norm=(next_layer.input_norm, eps))
+    ) -> Tensor:
+        linear = self.ops.linear
+        x, options = self._normed(plan, x, norm, bias)
+        inner = linear(x, layer.gate_up, layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
+        if not plan.fused_gate:
+            inner = reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
+        return linear(inner, layer.down, layer.down_bias, tiling)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
-        norm = (self.weights.norm, self.spec.rms_eps)
-        return self.ops.linear(hidden, self.weights.head, None, tiling, norm=norm, out_dtype=torch.float32)
+        scales = self.spec.scales
+        x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
+        logits = self.ops.linear(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
+        if scales.logits != 1.0:
+            logits = logits * scales.logits
+        if scales.softcap is not None:
+            logits = torch.tanh(logits / scales.softcap) * scales.softcap
+        return logits
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
-        norm = (self.weights.norm, self.spec.rms_eps)
-        self.ops.argmax(hidden, self.weights.head, limit, tiling, norm=norm, work=self._work, out=out)
+        scales = self.spec.scales
+        if scales.logits != 1.0 or scales.softcap is not None:  # which may make two logits equal that were not
+            out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+            return
+        x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
+        self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         spec, plan = self.spec, self.spec.plans[index]
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm, spec.rms_eps)
+        cos, sin = (None, None) if plan.rope is None else self._tables[plan.rope]
+        norms = None
+        if plan.qk_norm == "head" and plan.norm == "rms" and layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm, spec.rms_eps
+        elif plan.qk_norm is not None:
+            qkv = self._normed_heads(plan, layer, qkv, rows.positions)
+        if plan.qk_norm == "head_after_rope":
+            cos = sin = None  # they are turned
+        if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
+            qkv = self._scaled_queries(qkv, factors, rows.positions)
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
             qkv,
-            self._cos,
-            self._sin,
+            cos,
+            sin,
             self.cache.keys[index],
             self.cache.values[index],
             rows.block_table,
@@ -134,12 +191,36 @@ class Decoder:
             norms=norms,
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
-            rule=AttentionRule(plan.window),
+            rule=plan.rule,
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
             product=layer.o if plan.fused_tail else None,
             tiling=rows.tiling,
         )
+
+    def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
+        """qkv with the norms of queries and keys that `attend` does not have; behind them it is turned already."""
+        spec = self.spec
+        sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
+        query, key, value = qkv.split(sizes, dim=-1)
+        normed = []
+        for x, weight in ((query, layer.q_norm), (key, layer.k_norm)):
+            assert weight is not None
+            if plan.qk_norm != "projection":
+                x = x.unflatten(-1, (-1, spec.head_dim))
+            if plan.qk_norm == "head_after_rope" and plan.rope is not None:
+                cos, sin = self._tables[plan.rope]
+                at = positions.clamp(max=cos.shape[0] - 1)
+                x = reference.rope(x, cos[at][:, :, None], sin[at][:, :, None])
+            normed.append(self._norm(plan, x.contiguous(), weight).view((*query.shape[:2], -1)))
+        return torch.cat([*normed, value], dim=-1)
+
+    def _scaled_queries(self, qkv: Tensor, factors: Tensor, positions: Tensor) -> Tensor:
+        """qkv with the queries times the factor of their position; rotation commutes with it."""
+        heads = self.spec.num_heads * self.spec.head_dim
+        at = positions.clamp(max=factors.shape[0] - 1)
+        query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)
+        return torch.cat([query, qkv[..., heads:]], dim=-1)
 
 
 class CompiledDecoder(Decoder):

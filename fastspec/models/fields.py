@@ -68,6 +68,10 @@ class ConfigFields:
         """A positive number."""
         return self.check_positive(self.get(field), field)
 
+    def optional_positive(self, field: str) -> float | None:
+        """A positive number, None where there is none."""
+        return None if self.get(field) is None else self.positive(field)
+
     def check_positive(self, value: object, field: str) -> float:
         """The value, which stands under that name, as a positive number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:

@@ -65,6 +65,9 @@ class ModelInfo(Protocol):
     def intermediate_size(self) -> int:
         """Elements between the products of the MLP."""
 
+    def rotary_bytes(self, positions: int) -> int:
+        """Bytes of its rotary tables for that many positions."""
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights as loaded in `dtype`, a matrix that is used twice counted once."""
 

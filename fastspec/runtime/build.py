@@ -79,7 +79,7 @@ def build(
         return model
 
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-        spec = checkpoint.native
+        spec = checkpoint.native.for_length(length)
         allocated = allocate_weights(
             checkpoint,
             dtype=dtype,

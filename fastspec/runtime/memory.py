@@ -129,7 +129,7 @@ class Layout:
 
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size
-        return sum(positions * spec.head_dim * 4 for spec in (self.target, self.draft) if spec)
+        return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _feature_bytes(self) -> int:
         """The buffer [batch, max_drafts + 1, layers, hidden] of `feature_buffer`."""

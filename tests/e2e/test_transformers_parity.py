@@ -155,7 +155,7 @@ def without_attention(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSp
 
 def without_rope_scaling(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:
     plain = tuple(500000.0 ** (-i / spec.head_dim) for i in range(0, spec.head_dim, 2))
-    return dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, inv_freq=plain)), weights
+    return dataclasses.replace(spec, ropes=(dataclasses.replace(spec.rope, inv_freq=plain),)), weights
 
 
 def without_bias(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:

@@ -153,11 +153,15 @@ def _eager(query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Te
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v
 
 
+def norms_of(given: dict[str, Any]) -> tuple[Tensor, Tensor, float] | None:
+    """The norms of heads as ops take them."""
+    return None if given["q_norm"] is None else (given["q_norm"], given["k_norm"], given["eps"])
+
+
 def _options(given: dict[str, Any], window: int | None) -> dict[str, Any]:
     named = {name: given[name] for name in ("num_heads", "num_blocks", "first_block", "sinks") if name in given}
     rule = given.get("rule", AttentionRule())._replace(window=window)
-    norms = None if given["q_norm"] is None else (given["q_norm"], given["k_norm"], given["eps"])
-    return named | {"rule": rule, "norms": norms}
+    return named | {"rule": rule, "norms": norms_of(given)}
 
 
 def twin(given: dict[str, Any], window: int | None = None) -> Tensor:

@@ -128,7 +128,7 @@ def edit(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**raw, **fields}))
 
 
-def refusal(source: Any, kind: type[Exception] = CheckpointError, **options: Any) -> str:
+def refusal(source: Any, kind: type[Exception] | tuple[type[Exception], ...] = CheckpointError, **options: Any) -> str:
     """The message with which resolve refuses a source."""
     with pytest.raises(kind) as caught:
         resolve(source, role="draft", **options)

@@ -33,7 +33,7 @@ def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: 
 
 
 def _compiled(parts: StepModules, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
-    positions = model._cos.shape[0]
+    positions = model._tables[0][0].shape[0]
     ops = compiled(parts.ops)
     return CompiledDecoder(
         model.spec, model.weights, model.cache, ops, max_positions=positions, batch=8, max_queries=5, backend=backend

@@ -11,9 +11,10 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
-from fastspec.models.config import ModelSpec, RopeSpec
+from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.rope import RopeSpec
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
@@ -45,7 +46,7 @@ def tiny_spec(
         head_dim=dim,
         rms_eps=1e-5,
         max_length=4096,
-        rope=RopeSpec("default", inv_freq, 1.0),
+        ropes=(RopeSpec("default", inv_freq, 1.0),),
         plans=(LayerPlan(window=window),) * layers,
         tied=False,
         dtype=torch.float32,

@@ -35,6 +35,9 @@ class Hosted:
     attention_shapes: tuple[tuple[int, int, int], ...] = ((4, 2, 16),) * 3
     hosting: str = ""
 
+    def rotary_bytes(self, positions: int) -> int:
+        return positions * self.head_dim * 4
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.parameters * dtype.itemsize
 

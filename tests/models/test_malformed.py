@@ -218,9 +218,9 @@ CORPUS: dict[str, tuple[str, Damage, type[ValueError], str]] = {
     "config-auto-map": ("single", set_fields(CONFIG, auto_map={"AutoConfig": "x.X"}), UnsupportedModel, "auto_map"),
     "config-quantised": (
         "single",
-        set_fields(CONFIG, quantization_config={"quant_method": "gptq"}),
+        set_fields(CONFIG, quantization_config={"quant_method": "gptq", "bits": 2}),
         UnsupportedModel,
-        "quantization_config says 'gptq'",
+        "quantization_config.bits=2",
     ),
     "config-architectures": ("single", set_fields(CONFIG, architectures=True), UnsupportedModel, "architectures=True"),
     "config-dtype": ("single", set_fields(CONFIG, dtype=1e18), CheckpointError, "not a valid llama config"),

@@ -368,7 +368,7 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
     ):
         assert model.weights.nbytes() == weights  # type: ignore[attr-defined]
         assert model.cache.keys.nbytes + model.cache.values.nbytes == cache  # type: ignore[attr-defined]
-    tables = sum(m._cos.nbytes + m._sin.nbytes for m in (target, draft))  # type: ignore[attr-defined]
+    tables = sum(table.nbytes for m in (target, draft) for table in m._tables[0])  # type: ignore[attr-defined]
     assert tables + engine.state.nbytes + engine.prefill_slot.row.nbytes == plan.buffers
     assert "headroom" in str(plan)
 

@@ -26,12 +26,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_cache
+from fastspec.kernels.attention.plan import padded_dim
 from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.launch import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
-CHUNK_ROWS = tl.constexpr(32)  # rows of one head that a CTA of a prompt chunk takes
 NUM_WARPS = 4
+
+
+@triton.constexpr_function
+def _chunk_rows(block_d: int) -> int:
+    """Rows of one head that a CTA of a prompt chunk takes: registers hold no more of the widest heads."""
+    return 32 if block_d <= 256 else 8
 
 
 @triton.jit
@@ -150,9 +156,10 @@ def _rotate_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first_row, head, batch = tl.program_id(0) * CHUNK_ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ROWS: tl.constexpr = _chunk_rows(BLOCK_D)
+    first_row, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     if head < KV_HEADS * GROUP:
-        row = first_row + tl.arange(0, CHUNK_ROWS)
+        row = first_row + tl.arange(0, ROWS)
         is_new = row < num_queries
         at = batch * num_queries + row
         HALF: tl.constexpr = HEAD_DIM // 2
@@ -168,7 +175,7 @@ def _rotate_kernel(
         tl.store(target + HALF, q2, mask=mask)
     else:
         kv_head, row_cache = head - KV_HEADS * GROUP, cache_of_row(cache, batch)
-        for new_row in range(first_row, tl.minimum(first_row + CHUNK_ROWS, num_queries), NEW_ROWS):
+        for new_row in range(first_row, tl.minimum(first_row + ROWS, num_queries), NEW_ROWS):
             append(
                 tokens, row_cache, batch, kv_head, new_row, 0, 2**31 - 1, num_queries,
                 KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
@@ -198,7 +205,8 @@ def rope(
     page_size, kv_heads, dim = keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     pdl = has_pdl(qkv.device)
-    grid = (triton.cdiv(num_queries, CHUNK_ROWS.value), num_heads + kv_heads, batch)
+    block_d = padded_dim(dim)
+    grid = (triton.cdiv(num_queries, _chunk_rows(block_d)), num_heads + kv_heads, batch)
     launch(
         _rotate_kernel,
         grid,
@@ -209,7 +217,7 @@ def rope(
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         HEAD_DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=block_d,
         PAGE_SIZE=page_size,
         PDL=pdl,
         num_warps=NUM_WARPS,

@@ -4,7 +4,10 @@ from fastspec.kernels.reference.attention import attend, paged_attention, rope
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
+    gelu_tanh,
+    gelu_tanh_mul,
     linear,
+    norm,
     packed_argmax,
     packed_linear,
     prefill_linear,
@@ -23,9 +26,12 @@ __all__ = [
     "commit",
     "embed",
     "feed_rows",
+    "gelu_tanh",
+    "gelu_tanh_mul",
     "layer_tail",
     "linear",
     "mlp",
+    "norm",
     "packed_argmax",
     "packed_linear",
     "paged_attention",

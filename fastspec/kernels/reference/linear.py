@@ -22,6 +22,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight [+ bias] over the last axis, computed in fp32.
+
+    Args:
+        x: [..., K].
+        weight: [K]. In x's dtype: x / sqrt(...) is rounded before it is multiplied, as in `rms_norm`. In fp32 beside
+            another x: the result is rounded once, at its end.
+        bias: [K], of weight's dtype.
+        centred: the mean of x is taken off first, as a LayerNorm does (arXiv 1607.06450).
+    """
+    wide = x.float()
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype == x.dtype:
+        normed = normed.to(x.dtype).float()
+    normed = normed * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of a fused [..., 2 I] product, gate first; gelu by its tanh formula (arXiv 1606.08415)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu by its tanh formula."""
+    return F.gelu(x, approximate="tanh")
+
+
 def linear(
     x: Tensor,
     weight: Weight,

@@ -1,19 +1,46 @@
-"""Supported families, one file each. To add one, write its file and add a line to the table here."""
+"""Supported families, by relatives in one file. To add one, write its file and add a line to the table here."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from fastspec.models.families.llama import LLAMA
-from fastspec.models.families.mistral import MISTRAL
+from fastspec.models.families.cohere import COHERE, COHERE2
+from fastspec.models.families.exaone4 import EXAONE4
+from fastspec.models.families.gemma import GEMMA2, GEMMA3_TEXT
+from fastspec.models.families.glm4 import GLM, GLM4
+from fastspec.models.families.granite import GRANITE
+from fastspec.models.families.hunyuan import HUNYUAN
+from fastspec.models.families.llama import LLAMA, SEED_OSS
+from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from fastspec.models.families.olmo2 import OLMO2, OLMO3
+from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import Family
 from fastspec.models.families.qwen2 import QWEN2
 from fastspec.models.families.qwen3 import QWEN3
+from fastspec.models.families.smollm3 import SMOLLM3
+from fastspec.models.families.starcoder2 import STARCODER2
 
 FAMILIES: Final[dict[str, Family]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "phi3": PHI3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "glm": GLM,
+    "glm4": GLM4,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "exaone4": EXAONE4,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
+    "seed_oss": SEED_OSS,
+    "hunyuan_v1_dense": HUNYUAN,
+    "starcoder2": STARCODER2,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
 }
 """By the config's `model_type`."""

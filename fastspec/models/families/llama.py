@@ -1,4 +1,4 @@
-"""Llama: full attention in every layer; biases where the config asks for them."""
+"""Llama, and Seed-OSS: full attention in every layer; biases where the config asks for them."""
 
 from __future__ import annotations
 
@@ -12,4 +12,15 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (LayerPlan(qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias")),) * layers
 
 
+def _seed_oss_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    without_windows(fields, layers)
+    plan = LayerPlan(
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_out_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+    return (plan,) * layers
+
+
 LLAMA = Family("LlamaForCausalLM", _plans)
+SEED_OSS = Family("SeedOssForCausalLM", _seed_oss_plans)

@@ -1,24 +1,22 @@
-"""Mistral: no biases; with a sliding_window every layer has it."""
+"""Mistral: no biases; with a sliding_window every layer has it.
+
+Ministral: windows in the layers of layer_types. Ministral 3: yarn, and queries that grow with their position.
+"""
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, without_windows
+from fastspec.models.families.plan import Family, LayerPlan, one_window, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    return (LayerPlan(window=_window(fields, layers)),) * layers
+    return (LayerPlan(window=one_window(fields, layers)),) * layers
 
 
-def _window(fields: ConfigFields, layers: int) -> int | None:
-    types = fields.layer_types(layers)
-    if fields.get("sliding_window") is None:
-        without_windows(fields, layers)
-        return None
-    window = fields.size("sliding_window")
-    if types is not None and "full_attention" in types:
-        fields.refuse("layer_types", "full_attention", f"'sliding_attention' here: sliding_window={window}")
-    return window
+def _ministral_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    return tuple(LayerPlan(window=window) for window in windows_by_layer_type(fields, layers))
 
 
 MISTRAL = Family("MistralForCausalLM", _plans)
+MINISTRAL = Family("MinistralForCausalLM", _ministral_plans)
+MINISTRAL3 = Family("Ministral3ForCausalLM", _plans, rope_kinds=("yarn",))

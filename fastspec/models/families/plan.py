@@ -3,45 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from fastspec.models.fields import ConfigFields
+from fastspec.shapes import AttentionRule
+
+NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
+Activation = Literal["silu", "gelu_tanh"]
+HeadNorm = Literal["head", "head_after_rope", "projection"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One decoder layer. x is the residual stream; a norm is an RMSNorm with a weight.
+    """One decoder layer. x is the residual stream; f is the activation.
 
-        h = norm(x)
+        h = norm(x) [x itself without pre_norm]
         q, k, v = h Wqkv [+ bias]                   one product
-        q, k = norm of each head [where qk_norm]
-        q, k = rope(q, k)
+        q, k = norm of q and of k [where qk_norm says how]
+        q, k = rope(q, k) [where rope names a table], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
-        x = x + residual_scale * (a Wo [+ bias])
-        h = norm(x)
+        a = a Wo [+ bias], a = norm(a) [with post_norm]
+        x = x + residual_scale * a
+        h = norm(x) [x itself without pre_norm; the first h where parallel]
         g, u = h Wgate_up [+ bias]                  one product
-        x = x + residual_scale * ((silu(g) * u) Wdown [+ bias])
+        m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
+        x = x + residual_scale * m
 
     Attributes:
         window: keys that a query sees, the newest ones with its own among them; None: all.
+        attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap); None: they stay as they are.
         qkv_bias: q, k and v projections have a bias.
         o_bias: the output projection has one.
         mlp_bias: gate, up and down projections have one.
-        qk_norm: queries and keys are normalised over head_dim, before rope.
+        qk_norm: queries and keys are normalised: each head, before or after rope, or all heads as one vector, before
+            rope; None: they are not.
+        rope: index of the rotary table in `ModelSpec.ropes`; None: no rotation.
+        norm: what all norms of the layer are; of the last layer, the norm before the head, too.
+            "rms": RMSNorm, rounded before its weight is multiplied. "rms_fp32": rounded behind it.
+            "rms_plus_one": as "rms_fp32", the factor is 1 + weight. "layer": LayerNorm, rounded at its end.
+        norm_bias: the norms have a bias; "layer" only.
+        pre_norm: norms before attention and MLP.
+        post_norm: norms of what attention and MLP add to x.
+        parallel: attention and MLP read the same norm of x. With pre_norm and without post_norm only.
+        activation: f.
+        gated: the MLP has a gate.
         residual_scale: factor on what attention and MLP add to x.
     """
 
     window: int | None = None
+    attention_scale: float | None = None
+    softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: HeadNorm | None = None
+    rope: int | None = 0
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
     residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.parallel and (self.post_norm or not self.pre_norm):
+            raise ValueError("a parallel layer has other norms; wanted pre_norm and no post_norm")
+        if not self.gated and self.activation != "gelu_tanh":
+            raise ValueError(f"activation={self.activation!r} without a gate; wanted 'gelu_tanh'")
+        if self.norm_bias and (self.norm != "layer" or self.post_norm):
+            raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
 
     @property
     def fused_tail(self) -> bool:
-        """Whether `Ops.layer_tail` computes what follows attention: it adds products to x as they are."""
-        return self.residual_scale == 1.0
+        """Whether `Ops.layer_tail` computes what follows attention: a layer as Llama's, whatever its attention does."""
+        plain = self.fused_norm and self.fused_gate and not (self.post_norm or self.parallel)
+        return plain and self.residual_scale == 1.0
+
+    @property
+    def fused_norm(self) -> bool:
+        """Whether `Ops.linear` computes the norm before a product."""
+        return self.norm == "rms" and self.pre_norm
+
+    @property
+    def fused_gate(self) -> bool:
+        """Whether `Ops.linear` computes the gate behind a product."""
+        return self.gated and self.activation == "silu"
+
+    @property
+    def rule(self) -> AttentionRule:
+        """How `Ops.attend` scores queries against keys."""
+        return AttentionRule(self.window, self.attention_scale, self.softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Names of one layer's tensors in a checkpoint, under `model.layers.N.`; those of matrices without `.weight`.
+
+    Attributes:
+        qkv: q, k and v, or one matrix that holds them in this order. gate_up: likewise; without a gate one matrix.
+        input_norm, post_norm: the norms before attention and before the MLP.
+        attended_norm, mlp_norm: the norms of what attention and MLP add.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    attended_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_feedforward_layernorm"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelScales:
+    """What a model does outside of its layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
+
+    Attributes:
+        embed: factor on the embedding, rounded to the dtype of the model as transformers does.
+        logits: factor on the logits.
+        softcap: logits become softcap * tanh(logits / softcap); None: they stay as they are.
+    """
+
+    embed: float = 1.0
+    logits: float = 1.0
+    softcap: float | None = None
+
+
+def _no_scales(fields: ConfigFields) -> ModelScales:
+    return ModelScales()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +148,26 @@ class Family:
         architecture: the class of transformers that a config names, and that a live module must have.
         plans: from a config, whose number of layers is checked, the plan of each layer. Refuses a setting that
             changes the arithmetic and has no place in a plan.
+        names: of the tensors of a layer.
+        scales: from a config, what is done outside of layers.
+        eps: the config's field with the epsilon of norms.
+        act: the config's field with the activation, and the one value that the plans compute.
+        rope_kinds: kinds of rotary tables that this family is tested with.
+        rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
+        partial_rope: a config may ask that only the first part of a head is turned.
+        interleaved: rope turns neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what is turned.
     """
 
     architecture: str
     plans: Callable[[ConfigFields, int], tuple[LayerPlan, ...]]
+    names: LayerNames = field(default_factory=LayerNames)
+    scales: Callable[[ConfigFields], ModelScales] = _no_scales
+    eps: str = "rms_norm_eps"
+    act: tuple[str, str] = ("hidden_act", "silu")
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rope_layers: tuple[str, ...] = ()
+    interleaved: bool = False
+    partial_rope: bool = False
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:
@@ -78,3 +190,15 @@ def windows_by_layer_type(fields: ConfigFields, layers: int) -> tuple[int | None
     if types is None:
         fields.refuse("layer_types", None, f"one entry per layer with sliding_window={window}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def one_window(fields: ConfigFields, layers: int) -> int | None:
+    """The window of all layers, where a `sliding_window` is one of every layer."""
+    types = fields.layer_types(layers)
+    if fields.get("sliding_window") is None:
+        without_windows(fields, layers)
+        return None
+    window = fields.size("sliding_window")
+    if types is not None and "full_attention" in types:
+        fields.refuse("layer_types", "full_attention", f"'sliding_attention' here: sliding_window={window}")
+    return window

@@ -9,7 +9,7 @@ from fastspec.models.fields import ConfigFields
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     bias = fields.flag("attention_bias")
     return tuple(
-        LayerPlan(window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        LayerPlan(window=window, qkv_bias=bias, o_bias=bias, qk_norm="head")
         for window in windows_by_layer_type(fields, layers)
     )
 

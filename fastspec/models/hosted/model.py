@@ -13,6 +13,7 @@ from fastspec.errors import UnsupportedOption
 from fastspec.kernels.ops import Ops
 from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.probe import base_name, base_of
 from fastspec.models.hosted.swaps import FixedShapes
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
@@ -58,10 +59,10 @@ class HostedModel:
     def host(self, module: nn.Module) -> None:
         """Takes the module, with its weights; from here on passes can run."""
         self.module: Any = module
-        self.base: Any = module.base_model
+        self.base: Any = base_of(module)
         attach(module, self)
         # the module's head is run with hidden states in place of embeddings, behind a base model that passes them on
-        setattr(module, str(module.base_model_prefix), _PassOn(self.info.probed.output))
+        setattr(module, base_name(module), _PassOn(self.info.probed.output))
 
     @property
     def vocab_size(self) -> int:

@@ -78,7 +78,7 @@ def probe(module: nn.Module) -> Probed:
         UnsupportedModel: it cannot be hosted; names the layer and the reason.
     """
     kind: Any = type(module)
-    base: Any = module.base_model
+    base: Any = base_of(module)
     if getattr(module, "_is_stateful", False):
         raise UnsupportedModel("it keeps recurrent state (_is_stateful), which a rejected draft would spoil")
     if not kind._can_set_attn_implementation():
@@ -102,6 +102,16 @@ def probe(module: nn.Module) -> Probed:
     if not prober.calls:
         raise UnsupportedModel("none of its layers calls attention through the AttentionInterface")
     return Probed(prober.ruled(), named[0], whole, type(out), out.last_hidden_state.shape[-1])
+
+
+def base_name(module: nn.Module) -> str:
+    """Name of the submodule that is everything but the head; empty where there is none."""
+    return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """That submodule, or the module itself."""
+    return module.get_submodule(base_name(module))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fastspec.models.weights.shards import TensorInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout)
 
 
 def check_module(module: nn.Module) -> None:
@@ -32,7 +32,7 @@ def check_module(module: nn.Module) -> None:
         UnsupportedModel: naming the class, the submodule, the devices, or what was changed.
     """
     import transformers
-    from transformers.activations import SiLUActivation
+    from transformers.activations import GELUTanh, SiLUActivation
 
     kind = type(module)
     supported = [getattr(transformers, family.architecture) for family in FAMILIES.values()]
@@ -42,7 +42,11 @@ def check_module(module: nn.Module) -> None:
             f"compiled or parallel wrappers, and pass the plain transformers model; {supported_models()}"
         )
     for name, part in module.named_modules():
-        plain = type(part) in PLAIN_LAYERS or type(part) is SiLUActivation or type(part).__module__ == kind.__module__
+        plain = (
+            type(part) in PLAIN_LAYERS
+            or type(part) in (SiLUActivation, GELUTanh)
+            or type(part).__module__ == kind.__module__
+        )
         if not plain:
             raise UnsupportedModel(
                 f"{kind.__name__}: submodule {name!r} is a {type(part).__module__}.{type(part).__name__}; merge "

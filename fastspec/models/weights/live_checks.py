@@ -16,9 +16,11 @@ from torch.nn.modules import module as torch_module
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import spec_from_config
+from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
+    from fastspec.models.rope import RopeSpec
 
 # Hooks of transformers that leave what a layer returns as it is: they mark it for gradients, or note it down.
 HARMLESS_HOOKS: Final = ("transformers.modeling_utils", "transformers.utils.output_capturing")
@@ -29,9 +31,11 @@ PLAIN: Final = (bool, int, float, str, type(None))
 UNREAD: Final = (
     *("vocab_size", "hidden_size", "intermediate_size", "in_features", "out_features"),
     *("num_embeddings", "embedding_dim", "padding_idx", "sparse", "scale_grad_by_freq"),
-    *("training", "loss_type", "gradient_checkpointing", "attention_dropout", "layer_idx"),
+    *("training", "loss_type", "gradient_checkpointing", "layer_idx", "p"),
+    *("attention_dropout", "residual_dropout", "embedding_dropout"),
     *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
 )
+DROPOUTS: Final = ("attention_dropout", "residual_dropout", "embedding_dropout")  # of layers, in training alone
 ROTARY: Final = ("inv_freq", "attention_scaling")  # carried into the spec
 
 
@@ -64,8 +68,9 @@ def check_unchanged(module: nn.Module) -> None:
         _check_hooks(part, refuse)
         _check_methods(part, refuse)
         _check_parameters(part, refuse)
-        if part.training and getattr(part, "attention_dropout", 0):
-            refuse(f"attention_dropout={part.attention_dropout} in training mode", "call model.eval()")
+        for name in ("p",) if isinstance(part, nn.Dropout) else DROPOUTS:
+            if part.training and getattr(part, name, 0):
+                refuse(f"{name}={getattr(part, name)} in training mode", "call model.eval()")
     _check_attention(module)
 
 
@@ -189,7 +194,7 @@ def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, o
     """Plain constants of `part` that differ from those of `like`, with their values."""
     missing = object()
     for name, wanted in vars(like).items():
-        if name.startswith("_") or name in UNREAD or name in ROTARY or not isinstance(wanted, PLAIN):
+        if name.startswith("_") or name in UNREAD or name.endswith(ROTARY) or not isinstance(wanted, PLAIN):
             continue
         value = vars(part).get(name, missing)
         if not isinstance(value, PLAIN) or value != wanted:
@@ -200,18 +205,40 @@ def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
     """The spec with the rotary frequencies that a live model holds: its `.to(dtype)` rounds them, as do its owners.
 
     Raises:
-        UnsupportedModel: they are not one positive finite number per pair of a head's elements.
+        UnsupportedModel: they are not one positive finite number per pair of a head's elements that is turned.
     """
     rotary = module.get_submodule("model.rotary_emb")
-    scaling, held = vars(rotary).get("attention_scaling", 1.0), rotary.get_buffer("inv_freq")
+    layers = FAMILIES[spec.family].rope_layers
+    prefixes = [f"{layer}_" for layer in layers] if layers else [""]
+    # a kind of layer that the model does not have has no frequencies there
+    kinds = ["", *(f"{kind}_" for kind in getattr(module.config, "layer_types", None) or ())]
+    ropes = [
+        _rope_as_built(module, rotary, rope, prefix) if prefix in kinds else rope
+        for rope, prefix in zip(spec.ropes, prefixes, strict=True)
+    ]
+    return replace(spec, ropes=tuple(ropes))
+
+
+def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix: str) -> RopeSpec:
+    scaling, held = vars(rotary).get(f"{prefix}attention_scaling", 1.0), rotary.get_buffer(f"{prefix}inv_freq")
     inv_freq = held.detach().to("cpu", torch.float32)
-    whole = inv_freq.shape == (len(spec.rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
+    whole = inv_freq.shape == (len(rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
     if not whole or isinstance(scaling, bool) or not isinstance(scaling, int | float):
         _refuse(
             module,
             "model.rotary_emb",
-            f"inv_freq of shape {list(held.shape)} and attention_scaling={scaling!r}",
-            f"wanted {len(spec.rope.inv_freq)} finite frequencies and a number; load the model again",
+            f"{prefix}inv_freq of shape {list(held.shape)} and {prefix}attention_scaling={scaling!r}",
+            f"wanted {len(rope.inv_freq)} finite frequencies and a number; load the model again",
         )
-    rope = replace(spec.rope, inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
-    return replace(spec, rope=rope)
+    found = tuple(inv_freq.tolist())
+    if not rope.long_inv_freq:
+        return replace(rope, inv_freq=found, scaling=float(scaling))
+    # which of both it holds says how long its last text was
+    if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
+        _refuse(
+            module,
+            "model.rotary_emb",
+            "frequencies that are neither the short nor the long ones of its config",
+            "keep them in float32 (model.to(dtype) rounds them): load the model again with dtype=",
+        )
+    return rope

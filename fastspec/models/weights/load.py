@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fastspec.models.weights.sources import Checkpoint
 
 NORM: Final = "model.norm.weight"
+NORM_BIAS: Final = "model.norm.bias"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,17 +42,22 @@ class LayerWeights:
     """One decoder layer. H query heads, Hkv key heads, D head_dim; a bias or norm is None where the spec has
     none.
 
+    Where its plans ask for it, elements of a query or key head lie in another order than in the checkpoint, the same
+    for both (`ModelSpec.head_order`), and norm weights are fp32 (`ModelSpec.norm_dtype`).
+
     Attributes:
-        input_norm, post_norm: [hidden] RMSNorm weights before attention and before the MLP.
+        input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
+        attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
+        input_norm_bias, post_norm_bias: [hidden].
         qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value. qkv_bias: its bias.
-        q_norm, k_norm: [D].
+        q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
         o: [hidden, H * D]. o_bias: [hidden].
-        gate_up: [2 * intermediate, hidden], gate rows first. gate_up_bias: its bias.
+        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
         down: [hidden, intermediate]. down_bias: [hidden].
     """
 
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None
+    post_norm: Tensor | None
     qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
@@ -62,6 +68,10 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
+    attended_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    input_norm_bias: Tensor | None = None
+    post_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,17 +79,19 @@ class DecoderWeights:
     """All weights of one decoder, of one dtype on one device.
 
     Attributes:
-        embed: [V, hidden]. norm: [hidden], the final RMSNorm. head: [V, hidden]; `head is embed` when tied.
+        embed: [V, hidden]. head: [V, hidden]; `head is embed` when tied.
+        norm, norm_bias: [hidden], of the norm before the head.
     """
 
     embed: Weight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Weight
+    norm_bias: Tensor | None = None
 
     def nbytes(self) -> int:
         """Bytes of device memory that the weights take; a tied head is counted once."""
-        held: list[Weight | Tensor | None] = [self.embed, self.norm, self.head]
+        held: list[Weight | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
@@ -87,32 +99,54 @@ class DecoderWeights:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this spec must hold, head included unless tied."""
-    hidden, inter, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
-    linears = {
-        "self_attn.q_proj": (q_rows, hidden, spec.qkv_bias),
-        "self_attn.k_proj": (kv_rows, hidden, spec.qkv_bias),
-        "self_attn.v_proj": (kv_rows, hidden, spec.qkv_bias),
-        "self_attn.o_proj": (hidden, q_rows, spec.o_bias),
-        "mlp.gate_proj": (inter, hidden, spec.mlp_bias),
-        "mlp.up_proj": (inter, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, inter, spec.mlp_bias),
-    }
+    hidden, norm_bias = spec.hidden_size, spec.plans[0].norm_bias
     shapes: dict[str, tuple[int, ...]] = {EMBED: (spec.vocab_size, hidden), NORM: (hidden,)}
+    if norm_bias:
+        shapes[NORM_BIAS] = (hidden,)
     if not spec.tied:
         shapes[HEAD] = (spec.vocab_size, hidden)
+    of_layer = _layer_shapes(spec)
     for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        if spec.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (dim,)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of one layer's tensors, below its prefix."""
+    plan, names, hidden, dim = spec.plans[0], spec.names, spec.hidden_size, spec.head_dim
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(parts: tuple[str, ...], rows: list[int], columns: int, bias: bool) -> None:
+        for part, each in zip(parts, rows if len(parts) == len(rows) else [sum(rows)], strict=True):
+            shapes[f"{part}.weight"] = (each, columns)
+            if bias:
+                shapes[f"{part}.bias"] = (each,)
+
+    add(names.qkv, [q_rows, kv_rows, kv_rows], hidden, plan.qkv_bias)
+    add((names.o,), [hidden], q_rows, plan.o_bias)
+    add(names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
+    add((names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    for norm in _layer_norms(spec).values():
+        shapes[f"{norm}.weight"] = (hidden,)
+        if plan.norm_bias:
+            shapes[f"{norm}.bias"] = (hidden,)
+    if plan.qk_norm is not None:
+        whole = plan.qk_norm == "projection"
+        shapes[f"{names.q_norm}.weight"] = (q_rows if whole else dim,)
+        shapes[f"{names.k_norm}.weight"] = (kv_rows if whole else dim,)
+    return shapes
+
+
+def _layer_norms(spec: ModelSpec) -> dict[str, str]:
+    """Names of the norms of the residual stream, and of what is added to it, by the field of `LayerWeights`."""
+    plan, names = spec.plans[0], spec.names
+    norms = {"input_norm": names.input_norm, "post_norm": names.post_norm} if plan.pre_norm else {}
+    if plan.parallel:
+        del norms["post_norm"]
+    if plan.post_norm:
+        norms |= {"attended_norm": names.attended_norm, "mlp_norm": names.mlp_norm}
+    return norms
 
 
 def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
@@ -280,31 +314,55 @@ def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
     layers = tuple(_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers))
-    norm = loader.tensor(NORM)
+    norm = _norm(loader, spec, NORM)
     head = embed if spec.tied else loader.weight(HEAD)
-    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head)
+    bias = _norm(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
+
+
+def _norm(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
+    """A norm's weight as the sum of it and what the kind of norm adds to it, or a norm's bias."""
+    plus_one = spec.plans[0].norm == "rms_plus_one"
+    return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
 def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    def tensor(kind: str, *names: str, when: bool) -> Tensor | None:
-        return loader.tensor(*(f"{prefix}{name}.{kind}" for name in names)) if when else None
+    plan, names, head_order = spec.plans[0], spec.names, spec.head_order
 
-    def weight(*names: str, gated: bool = False) -> Weight:
-        return loader.weight(*(f"{prefix}{name}.weight" for name in names), gated=gated)
+    def order(heads: int, others: int = 0) -> list[int] | None:
+        """The order of the rows of that many heads, and of other rows behind them, which stay as they are."""
+        if head_order is None:
+            return None
+        turned = [head * spec.head_dim + at for head in range(heads) for at in head_order]
+        return [*turned, *range(len(turned), len(turned) + others)]
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    def bias(parts: tuple[str, ...], when: bool, order: list[int] | None = None) -> Tensor | None:
+        return loader.tensor(*(f"{prefix}{part}.bias" for part in parts), order=order) if when else None
+
+    def weight(parts: tuple[str, ...], **options: Any) -> Weight:
+        return loader.weight(*(f"{prefix}{part}.weight" for part in parts), **options)
+
+    def head_norm(part: str, heads: int) -> Tensor | None:
+        if plan.qk_norm is None:
+            return None
+        return _norm(loader, spec, f"{prefix}{part}.weight", order(heads if plan.qk_norm == "projection" else 1))
+
+    norms: dict[str, Tensor | None] = {"input_norm": None, "post_norm": None}
+    for field, part in _layer_norms(spec).items():
+        norms[field] = _norm(loader, spec, f"{prefix}{part}.weight")
+        if plan.norm_bias:
+            norms[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
+    qkv_order = order(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads * spec.head_dim)
     return LayerWeights(
-        input_norm=loader.tensor(f"{prefix}input_layernorm.weight"),
-        post_norm=loader.tensor(f"{prefix}post_attention_layernorm.weight"),
-        qkv=weight(*qkv),
-        qkv_bias=tensor("bias", *qkv, when=spec.qkv_bias),
-        q_norm=tensor("weight", "self_attn.q_norm", when=spec.qk_norm),
-        k_norm=tensor("weight", "self_attn.k_norm", when=spec.qk_norm),
-        o=weight("self_attn.o_proj"),
-        o_bias=tensor("bias", "self_attn.o_proj", when=spec.o_bias),
-        gate_up=weight(*gate_up, gated=True),
-        gate_up_bias=tensor("bias", *gate_up, when=spec.mlp_bias),
-        down=weight("mlp.down_proj"),
-        down_bias=tensor("bias", "mlp.down_proj", when=spec.mlp_bias),
+        qkv=weight(names.qkv, order=qkv_order),
+        qkv_bias=bias(names.qkv, spec.qkv_bias, qkv_order),
+        q_norm=head_norm(names.q_norm, spec.num_heads),
+        k_norm=head_norm(names.k_norm, spec.num_kv_heads),
+        o=weight((names.o,)),
+        o_bias=bias((names.o,), spec.o_bias),
+        gate_up=weight(names.gate_up, gated=plan.fused_gate),
+        gate_up_bias=bias(names.gate_up, spec.mlp_bias),
+        down=weight((names.down,)),
+        down_bias=bias((names.down,), spec.mlp_bias),
+        **norms,
     )

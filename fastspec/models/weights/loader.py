@@ -68,26 +68,32 @@ class Loader:
         release: bool = False,
         later: bool = False,
     ) -> None:
-        self._source, self._dtype, self._device = source, dtype, device
+        self._source, self.dtype, self._device = source, dtype, device
         self._weight_format, self._bar = weight_format, bar
         self._release, self._later = release, later
         self._infos = source.infos()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
 
-    def tensor(self, *names: str) -> Tensor:
-        """The named tensors under each other: [sum of their rows, ...]."""
+    def tensor(
+        self, *names: str, order: list[int] | None = None, dtype: torch.dtype | None = None, plus: float = 0.0
+    ) -> Tensor:
+        """The named tensors under each other: [sum of their rows, ...].
+
+        Args:
+            order: of the rows, new from old. dtype: another than the loader's. plus: is added to every value.
+        """
         parts = [self._infos[name].shape for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
-        made = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._copy(partial(self._fill_tensor, names, made))
+        made = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
+        self._copy(partial(self._fill_tensor, names, made, order, plus))
         return made
 
-    def weight(self, *names: str, gated: bool = False) -> Weight:
-        """The named matrices under each other, as one `Weight`."""
+    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None) -> Weight:
+        """The named matrices under each other, as one `Weight`; `order` as in `tensor`."""
         shape = (sum(self._infos[name].shape[0] for name in names), self._infos[names[0]].shape[1])
-        form = self._weight_format(shape, self._dtype, self._device)
-        made = Weight.empty(shape, form, gated, self._dtype, self._device)
-        self._copy(partial(self._fill_weight, names, made))
+        form = self._weight_format(shape, self.dtype, self._device)
+        made = Weight.empty(shape, form, gated, self.dtype, self._device)
+        self._copy(partial(self._fill_weight, names, made, order))
         return made
 
     def fill(self) -> None:
@@ -134,15 +140,19 @@ class Loader:
                     self.cancel()
                     raise
 
-    def _fill_weight(self, names: tuple[str, ...], place: Weight, staging: _Staging | None) -> None:
+    def _fill_weight(
+        self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None
+    ) -> None:
         if place.format == "rows":
-            self._fill_tensor(names, place.data, staging)
+            self._fill_tensor(names, place.data, order, 0.0, staging)
         else:
             rows = place.data.new_empty(place.shape)
-            self._fill_tensor(names, rows, staging)
+            self._fill_tensor(names, rows, order, 0.0, staging)
             place.fill(rows)
 
-    def _fill_tensor(self, names: tuple[str, ...], fused: Tensor, staging: _Staging | None) -> None:
+    def _fill_tensor(
+        self, names: tuple[str, ...], fused: Tensor, order: list[int] | None, plus: float, staging: _Staging | None
+    ) -> None:
         start = 0
         for name in names:
             part = self._infos[name]
@@ -156,12 +166,16 @@ class Loader:
                 staging.copy(place, self._source.read(name))
             self._check_range(name, part, place)
             start += part.shape[0]
-            self._bar.update(place.nbytes)
+            self._bar.update(place.numel() * self.dtype.itemsize)
+        if order is not None:
+            fused.copy_(fused[torch.tensor(order, device=fused.device)])
+        if plus:
+            fused += plus
         if self._release:
             self._source.release(list(names))
 
     def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
-        if self._dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
+        if place.dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
             raise CheckpointError(
                 f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
                 "float32"

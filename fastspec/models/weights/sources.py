@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -36,6 +37,8 @@ from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, tensor_shapes
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.quantised import cache_scales
+from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, find_shards, read_json
@@ -72,7 +75,8 @@ class Checkpoint:
         module: the caller's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
         quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
-        stored: that in words, and which are not.
+        stored: that in words.
+        cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Checkpoint:
     generation_config: GenerationConfig | None
     quantisation: Quantisation | None = None
     stored: str = ""
+    cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
 
     @property
     def native(self) -> ModelSpec:
@@ -213,10 +218,11 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
     shards: Stored = ShardTensors(directory)
-    stored = ""
+    stored, scales = "", {}
     with _naming(directory):
         quantisation = _quantisation(directory, raw)
     if quantisation is not None:
+        scales = _cache_scales(shards, quantisation, f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
         stored = quantised.describe()
     tensors = named(shards, spec)
@@ -226,22 +232,45 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     spec = _with_own_head(spec, tensors, f"{role}: {name}")
     _name_others(tensors, spec, f"{role}: {name}")
     settings = settings_of_directory(directory, raw, spec.vocab_size)
-    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored)
+    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales)
+
+
+def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
+    scales = cache_scales.read(shards)
+    if scales or quantisation.cache:
+        warnings.warn(
+            f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "
+            "K and V stay in 16 bits here, which is closer to the unquantised model",
+            stacklevel=2,
+        )
+    return scales
 
 
 def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: PretrainedConfig) -> Checkpoint:
-    if _quantisation(directory, raw) is not None:
-        raise UnsupportedModel(
-            f"{directory}: model_type {raw['model_type']!r} is hosted, and quantised checkpoints are read for native "
-            "families alone; load the original weights"
-        )
+    info = _hosted_info(directory, raw, config)
+    ShardTensors(directory)  # whole files, with safe names
+    return Checkpoint(name, role, info, directory, None, settings_of_directory(directory, raw, info.vocab_size))
+
+
+def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
     with _naming(directory / CONFIG):
+        if _quantisation(directory, raw) is not None:
+            raise UnsupportedModel(
+                f"model_type {raw['model_type']!r} is hosted, and quantised checkpoints are read for native families "
+                "alone; load the original weights"
+            )
         info = hosted_info(config)
         named = raw.get("architectures")
         if named and named != [info.kind.__name__]:
             raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")
-    ShardTensors(directory)  # whole files, with safe names
-    return Checkpoint(name, role, info, directory, None, settings_of_directory(directory, raw, info.vocab_size))
+    return info
+
+
+def _check_before_download(directory: Path) -> None:
+    """Refuses a model by its config alone, before its weights are fetched."""
+    raw = check_config_file(directory)
+    if raw["model_type"] not in FAMILIES:
+        _hosted_info(directory, raw, _build_config(directory, raw))
 
 
 def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | None:
@@ -358,7 +387,7 @@ def _download(source: str | os.PathLike[str], revision: str | None) -> Path:
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
             "save_pretrained writes it, or a Hub id like owner/name"
         )
-    directory = _snapshot(source, revision, CONFIG_FILES, check_config_file)
+    directory = _snapshot(source, revision, CONFIG_FILES, _check_before_download)
     # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
     return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
 

@@ -155,6 +155,7 @@ TILE_SHAPES = [
     {"lengths": [40, 23], "queries": 3, "heads": 3, "kv_heads": 3, "dim": 40},
     {"lengths": [33], "queries": 2, "heads": 40, "kv_heads": 1, "dim": 16, "page_size": 7},
     {"lengths": [150], "queries": 2, "dim": 256, "heads": 2, "kv_heads": 2},
+    {"lengths": [150], "queries": 2, "dim": 512, "heads": 2, "kv_heads": 1},
 ]
 
 
@@ -197,7 +198,13 @@ def test_tiles_take_any_head(
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
-    "shape", [{"lengths": [70], "queries": 60}, {"lengths": [18], "queries": 18, "dim": 40}], ids=str
+    "shape",
+    [
+        {"lengths": [70], "queries": 60},
+        {"lengths": [18], "queries": 18, "dim": 40},
+        {"lengths": [40], "queries": 18, "dim": 512, "heads": 2, "kv_heads": 1},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_chunk_equals_its_twin(shape: dict[str, Any], window: int | None, device: str) -> None:
@@ -285,7 +292,7 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("window", [None, 100])
 def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
     """What runs by default: the mma kernels where they take the head; elsewhere splits of several sizes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from tests.helpers.attention import MISREAD, TENSORS, case, copied, stored, twin
+from tests.helpers.attention import MISREAD, TENSORS, case, copied, norms_of, stored, twin
 from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
@@ -19,8 +19,7 @@ from fastspec.kernels.attention.rope import rope
 
 
 def rotated(given: dict[str, Any]) -> Tensor:
-    options = {name: given[name] for name in ("num_heads", "q_norm", "k_norm", "eps")}
-    return rope(*(given[name] for name in TENSORS), **options)
+    return rope(*(given[name] for name in TENSORS), num_heads=given["num_heads"], norms=norms_of(given))
 
 
 def expected(given: dict[str, Any]) -> Tensor:
@@ -39,7 +38,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES, ids=str)
-@pytest.mark.parametrize("dim", [16, 40, 64])
+@pytest.mark.parametrize("dim", [16, 40, 64, 512])
 def test_bits_are_the_twins(dim: int, dtype: torch.dtype, device: str) -> None:
     """Without norms: the same fp32 operations in the same order, rounded once. In every dtype, queries and cache."""
     given = case(device, lengths=[45, 37], queries=37, dim=dim, dtype=dtype, page_size=7)

@@ -131,12 +131,11 @@ def eager(given: dict[str, Any], window: int | None, dtype: torch.dtype) -> Tens
 
 
 def bound(given: dict[str, Any], window: int | None, exact: Tensor) -> float:
-    """The rule of the house: twice what torch errs by in the dtype; of fp32 a few units of values near one."""
-    if given["qkv"].dtype == torch.float32:
-        return 4e-6
+    """The rule of the house: twice what torch errs by in the dtype; of fp32 at least a few units of values near one."""
+    least = 4e-6 if given["qkv"].dtype == torch.float32 else 0.0
     without = given if given["rule"].softcap is None else {**given, "sinks": None}
     target = exact if without is given else straight(without, window)
-    return 2 * (eager(without, window, given["qkv"].dtype) - target).abs().max().item()
+    return max(least, 2 * (eager(without, window, given["qkv"].dtype) - target).abs().max().item())
 
 
 def assert_as_defined(given: dict[str, Any], window: int | None, split_keys: int = 128) -> None:
@@ -147,10 +146,10 @@ def assert_as_defined(given: dict[str, Any], window: int | None, split_keys: int
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("name", "window"), [("scale", None), ("softcap", 70), ("sinks", 150), ("all", None)])
+@pytest.mark.parametrize(("name", "window"), [("scale", None), ("softcap", 70), ("sinks", 30), ("all", None)])
 def test_every_kernel_is_as_its_formula(name: str, window: int | None, kind: str, device: str) -> None:
-    """One split and several, that one CTA or the last of several combines."""
-    given = case(device, lengths=[9, 300], queries=3, heads=6, kv_heads=2, dim=64, dtype=dtype_for(device, kind))
+    """Single splits, an even and an odd one, and several, that one CTA or the last of several combines."""
+    given = case(device, lengths=[200, 300], queries=3, heads=6, kv_heads=2, dim=64, dtype=dtype_for(device, kind))
     assert_as_defined(ruled(given, name), window)
 
 
@@ -260,9 +259,9 @@ def test_which_kernel_decodes_is_told(
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_real_sizes(dim: int, dtype: torch.dtype) -> None:
-    """What runs by default, with every rule, windows, steps and chunks; and bits of rows alone against k + 1 rows."""
-    for name in RULES:
-        for window, queries in ((None, 5), (100, 5), (None, 60), (100, 60)):
+    """What runs by default, steps and chunks; and bits of rows alone against k + 1 rows."""
+    for name in RULES if dim in (64, 128) else ("scale", "all"):
+        for window, queries in ((None, 5), (100, 60)):
             given = ruled(
                 case("cuda", lengths=[789, 300], queries=queries, heads=8, kv_heads=2, dim=dim, dtype=dtype), name
             )
@@ -293,4 +292,5 @@ def test_kernels_are_as_the_definition_on_a_gpu(queries: int) -> None:
     for name in RULES:
         given = ruled(case("cuda", lengths=[300, 90], queries=queries, heads=8, kv_heads=2, dim=96), name)
         ours, wide = attend(copied(given)), twin(copied(given))
-        torch.testing.assert_close(ours, wide, rtol=0, atol=4e-6)  # sums of fp32 in another order, of values near one
+        # sums of fp32 in another order: scores of up to 20 and outputs near one
+        torch.testing.assert_close(ours, wide, rtol=0, atol=1e-5)

@@ -39,11 +39,13 @@ class Quantisation:
         method: the config's `quant_method`.
         scheme_of: of a module's name, such as "model.layers.0.mlp.up_proj".
         cache: whether the config speaks of quantised K/V.
+        weights: whether it speaks of quantised matrices.
     """
 
     method: str
     scheme_of: SchemeOf
     cache: bool = False
+    weights: bool = True
 
 
 def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantisation | None:
@@ -69,7 +71,7 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(fields)
     readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt, "modelopt_fp4": _modelopt}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         fields.refuse("quant_method", method, UNSUPPORTED.get(str(method), f"supported are {SUPPORTED}"))
     return readers[method](fields)
 
@@ -152,7 +154,8 @@ def _gptq(fields: _Fields) -> Quantisation:
     for pattern, change in rules.items():
         leave, name = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
         _compiled(fields, "dynamic", name)
-        merged = _Fields(f"{fields.name}.dynamic[{pattern!r}]", {**fields.values, **(change or {})})
+        change = _Fields(f"{fields.name}.dynamic[{pattern!r}]", change or {})
+        merged = _Fields(change.name, {**fields.values, **change.values})
         own.append((name, None if leave else _gptq_scheme(merged, layout)))
 
     def scheme_of(module: str) -> Scheme | None:
@@ -190,7 +193,7 @@ def _compressed(fields: _Fields) -> Quantisation:
     if status not in ("compressed", "frozen"):
         fields.refuse("quantization_status", status, "wanted 'compressed': save the model compressed")
     sparsity = fields.values.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         fields.refuse("sparsity_config", sparsity, "wanted dense weights")
     ignored, groups = fields.names("ignore"), fields.values.get("config_groups") or {}
     if not isinstance(groups, Mapping):
@@ -212,7 +215,8 @@ def _compressed(fields: _Fields) -> Quantisation:
         found += [scheme for targets, scheme in schemes if "Linear" in targets]
         return found[0] if found else None
 
-    return Quantisation("compressed-tensors", scheme_of, cache=fields.values.get("kv_cache_scheme") is not None)
+    cache = fields.values.get("kv_cache_scheme") is not None
+    return Quantisation("compressed-tensors", scheme_of, cache, weights=bool(schemes))
 
 
 def _compressed_scheme(group: _Fields, usual: object) -> Scheme:

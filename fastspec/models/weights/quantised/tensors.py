@@ -13,6 +13,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.models.weights.names import Stored, parameter
+from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.configs import Quantisation
 from fastspec.models.weights.quantised.schemes import Scheme
 from fastspec.models.weights.shards import TensorInfo
@@ -51,12 +52,19 @@ class QuantisedShards:
         self._stored, self._quantisation = stored, quantisation
         self.directory, self.unnamed = stored.directory, stored.unnamed
         self._matrices = dict(self._found(shapes))
+        if quantisation.weights and not self._matrices:
+            raise CheckpointError(
+                f"{self.directory}: quantization_config says {quantisation.method!r}, and no matrix is stored so; take "
+                "config.json and weights of one commit, or delete that field if the weights are meant as they are"
+            )
         self._infos = dict(stored.infos())
         for name, matrix in self._matrices.items():
             where = self._infos[f"{matrix.module}.{matrix.parts[0]}"].where
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
+        for name in cache_scales.names_of(self._infos.keys()):
+            del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
         infos = self._stored.infos()
@@ -133,7 +141,7 @@ class QuantisedShards:
     def describe(self) -> str:
         """How many matrices are stored how."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
-        return ", ".join(f"{count} matrices in {kind}" for kind, count in kinds.items())
+        return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
 
 def _modules(infos: Collection[str]) -> list[str]:

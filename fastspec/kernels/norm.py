@@ -1,0 +1,85 @@
+"""A norm of rows, on its own: RMSNorm or LayerNorm, in one launch.
+
+| argument     | shape, dtype                          | notes                                              |
+|--------------|---------------------------------------|----------------------------------------------------|
+| x            | [..., K] bf16, fp16 or fp32           | contiguous, K up to MAX_WIDTH                      |
+| weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for what it means |
+
+One program has one row, and sums it in an order that depends on K alone: a row's bits do not depend on other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.common.checks import told
+from fastspec.kernels.common.launch import launch
+
+MAX_WIDTH = 65536
+ELEMENTS = 2048  # of a row to a warp, at most
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    width,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row."""
+    start = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
+    normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
+    if ROUND_FIRST:
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed = normed * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        normed = normed + tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
+    """As `reference.norm`, which defines it.
+
+    Raises:
+        ValueError: a tensor is not as above.
+    """
+    width = x.shape[-1]
+    if not x.is_contiguous() or not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
+        raise ValueError(
+            f"x is {told(x)}, weight {told(weight)}; wanted contiguous [..., K] and [K], K up to {MAX_WIDTH}"
+        )
+    if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype or not bias.is_contiguous()):
+        raise ValueError(f"bias is {told(bias)}; wanted it as the weight, {told(weight)}")
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    launch(
+        _norm_kernel,
+        (x.numel() // width,),
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        eps,
+        width,
+        CENTRED=centred,
+        BIAS=bias is not None,
+        ROUND_FIRST=weight.dtype == x.dtype,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // ELEMENTS)),
+        enable_fp_fusion=False,
+    )
+    return out

@@ -1,0 +1,23 @@
+"""EXAONE 4: norms of heads, norms behind attention and MLP only; with windows, only the layers that have one turn."""
+
+from __future__ import annotations
+
+from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from fastspec.models.fields import ConfigFields
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    everywhere = fields.get("sliding_window") is None
+    return tuple(
+        LayerPlan(
+            window=window,
+            qk_norm="head",
+            rope=0 if everywhere or window is not None else None,
+            pre_norm=False,
+            post_norm=True,
+        )
+        for window in windows_by_layer_type(fields, layers)
+    )
+
+
+EXAONE4 = Family("Exaone4ForCausalLM", _plans)

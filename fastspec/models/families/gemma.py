@@ -1,0 +1,63 @@
+"""Gemma 2: norms 1 + w before and after attention and MLP, softcaps of scores and logits, windows in every other layer.
+
+Gemma 3, the text model: without the softcap of scores, with norms of heads, and with a rope for each kind of layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.plan import Family, LayerNames, LayerPlan, ModelScales, windows_by_layer_type
+from fastspec.models.fields import ConfigFields
+
+_NAMES = LayerNames(post_norm="pre_feedforward_layernorm")
+_ACT = ("hidden_activation", "gelu_pytorch_tanh")
+
+
+def _plan(fields: ConfigFields) -> LayerPlan:
+    """What every layer of Gemma 2 and 3 has."""
+    if fields.flag("use_bidirectional_attention"):
+        fields.refuse("use_bidirectional_attention", True, "false: a query sees older keys only")
+    bias = fields.flag("attention_bias")
+    return LayerPlan(
+        attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="rms_plus_one",
+        post_norm=True,
+        activation="gelu_tanh",
+    )
+
+
+def _scales(fields: ConfigFields) -> ModelScales:
+    """The embedding times the root of its width, and the softcap of logits where there is one."""
+    return ModelScales(
+        embed=fields.size("hidden_size") ** 0.5, softcap=fields.optional_positive("final_logit_softcapping")
+    )
+
+
+def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    softcap = fields.optional_positive("attn_logit_softcapping")
+    plan = replace(_plan(fields), softcap=softcap)
+    return tuple(replace(plan, window=window) for window in windows_by_layer_type(fields, layers))
+
+
+def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    # `attn_logit_softcapping` has no say: transformers does not read it here either
+    plan = replace(_plan(fields), qk_norm="head")
+    return tuple(
+        replace(plan, window=window, rope=0 if window is None else 1)
+        for window in windows_by_layer_type(fields, layers)
+    )
+
+
+GEMMA2 = Family("Gemma2ForCausalLM", _plans2, _NAMES, _scales, act=_ACT, rope_kinds=("default",))
+GEMMA3_TEXT = Family(
+    "Gemma3ForCausalLM",
+    _plans3,
+    _NAMES,
+    _scales,
+    act=_ACT,
+    rope_kinds=("default", "linear"),
+    rope_layers=("full_attention", "sliding_attention"),
+)

@@ -1,0 +1,24 @@
+"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; in `glm4` norms behind, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.plan import Family, LayerNames, LayerPlan, without_windows
+from fastspec.models.fields import ConfigFields
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    without_windows(fields, layers)
+    return (LayerPlan(qkv_bias=fields.flag("attention_bias")),) * layers
+
+
+def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    return tuple(replace(plan, post_norm=True) for plan in _plans(fields, layers))
+
+
+_NAMES = LayerNames(
+    gate_up=("mlp.gate_up_proj",), attended_norm="post_self_attn_layernorm", mlp_norm="post_mlp_layernorm"
+)
+GLM = Family("GlmForCausalLM", _plans, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
+GLM4 = Family("Glm4ForCausalLM", _plans4, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)

@@ -1,0 +1,31 @@
+"""OLMo 2 and 3: norms behind attention and MLP, not before; queries and keys normalised over all heads at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type, without_windows
+from fastspec.models.fields import ConfigFields
+
+
+def _plan(fields: ConfigFields) -> LayerPlan:
+    bias = fields.flag("attention_bias")
+    return LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="projection", norm="rms_fp32", pre_norm=False, post_norm=True)
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    without_windows(fields, layers)
+    return (_plan(fields),) * layers
+
+
+def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    """Windows in three of four layers, which have a rope of their own."""
+    plan = _plan(fields)
+    return tuple(
+        replace(plan, window=window, rope=0 if window is None else 1)
+        for window in windows_by_layer_type(fields, layers)
+    )
+
+
+OLMO2 = Family("Olmo2ForCausalLM", _plans)
+OLMO3 = Family("Olmo3ForCausalLM", _plans3, rope_layers=("full_attention", "sliding_attention"))

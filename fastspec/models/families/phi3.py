@@ -1,0 +1,19 @@
+"""Phi-3 and 4: as Llama, q, k and v in one matrix, gate and up in one; rope of a part of each head, or longrope."""
+
+from __future__ import annotations
+
+from fastspec.models.families.plan import Family, LayerNames, LayerPlan, one_window
+from fastspec.models.fields import ConfigFields
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    return (LayerPlan(window=one_window(fields, layers)),) * layers
+
+
+PHI3 = Family(
+    "Phi3ForCausalLM",
+    _plans,
+    LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    rope_kinds=("default", "longrope"),
+    partial_rope=True,
+)

@@ -1,0 +1,186 @@
+"""Rotary embedding: the settings of a config reduced to numbers, and the tables that kernels read."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.models.families.plan import Family
+from fastspec.models.fields import ConfigFields
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of one kind of layer, reduced to numbers.
+
+    Attributes:
+        kind: as a config names it, for messages.
+        inv_freq: inverse frequencies in radians per position of the pairs that are turned, each exactly representable
+            in fp32. Pairs beyond them, up to head_dim / 2, stay as they are.
+        scaling: factor on cos and sin.
+        long_inv_freq: what takes the place of `inv_freq` where a generator has room for more than `short_length`
+            tokens in a row; empty: nothing does.
+        short_length: in tokens.
+        query_beta: b of a factor on queries by position p, 1 + b * log(1 + floor(p / short_length)); 0: none.
+    """
+
+    kind: str
+    inv_freq: tuple[float, ...]
+    scaling: float
+    long_inv_freq: tuple[float, ...] = ()
+    short_length: int = 0
+    query_beta: float = 0.0
+
+    def for_length(self, max_length: int) -> RopeSpec:
+        """The frequencies of a generator whose rows hold up to `max_length` tokens: the same for all its calls."""
+        if not self.long_inv_freq or max_length <= self.short_length:
+            return self
+        return replace(self, inv_freq=self.long_inv_freq)
+
+    def tables(self, positions: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [positions, dim / 2], of heads of `dim` elements."""
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
+        angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inv_freq
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        rest = dim // 2 - len(self.inv_freq)
+        if rest:
+            cos = torch.cat([cos, cos.new_ones(positions, rest)], dim=1)
+            sin = torch.cat([sin, sin.new_zeros(positions, rest)], dim=1)
+        return cos, sin
+
+    def query_factors(self, positions: int, device: torch.device) -> Tensor | None:
+        """The factor on queries, fp32 [positions]; None: there is none."""
+        if not self.query_beta:
+            return None
+        at = torch.arange(positions, device=device)
+        return 1 + self.query_beta * torch.log(1 + torch.floor(at / self.short_length))
+
+
+def head_order(turned: int, dim: int, *, interleaved: bool) -> list[int] | None:
+    """How a head's `dim` elements must lie for kernels that turn i with i + dim / 2: new from old; None: as they do.
+
+    Scores are sums over a head, so queries and keys may lie in any order that both have.
+
+    Args:
+        turned: pairs that are turned, the head's first 2 * turned elements.
+        interleaved: pairs are neighbours 2i and 2i + 1, else i and i + turned.
+    """
+    if not interleaved and 2 * turned == dim:
+        return None
+    first = [2 * i if interleaved else i for i in range(turned)]
+    second = [2 * i + 1 if interleaved else i + turned for i in range(turned)]
+    rest = list(range(2 * turned, dim))
+    middle = len(rest) // 2
+    return [*first, *rest[:middle], *second, *rest[middle:]]
+
+
+def ropes_of(fields: ConfigFields, head_dim: int, family: Family) -> tuple[RopeSpec, ...]:
+    """The rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
+
+    Raises:
+        UnsupportedModel: a kind or a setting that the family does not have.
+    """
+    layers = family.rope_layers
+    parameters = fields.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        fields.refuse("rope_parameters", parameters, "an object with rope_theta")
+    if not layers:
+        if any(isinstance(value, dict) for value in parameters.values()):
+            fields.refuse("rope_parameters", parameters, "one setting for all layers")
+        return (_rope(fields, parameters, head_dim, family, None),)
+    for layer in layers:
+        if not isinstance(parameters.get(layer), dict):
+            fields.refuse("rope_parameters", parameters, "an object with rope_theta for each of " + ", ".join(layers))
+    return tuple(_rope(fields, parameters[layer], head_dim, family, layer) for layer in layers)
+
+
+def _rope(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, family: Family, layer: str | None) -> RopeSpec:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "dynamic" and parameters.get("alpha"):
+        kind = "ntk_alpha"
+    if kind not in family.rope_kinds:
+        fields.refuse("rope_type", kind, " or ".join(repr(name) for name in family.rope_kinds))
+    theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")
+    turned = _turned(fields, parameters, dim, family.partial_rope)
+    if kind in ("default", "ntk_alpha"):
+        if kind == "ntk_alpha":
+            theta *= fields.check_positive(parameters["alpha"], "rope_parameters.alpha") ** (dim / (dim - 2))
+        steps = torch.arange(0, 2 * turned, 2, dtype=torch.float32, device="cpu") / (2 * turned)
+        return RopeSpec(kind, _finite(fields, 1.0 / theta**steps, parameters), 1.0)
+    made = _transformers_rope(fields, parameters, kind, turned, layer)
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta is None:
+        return made
+    beta = fields.check_positive(beta, "rope_parameters.llama_4_scaling_beta")
+    return replace(made, query_beta=beta, short_length=int(parameters["original_max_position_embeddings"]))
+
+
+def _turned(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, may_be_partial: bool) -> int:
+    partial = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
+    if partial != 1.0 and not may_be_partial:
+        fields.refuse("partial_rotary_factor", partial, "1.0")
+    rotary = int(dim * partial)
+    if partial > 1.0 or rotary < 2 or rotary % 2:
+        fields.refuse("partial_rotary_factor", partial, f"an even number of head_dim={dim} elements")
+    return rotary // 2
+
+
+def _finite(fields: ConfigFields, inv_freq: Tensor, parameters: Mapping[str, Any]) -> tuple[float, ...]:
+    if not bool(inv_freq.isfinite().all()):
+        fields.refuse("rope_parameters", dict(parameters), "settings whose frequencies are finite in float32")
+    return tuple(inv_freq.tolist())
+
+
+NEEDED = {
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Settings that must be there as positive numbers, by kind."""
+
+
+def _transformers_rope(
+    fields: ConfigFields, parameters: Mapping[str, Any], kind: str, turned: int, layer: str | None
+) -> RopeSpec:
+    """The numbers of a kind that transformers computes, with its own function."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    needed = {name: fields.check_positive(parameters.get(name), f"rope_parameters.{name}") for name in NEEDED[kind]}
+    if kind == "llama3" and needed["low_freq_factor"] >= needed["high_freq_factor"]:
+        low, high = needed["low_freq_factor"], needed["high_freq_factor"]
+        fields.refuse("rope_parameters.low_freq_factor", low, f"less than high_freq_factor={high}")
+    length = needed.get("original_max_position_embeddings", 0.0)
+    if length != int(length):
+        fields.refuse("rope_parameters.original_max_position_embeddings", length, "a whole number")
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            _check_factors(fields, parameters.get(name), name, turned)
+
+    def computed(**more: Any) -> tuple[tuple[float, ...], float]:
+        config = copy.deepcopy(fields.config)
+        try:
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            fields.refuse("rope_parameters", dict(parameters), f"settings that transformers can compute ({error})")
+        if inv_freq.numel() != turned or not math.isfinite(scaling) or scaling <= 0:
+            fields.refuse("rope_parameters", dict(parameters), f"{turned} frequencies and a positive scaling")
+        return _finite(fields, inv_freq, parameters), float(scaling)
+
+    inv_freq, scaling = computed()
+    if kind != "longrope":
+        return RopeSpec(kind, inv_freq, scaling)
+    return RopeSpec(kind, inv_freq, scaling, computed(seq_len=int(length) + 1)[0], int(length))
+
+
+def _check_factors(fields: ConfigFields, factors: Any, name: str, turned: int) -> None:
+    if not isinstance(factors, list) or len(factors) != turned:
+        fields.refuse(f"rope_parameters.{name}", factors, f"a list of {turned} numbers")
+    for factor in factors:
+        fields.check_positive(factor, f"rope_parameters.{name}")
