@@ -91,3 +91,40 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+# what cannot be hosted: config class, fields besides COMMON, and why
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "interface": ("BloomConfig", {}, "does not go through transformers' AttentionInterface"),
+    "recurrent": ("MambaConfig", {}, "keeps recurrent state"),
+    "hybrid": ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}, "keeps recurrent state"),
+    "mask": ("DogeConfig", {}, "layer 'model.layers.0.self_attn.*': the model changes its attention mask"),
+    "chunks": (
+        "Llama4TextConfig",
+        {"num_local_experts": 2, "attention_chunk_size": 16},
+        "layer 'model.layers.0.self_attn': its mask .* chunked",
+    ),
+    "latent": (
+        "DeepseekV3Config",
+        {
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8},
+            **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        },
+        r"its values have 4 heads of width 8 and its keys 4 of 16 \(latent attention\)",
+    ),
+    "rope": (
+        "StableLmConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rope_type='dynamic'",
+    ),
+    "encoder": ("T5Config", {}, "encoder-decoder"),
+    "vision": ("Mistral3Config", {}, "vision_config"),
+    "no_causal": ("ViTConfig", {}, "no causal language model"),
+}
+
+
+def refused_config(name: str) -> tuple[Any, str]:
+    """The config, and the reason as a regular expression."""
+    kind, fields, reason = REFUSED[name]
+    own = name in ("vision", "no_causal")
+    return getattr(transformers, kind)(**({} if own else {**COMMON, **fields})), reason
