@@ -2,7 +2,7 @@
 
 | argument | shape, dtype                                                   | notes                       |
 |----------|----------------------------------------------------------------|-----------------------------|
-| weight   | `Weight` [V, H], as rows or packed                             | contiguous, any float dtype |
+| weight   | `Weight` [V, H], as rows, packed or quantised                  | contiguous, any float dtype |
 | ids      | [B, Q] int64                                                   | contiguous; clamped to the table |
 """
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.code_values import code_values, source_of
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.common.weights import Weight
 
@@ -53,6 +55,32 @@ def _embed_kernel(
     _copy_row(weight_ptr, out_ptr, tl.load(ids_ptr + row), row, rows, width, PACKED, BLOCK)
 
 
+@triton.jit
+def _embed_codes_kernel(
+    source,
+    ids_ptr,
+    out_ptr,
+    rows,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `_embed_kernel`, of a quantised table."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), rows - 1).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.zeros((BLOCK,), tl.int64) + token
+    value = code_values(source, n, column, column < K, K, FORM, GROUP, PAIRS, LOWER)
+    tl.store(out_ptr + row * K + column, value.to(out_ptr.dtype.element_ty), mask=column < K)
+
+
 def embed(weight: Weight, ids: Tensor) -> Tensor:
     """As `reference.embed`, which defines it.
 
@@ -67,6 +95,9 @@ def embed(weight: Weight, ids: Tensor) -> Tensor:
     check("ids", ids, ids.shape, torch.int64)
     out = torch.empty(*ids.shape, width, dtype=weight.dtype, device=weight.device)
     pdl = has_pdl(weight.device)
+    if weight.codes is not None:
+        _embed_codes(weight.codes, ids, out, pdl)
+        return out
     launch(
         _embed_kernel,
         (ids.numel(), triton.cdiv(width, BLOCK)),
@@ -82,3 +113,11 @@ def embed(weight: Weight, ids: Tensor) -> Tensor:
         launch_pdl=pdl,
     )
     return out
+
+
+def _embed_codes(codes: PackedCodes, ids: Tensor, out: Tensor, pdl: bool) -> None:
+    rows, width = codes.shape
+    source, constants = source_of(codes)
+    grid = (ids.numel(), triton.cdiv(width, BLOCK))
+    options = {**constants, "BLOCK": BLOCK, "PDL": pdl, "num_warps": NUM_WARPS, "launch_pdl": pdl}
+    launch(_embed_codes_kernel, grid, source, ids, out, rows, K=width, **options)

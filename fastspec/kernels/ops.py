@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Format, Weight
 
 
@@ -21,6 +22,8 @@ class Ops:
     Attributes:
         name: "triton" or "torch".
         weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
+        keeps_codes: ((N, K), kind, dtype of activations, device) -> whether `linear`, `argmax` and `embed` read a
+            quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -34,6 +37,7 @@ class Ops:
 
     name: str
     weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
+    keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
@@ -63,6 +67,7 @@ class Ops:
 TORCH_OPS = Ops(
     name="torch",
     weight_format=lambda shape, dtype, device: "rows",
+    keeps_codes=lambda shape, kind, dtype, device: False,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     commit_scratch=lambda batch, max_drafts, device: None,

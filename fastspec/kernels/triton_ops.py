@@ -14,6 +14,8 @@ from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, a
 from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
+from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed
@@ -25,6 +27,8 @@ from fastspec.kernels.linear.layer_tail import read_once, runs_on_tma
 from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.linear.quantised.plan import MOST_ROWS
+from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -71,6 +75,12 @@ def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
     return "packed" if packable else "rows"
 
 
+def keeps_codes(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the products here read a quantised weight (N, K) of this kind, with activations of `dtype`."""
+    runs = dtype == torch.bfloat16 and supported(torch.cuda.get_device_capability(device))
+    return runs and can_pack_codes(shape, kind)
+
+
 def attend(
     *tensors: Any,
     work: Workspace,
@@ -90,19 +100,21 @@ def attend(
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
     """As `reference.linear`, which defines it, for what `store` returned.
 
-    A packed weight has kernels for the passes of steps, which are faster for short chunks of prompts, too, and one for
-    longer ones. For other weights a library's product is as good for a prompt's many rows. In fp32 it is better there,
-    and for the few rows of a step slower by far, for it would have to be padded to as many as a step may have.
+    A packed or quantised weight has kernels for the passes of steps, which are faster for short chunks of prompts, too,
+    and one for longer ones. For other weights a library's product is as good for a prompt's many rows. In fp32 it is
+    better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a step may
+    have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
     """
     prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
-    if weight.format == "packed":
-        prompt = prompt and not read_once([weight], x.shape[0] * x.shape[1])
+    if weight.format != "rows":
+        rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
+        prompt = prompt and not (rows <= MOST_ROWS if quantised else read_once([weight], rows))
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
-            return prefill_linear(x, weight, bias, **options)
+            return (prefill_quantised if quantised else prefill_linear)(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
     if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
@@ -149,7 +161,7 @@ def argmax(
     out: Tensor,
 ) -> None:
     """As `reference.pick`, which defines it."""
-    if weight.format == "packed":
+    if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
     elif tiling.rows is None:
         reference.argmax(x, weight, limit, tiling, norm=norm, out=out)
@@ -160,6 +172,7 @@ def argmax(
 TRITON_OPS = Ops(
     name="triton",
     weight_format=weight_format,
+    keeps_codes=keeps_codes,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     commit_scratch=scratch_of,

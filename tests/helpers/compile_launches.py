@@ -26,7 +26,7 @@ MMA = ("mma.sync", "wgmma", "tcgen05.mma")
 def report(launch: Launch, arch: int) -> dict[str, Any]:
     """What a launch is, and what its machine code is made of."""
     code, arguments = recorder.compiled(launch), launch.arguments
-    ptx, out = code.asm["ptx"], arguments.get("out_ptr")
+    ptx, out = code.asm["ptx"], arguments.get("out_ptr", arguments.get("out"))
     tensors = [getattr(value, "base", value) for value in arguments.values()]  # of a descriptor its tensor
     sizes = [each.element_size() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return {
@@ -80,7 +80,7 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
         "stays": re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None,
         "waits": ptx.count("griddepcontrol.wait"),
         "single_stores": len(re.findall(r"st\.global[\w.:]*\.b16", ptx)),
-        "product": kernel in ("narrow_kernel", "wide_kernel", "ring_kernel"),
+        "product": kernel in ("narrow_kernel", "wide_kernel", "ring_kernel", "quantised_kernel"),
     }
     if not found["product"]:
         return found
@@ -113,7 +113,7 @@ def main() -> None:
 def describe(launch: Launch, arch: int, group: str) -> None:
     """Prints what one launch compiles to."""
     found = report(launch, arch)
-    if group.startswith(("products", "tails")):
+    if group.startswith(("products", "tails")) or group == "quantised":
         found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
     if group == "portable_whole":
         product = launch.name not in ("norm_kernel", "_norm_kernel")

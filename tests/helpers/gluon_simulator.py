@@ -50,6 +50,10 @@ MODULES = [
     "split_k",
     "launches",
     "layer_tail",
+    "quantised/conversion",
+    "quantised/loads",
+    "quantised/small_m",
+    "quantised/launches",
     "dispatch",
     "argmax",
 ]
@@ -201,6 +205,8 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
         return Values(np.exp2(given[0].array), "float32")
     if "fence.proxy" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
+    if "prmt.b32" in text:
+        return _permuted(given[0], text)
     kind = "bfloat16" if "bf16x2" in text else "float16"
     halves = [[np.ascontiguousarray(each.array).view(KINDS[kind])[..., half::2] for half in (0, 1)] for each in given]
     if "cvt.f32" in text:
@@ -210,14 +216,26 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
     return Values(np.stack(products, -1).reshape(*products[0].shape[:-1], -1).view(np.int32), "int32")
 
 
+def _permuted(words: Values, text: str) -> Values:
+    """Bytes of each word as the last operand of prmt names them, the lowest by its last digit."""
+    digits = text.rstrip(";").split("0x")[1]
+    held = np.ascontiguousarray(words.array).view(np.uint8).reshape(*words.shape, 4)
+    order = [int(digit) for digit in reversed(digits)]
+    return Values(np.ascontiguousarray(held[..., order]).view(np.int32)[..., 0], "int32")
+
+
 def mma(left: Values, right: Values, total: Values) -> Values:
-    """16 values of K at a time: of 64, those whose words are equally placed in the two halves."""
+    """16 values of K at a time: of 64, or of 32, those whose words are equally placed in the two halves."""
     a, b = widened(left.array, left.kind).astype(np.float64), widened(right.array, right.kind).astype(np.float64)
     out = total.array
-    for first in range(0, a.shape[2], 64):
-        for pair in range(4):
+    unit = min(64, a.shape[2])
+    for first in range(0, a.shape[2], unit):
+        for pair in range(0, unit // 8, 2):
             at = [
-                first + half * 32 + lane * 8 + pair * 2 + one for half in (0, 1) for lane in range(4) for one in (0, 1)
+                first + half * (unit // 2) + lane * (unit // 8) + pair + one
+                for half in (0, 1)
+                for lane in range(4)
+                for one in (0, 1)
             ]
             with np.errstate(invalid="ignore", over="ignore"):
                 out = (out + a[:, :, at] @ b[:, at, :]).astype(np.float32)
@@ -437,7 +455,7 @@ def _loaded(stems: list[str]) -> Iterator[list[Any]]:
 def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
     """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
     with _loaded([f"linear/{name}" for name in MODULES]) as modules:
-        loaded = dict(zip(MODULES, modules, strict=True))
+        loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
         loaded["launches"].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)

@@ -23,6 +23,7 @@ from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -33,6 +34,7 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import AttentionRule
 from fastspec.state import DecodeState
+from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
 META = torch.device("meta")
@@ -162,8 +164,13 @@ def packed(n: int, k: int, dtype: torch.dtype = BF16, *, gated: bool = False) ->
 
 def product(n: int, k: int, fused: str, rows: int, pdl: bool, dtype: torch.dtype = BF16) -> object:
     """One product with a packed weight."""
-    words = fused.split("+")
-    x, weight = on_meta((rows, k), dtype), packed(n, k, dtype, gated="gated" in words)
+    return multiplied(packed(n, k, dtype, gated="gated" in fused), fused, rows, pdl)
+
+
+def multiplied(weight: Weight, fused: str, rows: int, pdl: bool) -> object:
+    """One product with this weight."""
+    words, (n, k), dtype = fused.split("+"), weight.shape, weight.dtype
+    x = on_meta((rows, k), dtype)
     norm = (on_meta((k,), dtype), EPS) if "norm" in words else None
     if "pick" in words:
         return packed_argmax(x, weight, n, on_meta((ROWS[-1] + 1,), I64), norm=norm, pdl=pdl)
@@ -208,6 +215,30 @@ def products_in_fp16(arch: int) -> Calls:
     for rows in (8, 64):
         named = "norm+gated+bias+residual"
         yield f"fp16 {rows}", partial(product, 3072, 2048, named, rows, arch >= 90, torch.float16)
+
+
+def quantised(arch: int) -> Calls:
+    """Each kind once, and what else changes the code: many rows, a long K, what is fused."""
+    for name in KINDS:
+        yield f"{name} 8", partial(_quantised, name, 3072, 2048, "norm+gated", 8, arch >= 90)
+    for name, k, fused, rows in (
+        *(("fp8", 2048, "bias+fp32", 16), ("fp8", 4096, "residual", 64), ("fp8", 14336, "residual", 8)),
+        *(("int4 zeros", 2048, "residual", 32), ("nvfp4", 2048, "pick", 1)),
+    ):
+        yield f"{name} {k} {rows}", partial(_quantised, name, 3072, k, fused, rows, arch >= 90)
+
+
+def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:
+    return multiplied(unfilled(name, n, k, "gated" in fused), fused, rows, pdl)
+
+
+def quantised_values(arch: int) -> Calls:
+    """Rows of an embedding and slices for prompts."""
+    scratch = on_meta((64 * 2048,))
+    for name in KINDS:
+        weight = unfilled(name, 3072, 2048)
+        yield f"embed {name}", partial(embed, weight, on_meta((BATCH, 2), I64))
+        yield f"dequantise {name}", partial(dequantise, weight, 64, 64, scratch)
 
 
 WHOLE = 4096  # a K of whole steps; of others the loop is masked
@@ -370,6 +401,8 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     },
     **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
     "products_fp16": products_in_fp16,
+    "quantised": quantised,
+    "quantised_values": quantised_values,
 }
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common import packing
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.codes import Codes, CodesKind
 
-Format = Literal["rows", "packed"]
+Format = Literal["rows", "packed", "codes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,10 +24,13 @@ class Weight:
     """One matrix of a model; y = x W^T.
 
     Attributes:
-        data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`.
+        data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`. "codes": the
+            words of `codes`.
         format: how `data` holds them.
         gated: rows are interleaved, 8 of the gate and then the 8 of up that belong to them. Only packed weights are;
             of a gated product's "rows" the gate's N/2 rows come first.
+        codes: of a quantised weight, its codes and scales, see `code_packing`.
+        activations: of a quantised weight, the dtype of what it multiplies and of its values in `unpack`.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -34,9 +39,15 @@ class Weight:
     data: Tensor
     format: Format = "rows"
     gated: bool = False
+    codes: PackedCodes | None = None
+    activations: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         shape, packed = tuple(self.data.shape), self.format == "packed"
+        if (self.format == "codes") != (self.codes is not None):
+            raise ValueError(f"format is {self.format} and codes are {self.codes}; make it by `Weight.empty_codes`")
+        if self.codes is not None:
+            return
         if packed and (len(shape) != 4 or shape[2:] != (16, 32) or not self.data.is_contiguous()):
             raise ValueError(f"data has shape {shape}; packed weights are contiguous [N/16, K/32, 16, 32]")
         if not packed and (len(shape) != 2 or self.gated):
@@ -56,8 +67,35 @@ class Weight:
         data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
         return cls(data, form, gated and packed)
 
+    @classmethod
+    def empty_codes(
+        cls, shape: tuple[int, int], kind: CodesKind, gated: bool, dtype: torch.dtype, device: torch.device
+    ) -> Weight:
+        """Room for a quantised weight of shape (N, K), for `fill_codes` to write.
+
+        Args:
+            dtype: of the activations it multiplies, and of `unpack` and `embed`.
+
+        Raises:
+            ValueError: the kind has no packed form at this shape: `Ops.keeps_codes` says so.
+        """
+        codes = PackedCodes.empty(shape, kind, gated, device)
+        return cls(codes.words, "codes", gated, codes, dtype)
+
+    def fill_codes(self, codes: Codes) -> None:
+        """Packs quantised values [N, K], of a gated weight the gate's rows first, on their device.
+
+        Raises:
+            ValueError: this weight is not quantised, or `codes` do not fit it; see `PackedCodes.fill`.
+        """
+        if self.codes is None:
+            raise ValueError(f"a weight as {self.format} has no room for codes; make it by `Weight.empty_codes`")
+        self.codes.fill(codes)
+
     def fill(self, rows: Tensor) -> None:
         """Writes the values of rows [N, K], of a gated weight the gate's first, in this weight's format."""
+        if self.codes is not None:
+            raise ValueError("a quantised weight is written by `fill_codes`")
         if self.format == "packed":
             packing.pack_into(self.data, rows, self.gated)
         else:
@@ -66,14 +104,16 @@ class Weight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K), whatever the format."""
+        if self.codes is not None:
+            return self.codes.shape
         if self.format == "packed":
             return self.data.shape[0] * 16, self.data.shape[1] * 32
         return self.data.shape[0], self.data.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
-        return self.data.dtype
+        """Of the values, as `unpack` has them."""
+        return self.data.dtype if self.activations is None else self.activations
 
     @property
     def device(self) -> torch.device:
@@ -82,15 +122,19 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return self.data.nbytes
+        """Bytes of device memory, scales and zero points included."""
+        return self.data.nbytes if self.codes is None else self.codes.nbytes
 
     def unpack(self) -> Tensor:
-        """The matrix as rows [N, K], the gate's first: `data` itself, or a copy of packed values."""
+        """The matrix as rows [N, K], the gate's first: `data` itself, or a copy of packed or dequantised values."""
+        if self.codes is not None:
+            return self.codes.dequantise(self.dtype)
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows [..., K] at int64 ids [...] in 0..N-1; of a gated weight, in the order in which they are stored."""
+        if self.codes is not None:
+            return self.codes.rows(ids, self.dtype)
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]
 
     def words(self, *shape: int) -> Tensor:

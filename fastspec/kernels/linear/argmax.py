@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.dispatch import checked_rows
-from fastspec.kernels.linear.launches import Call, run
+from fastspec.kernels.linear.dispatch import checked_rows, run
+from fastspec.kernels.linear.launches import Call
 
 
 def packed_argmax(

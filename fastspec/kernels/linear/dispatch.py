@@ -5,7 +5,7 @@
 | argument | shape, dtype                            | notes                                             |
 |----------|-----------------------------------------|---------------------------------------------------|
 | x        | [..., K] bf16 or fp16                   | any number of rows                                |
-| weight   | `Weight` [N, K] in x's dtype            | packed, gated or not as the call is               |
+| weight   | `Weight` [N, K] in x's dtype            | packed, or of codes; gated or not as the call is  |
 | bias     | [N], x's dtype                          | gate first, as in the weight before packing       |
 | norm     | (gamma [K] in x's dtype, eps)           | of x, arXiv 1910.07467                            |
 | residual | [..., N or N/2], x's dtype              |                                                   |
@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.launches import GLUON_TYPE, Call, run
+from fastspec.kernels.linear.launches import GLUON_TYPE, Call
+from fastspec.kernels.linear.launches import run as run_packed
+from fastspec.kernels.linear.quantised.launches import run as run_quantised
 
 
 def packed_linear(
@@ -66,10 +68,20 @@ def packed_linear(
     return out
 
 
+def run(call: Call, pdl: bool) -> None:
+    """Launches a product, of a packed or of a quantised weight."""
+    if call.weight.format == "codes":
+        run_quantised(call, pdl)
+    else:
+        run_packed(call, pdl)
+
+
 def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> Tensor:
     """x [..., K] as contiguous rows [M, K]; what the kernels are given must go together."""
-    if weight.format != "packed":
+    if weight.format == "rows":
         raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
+    if weight.format == "codes" and x.dtype != torch.bfloat16:
+        raise TypeError(f"x is {x.dtype}; what quantised weights multiply must be bfloat16")
     if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
     _, k = weight.shape

@@ -54,7 +54,8 @@ def times_gamma(words, gamma, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(words, DTYPE: gl.constexpr):
+def unpacked(words, DTYPE: gl.constexpr):
+    """Words of two values each -> (low, high) in fp32."""
     if gl.bfloat16 == DTYPE:
         low, high = words << 16, words & -65536
         return low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)
@@ -89,7 +90,7 @@ def add_squares(total, words, DTYPE: gl.constexpr):
     """total [...] + the squares of words [..., 4], one after the other: the same chain of roundings in any layout."""
     four = _each_of_four(words)
     for i in gl.static_range(4):
-        low, high = _unpacked(four[i], DTYPE)
+        low, high = unpacked(four[i], DTYPE)
         total = gl.fma(high, high, gl.fma(low, low, total))
     return total
 

@@ -39,7 +39,7 @@ SQUARED = gl.constexpr(4)  # slabs of x in flight while their squares are summed
 
 
 @gluon.jit
-def _words(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
+def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
     """Words at offsets `of` from `at`, zero where `k` says that a slab reaches beyond K."""
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
@@ -49,16 +49,16 @@ def _words(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
 
 @gluon.jit
 def _weights(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
-    return _words(at[0], of[0] + first * 16, k, ragged, "evict_first")
+    return words_at(at[0], of[0] + first * 16, k, ragged, "evict_first")
 
 
 @gluon.jit
 def _rows(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
     """Words of x, and with a norm those of gamma beside them."""
     if len(at) == 3:
-        return _words(at[1], of[1] + first, k, ragged, ""), _words(at[2], of[2] + first, k, ragged, "")
+        return words_at(at[1], of[1] + first, k, ragged, ""), words_at(at[2], of[2] + first, k, ragged, "")
     else:
-        return (_words(at[1], of[1] + first, k, ragged, ""),)
+        return (words_at(at[1], of[1] + first, k, ragged, ""),)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def _runs(words):
 @gluon.jit
 def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
     """Sums of squares of rows of x, of every run of 8 values that a lane loads at once: [S, KT / 32, 4, BM]."""
-    total = no_squares(_runs(_words(at, of, k, RAGGED, "")))
+    total = no_squares(_runs(words_at(at, of, k, RAGGED, "")))
     FULL: gl.constexpr = (T - 1 if RAGGED else T) // SQUARED
     if T <= UNROLLED:
         for i in gl.static_range(FULL):
@@ -108,7 +108,7 @@ def _row_sums(total):
 def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
     slabs = ()
     for i in gl.static_range(N):
-        slabs = slabs + (_words(at, of + i * STEP, k, RAGGED and i == N - 1, ""),)
+        slabs = slabs + (words_at(at, of + i * STEP, k, RAGGED and i == N - 1, ""),)
     for i in gl.static_range(N):
         total = add_squares(total, _runs(slabs[i]), DTYPE)
     return total
@@ -128,7 +128,7 @@ def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: g
 
 
 @gluon.jit
-def _tile(acc, TOGETHER: gl.constexpr):
+def sum_of_ways(acc, TOGETHER: gl.constexpr):
     """The S sums [S, R, BM] of the warps added up, TOGETHER at a time: [R / 16, 2, 8, BM]."""
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
@@ -208,7 +208,7 @@ def narrow_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sums = (gl.zeros([S, R, BM], gl.float32, mma),)
-    like = _tile(sums[0], TOGETHER)
+    like = sum_of_ways(sums[0], TOGETHER)
     loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
     if scale_ptr is not None:
         factor = loaded_factor(scale_ptr, first_row, M, like)
@@ -238,7 +238,7 @@ def narrow_kernel(
         if i + XD < REST:
             xs = xs + (_rows(at, of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1),)
 
-    total = _tile(sums[0], TOGETHER)
+    total = sum_of_ways(sums[0], TOGETHER)
     if gamma_ptr is not None and not AHEAD:
         factor = row_factor(root_scale(_row_sums(sums[1]), K, eps), total)
     if gamma_ptr is not None or scale_ptr is not None:

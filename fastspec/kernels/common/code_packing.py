@@ -1,0 +1,320 @@
+"""The packed form of a quantised matrix: `Codes` as the products with few rows of x read them.
+
+    words int32 [N/16, K/C, 16, 16],   C = 64 codes of 8 bits, or 128 of 4 bits
+
+Rows are in the order of `packing`: of a gated matrix 8 of the gate, then the 8 of up. One row of one chunk of C values
+of K is 64 bytes, and lane 4 g + t of a warp loads bytes 16 t to 16 t + 15 of rows g and g + 8. Half h of word 4 t + c
+holds codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), those of
+
+    k = 32 i + 8 t + 2 c + h                                 within the chunk, or
+    k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             where groups have 32 values and each has a sum of its own
+
+`FIELDS` says which bits of a code come where in a half: such that masks and shifts leave a bf16 there, for no
+conversion is computed. A bf16 whose bits 15..8 are zero is the integer in its bits 7..0 times 2^-133; one with a code's
+bits of e4m3 at 10..4 is the code's value times 2^-120; one with the bits of e2m1 at 8..6 is it times 2^-126.
+
+| form | of                      | a code                                                  |
+|------|-------------------------|---------------------------------------------------------|
+| fp8  | fp8                     | as it is; NaN (127, 255) counts as +-480                |
+| int8 | int8 without a -128     | sign and magnitude                                      |
+| off8 | int8 with a -128        | q + 128; the product takes 128 times the sum of x off   |
+| int4 | int4                    | as it is; the product takes zero points off             |
+| fp4  | fp4                     | as it is                                                |
+
+Each row has a factor in fp32. Where groups have scales, a scale is that factor times what is stored for the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.codes import BITS, E2M1, Codes, CodesKind
+
+Form = Literal["fp8", "int8", "off8", "int4", "fp4"]
+Field = tuple[int, int, int]  # first bit of a code, how many, and where the first comes to
+FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
+    "fp8": (((7, 1, 15), (0, 7, 4)), ((7, 1, 11), (4, 3, 12), (0, 4, 0))),
+    "int8": (((7, 1, 15), (0, 7, 0)), ((7, 1, 7), (0, 7, 8))),
+    "off8": (((0, 8, 0),), ((0, 8, 8),)),
+    "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
+    "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
+}
+# exponent of the power of two by which the products' sums are smaller than what they mean, with x 2^64 times larger;
+# with fp4 x is as it is, and scales are stored 2^100 times larger
+LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
+FP4_RAISED = 100
+GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale
+PART = 2**24  # codes that are packed at a time: what stands beside them meanwhile is some times that
+
+
+@dataclass(slots=True, eq=False)
+class PackedCodes:
+    """A quantised matrix [N, K] in packed form; `fill` writes it.
+
+    Attributes:
+        kind, gated: as in `Codes` and `Weight`.
+        form: how bits lie; `fill` may change it from int8 to off8.
+        words: int32 [N/16, K/C, 16, 16].
+        factors: fp32 [N], in the order of words' rows: each is 2^LIFT times the scale of its row.
+        scales: of groups, relative to factors; None where each row has one scale.
+            int4, fp8, int8: [N/16, K/G, 8], int32 pairs of fp16, rows r and r + 8 of a tile, or int64 pairs of fp32;
+            of blocks of 128 rows [N/16, K/G, 1] with a pair for all rows. fp4: int32 [N/16, K/128, 16, T, 2], pairs of
+            bf16, those of the groups 0, 1, 2, 3 (T = 1), or 0, 2, 4, 6 and 1, 3, 5, 7 (T = 2).
+        zeros: int32 [N/16, K/G, 8], pairs of bf16; None where every zero point is 8, and where there are none.
+    """
+
+    kind: CodesKind
+    gated: bool
+    form: Form
+    words: Tensor
+    factors: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], kind: CodesKind, gated: bool, device: torch.device) -> PackedCodes:
+        """Room for a matrix (N, K).
+
+        Raises:
+            ValueError: `can_pack_codes` says no.
+        """
+        if not can_pack_codes(shape, kind):
+            raise ValueError(f"{kind} of {shape} has no packed form; keep it as it is, or dequantise it")
+        n, k = shape
+        words = torch.empty(n // 16, k * BITS[kind.format] // 512, 16, 16, dtype=torch.int32, device=device)
+        factors = torch.empty(n, dtype=torch.float32, device=device)
+        scales = None
+        if kind.format == "fp4":
+            scales = torch.empty(n // 16, k // 128, 16, 32 // kind.block[1], 2, dtype=torch.int32, device=device)
+        elif group_of(shape, kind):
+            dtype = torch.int32 if kind.format == "int4" else torch.int64
+            pairs = 1 if kind.block[0] > 1 else 8
+            scales = torch.empty(n // 16, k // kind.block[1], pairs, dtype=dtype, device=device)
+        return cls(kind, gated, kind.format, words, factors, scales, None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.words.shape[0] * 16, self.words.shape[1] * 512 // BITS[self.kind.format]
+
+    @property
+    def group(self) -> int:
+        """Values of K that share a scale; 0 where those of a row do."""
+        return group_of(self.shape, self.kind)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(each.nbytes for each in (self.words, self.factors, self.scales, self.zeros) if each is not None)
+
+    def fill(self, codes: Codes) -> None:
+        """Packs `codes`, on their device: rows in the checkpoint's order, of a gated matrix the gate's first.
+
+        Raises:
+            ValueError: another shape or kind, or scales of fp4 that are not small numbers times one of their row.
+        """
+        if codes.shape != self.shape or codes.kind != self.kind:
+            raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
+        if self.kind.format == "int8":
+            self.form = "off8" if bool((codes.codes == 128).any()) else "int8"
+        tiles = _tiles(codes.codes, self.gated)
+        step = max(1, PART // (16 * self.shape[1]))
+        for first in range(0, len(tiles), step):
+            part = tiles[first : first + step].reshape(-1, self.shape[1])
+            halves = _halves(part, self.form, self._narrow_lanes)
+            self.words[first : first + step].view(torch.int16).copy_(halves)
+        self._fill_scales(codes)
+
+    @property
+    def _narrow_lanes(self) -> bool:
+        return self.kind.format == "int4" and self.group == 32
+
+    def _fill_scales(self, codes: Codes) -> None:
+        form, gated = self.form, self.gated
+        lift = 2.0 ** LIFT[form]
+        if not self.group:
+            scales = codes.by_rows().scales[:, 0]
+            self.factors.copy_(_tiles(scales, gated).flatten() * lift)
+            return
+        if form == "fp4":
+            scales, factors = _by_small_scales(codes.scales)
+            self.factors.copy_(_tiles(factors, gated).flatten() * lift)
+            raised = _tiles((scales * 2.0**FP4_RAISED).bfloat16(), gated)  # [tile, row, group]
+            apart = raised.unflatten(2, (-1, 4, 32 // self.kind.block[1])).permute(0, 2, 1, 4, 3)
+            assert self.scales is not None
+            self.scales.view(torch.bfloat16).copy_(apart)
+            return
+        exponents = _exponents(codes.scales)
+        small = codes.scales * torch.exp2(-exponents)[:, None]
+        if form == "int4" and torch.equal(small.half().float(), small):
+            self.factors.copy_(_tiles(torch.exp2(exponents), gated).flatten() * lift)
+            self.scales = _pairs(small.half(), gated).view(torch.int32).squeeze(-1)
+        else:
+            self.factors.fill_(lift)
+            pairs = _pairs(codes.by_rows().scales, gated).view(torch.int64).squeeze(-1)
+            self.scales = pairs[:, :, :1].contiguous() if self.kind.block[0] > 1 else pairs
+        self.zeros = None
+        if codes.zeros is not None and bool((codes.zeros != 8).any()):
+            self.zeros = _pairs(codes.zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [N, K], the gate's rows first: computed in fp32 and rounded once."""
+        tiles = self._values(torch.arange(self.shape[0], device=self.words.device), dtype)
+        return _rows(tiles.unflatten(0, (-1, 16)), self.gated)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [..., K] at int64 ids [...] of a matrix that is not gated."""
+        return self._values(ids.flatten(), dtype).view(*ids.shape, -1)
+
+    def _values(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [n, K] at ids [n] in the order of the words."""
+        tile, row = ids // 16, ids % 16
+        values = _decoded(self.words[tile, :, row], self.form, self._narrow_lanes)
+        factors = self.factors[ids] * 2.0 ** -LIFT[self.form]
+        if not self.group:
+            return (values * factors[:, None]).to(dtype)
+        if self.zeros is not None:
+            values -= _spread(_of_pairs(self.zeros, torch.bfloat16, tile, row), self.group)
+        elif self.form == "int4":
+            values -= 8
+        return (values * _spread(self._scales(tile, row) * factors[:, None], self.group)).to(dtype)
+
+    def _scales(self, tile: Tensor, row: Tensor) -> Tensor:
+        """fp32 [n, K/G], relative to factors."""
+        assert self.scales is not None
+        if self.form == "fp4":
+            found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
+            return found.reshape(len(tile), -1).float() * 2.0**-FP4_RAISED
+        return _of_pairs(self.scales, torch.float16 if self.scales.dtype == torch.int32 else torch.float32, tile, row)
+
+
+def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
+    """Whether a quantised matrix (N, K) has a packed form: a scale a row, or for groups that products know."""
+    (n, k), (rows, columns) = shape, kind.block
+    fits = n > 0 and k > 0 and n % 16 == 0 and k % 128 == 0
+    if not group_of(shape, kind):
+        return fits and rows == 1 and kind.format in ("fp8", "int8")
+    blocks = rows == 1 or (rows == 128 and kind.format in ("fp8", "int8"))
+    return fits and blocks and columns in GROUPS[kind.format] and k % columns == 0
+
+
+def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
+    """Values of K that share a scale; 0 where all of a row do, in a format whose products have that."""
+    whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
+    return 0 if whole else kind.block[1]
+
+
+def _tiles(rows: Tensor, gated: bool) -> Tensor:
+    """Rows [N, ...] -> a view or copy [N/16, 16, ...], in packed order."""
+    tiles: Tensor = (
+        rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(1, 2) if gated else rows.unflatten(0, (-1, 16))
+    )
+    return tiles
+
+
+def _rows(tiles: Tensor, gated: bool) -> Tensor:
+    """What `_tiles` was given."""
+    halves: Tensor = tiles.unflatten(1, (2, 8))
+    return halves.transpose(0, 1).flatten(0, 2) if gated else tiles.flatten(0, 1)
+
+
+def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
+    """uint8 [16 n, K] -> int16 [n, K/C, 16, 32]."""
+    count = len(FIELDS[form])
+    code = codes.to(torch.int16)
+    if form == "int8":
+        code = torch.where(code >= 128, 384 - code, code)  # 128, the sign, over 256 - code, the magnitude
+    elif form == "off8":
+        code = code ^ 128
+    axes = (count, 2, 4, 2, 2) if narrow else (count, 4, 4, 2)  # k: i, [c // 2,] t, c, h
+    apart = code.unflatten(1, (-1, *axes))
+    if narrow:
+        apart = apart.transpose(3, 4).flatten(4, 5)
+    out = torch.zeros_like(apart[:, :, 0])
+    for i, fields in enumerate(FIELDS[form]):
+        for first, bits, place in fields:
+            out |= ((apart[:, :, i] >> first) & (2**bits - 1)) << place
+    halves: Tensor = out.flatten(2).unflatten(0, (-1, 16))
+    return halves.transpose(1, 2)
+
+
+def _decoded(words: Tensor, form: Form, narrow: bool) -> Tensor:
+    """Words [n, K/C, 16] of rows -> the codes as fp32 numbers [n, K]."""
+    halves = words.contiguous().view(torch.int16).unflatten(2, (4, 4, 2))
+    parts = []
+    for fields in FIELDS[form]:
+        code = torch.zeros_like(halves)
+        for first, bits, place in fields:
+            code |= ((halves >> place) & (2**bits - 1)) << first
+        parts.append(code)
+    codes = torch.stack(parts, 2)  # [n, K/C, i, t, c, h]
+    if narrow:
+        codes = codes.unflatten(4, (2, 2)).transpose(3, 4)
+    return _numbers(codes.flatten(1), form)
+
+
+def _numbers(codes: Tensor, form: Form) -> Tensor:
+    if form == "fp8":
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    if form == "int8":
+        return torch.where(codes >= 128, 128 - codes, codes).float()
+    if form == "off8":
+        return codes.float() - 128
+    if form == "int4":
+        return codes.float()
+    table = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)
+    return torch.cat((table, -table))[codes.long()]
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """fp32 [N]: by 2 to these, the scales [N, groups] of a row are at most 2^15."""
+    largest = scales.abs().amax(1)
+    return torch.frexp(largest).exponent.float() - 15
+
+
+def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [N, groups] as (numbers of at most four significant bits, a factor [N] of each row).
+
+    Scales of fp4 are e4m3 numbers times one fp32, or powers of two. The factor is looked for: the largest scale of the
+    row over 8, 9, .. 15. Found, products are within 2^-22 of the scales.
+
+    Raises:
+        ValueError: none of these does it.
+    """
+    largest = scales.abs().amax(1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    small, factors = torch.zeros_like(scales), torch.ones_like(largest)
+    todo = torch.ones_like(largest, dtype=torch.bool)
+    for mantissa in range(8, 16):
+        factor = largest / mantissa
+        found, exponent = torch.frexp(scales / factor)
+        rounded = torch.ldexp((found * 16).round() / 16, exponent)
+        fits = ((rounded * factor - scales).abs() <= scales.abs() * 2.0**-22).all(1, keepdim=True) & todo
+        small, factors = torch.where(fits, rounded, small), torch.where(fits, factor, factors)
+        todo &= ~fits
+    if bool(todo.any()):
+        raise ValueError(
+            f"scales of {int(todo.sum())} rows of fp4 codes are no e4m3 numbers times one fp32 number; dequantise it"
+        )
+    return small, factors[:, 0]
+
+
+def _pairs(values: Tensor, gated: bool) -> Tensor:
+    """[N, groups] -> [N/16, groups, 8, 2]: rows r and r + 8 of a tile side by side."""
+    pairs: Tensor = _tiles(values, gated).unflatten(1, (2, 8)).permute(0, 3, 2, 1)
+    return pairs.clone(memory_format=torch.contiguous_format)
+
+
+def _of_pairs(words: Tensor, dtype: torch.dtype, tile: Tensor, row: Tensor) -> Tensor:
+    """fp32 [n, groups] of rows, out of `_pairs` as words [N/16, groups, 8 or 1]."""
+    pairs: Tensor = words[tile].view(dtype).unflatten(2, (-1, 2))  # [n, groups, 8 or 1, 2]
+    at = torch.arange(len(tile), device=tile.device)
+    return pairs[at, :, row % 8 % pairs.shape[2], row // 8].float()
+
+
+def _spread(values: Tensor, times: int) -> Tensor:
+    return values.repeat_interleave(times, 1)

@@ -1,0 +1,105 @@
+"""The values of packed codes, computed by Triton kernels: for prompts' products and for rows of an embedding.
+
+To the bits of `PackedCodes.dequantise`: fp32, rounded once to bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fastspec.kernels.common.code_packing import FP4_RAISED, LIFT, PackedCodes
+
+
+class Source(NamedTuple):
+    """A quantised matrix, as `code_values` reads it.
+
+    Attributes:
+        halves: int16, the words of `PackedCodes`. factors: fp32 [N].
+        scales: fp16, fp32 or, of fp4, bf16; None where only rows have scales. zeros: bf16 or None.
+    """
+
+    halves: Any
+    factors: Any
+    scales: Any
+    zeros: Any
+
+
+def source_of(codes: PackedCodes) -> tuple[Source, dict[str, Any]]:
+    """(tensors, constants) of `code_values`."""
+    scales = codes.scales
+    if scales is not None:
+        half = torch.bfloat16 if codes.form == "fp4" else torch.float16
+        scales = scales.view(torch.float32 if scales.dtype == torch.int64 else half)
+    zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
+    pairs = 0 if codes.scales is None else codes.scales.shape[2]
+    constants = {"FORM": codes.form, "GROUP": codes.group, "PAIRS": pairs, "LOWER": 2.0 ** -LIFT[codes.form]}
+    return Source(codes.words.view(torch.int16), codes.factors, scales, zeros), constants
+
+
+RAISED = tl.constexpr(2.0**-FP4_RAISED)
+E4M3_UNIT = tl.constexpr(2.0**120)
+E2M1_UNIT = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def _decoded(half, i, FORM: tl.constexpr):
+    """Code number i of halves, int32 0 .. 65535, as a number in fp32."""
+    if FORM == "fp8":
+        first = ((half & 0x8000) << 16) | ((half & 0x07F0) << 16)
+        second = ((half & 0x0800) << 20) | ((half & 0x7000) << 12) | ((half & 0x000F) << 20)
+        return tl.where(i == 0, first, second).to(tl.float32, bitcast=True) * E4M3_UNIT
+    elif FORM == "int8":
+        size = tl.where(i == 0, half & 0x7F, (half >> 8) & 0x7F)
+        sign = tl.where(i == 0, half >> 15, half >> 7) & 1
+        return tl.where(sign == 1, -size, size).to(tl.float32)
+    elif FORM == "off8":
+        return (((half >> (8 * i)) & 0xFF) - 128).to(tl.float32)
+    elif FORM == "int4":
+        return ((half >> (4 * i)) & 0xF).to(tl.float32)
+    else:
+        sign = tl.where(i == 0, half >> 15, tl.where(i == 1, half >> 12, tl.where(i == 2, half >> 14, half >> 13)))
+        size = tl.where(i == 0, half >> 6, tl.where(i == 1, half >> 3, tl.where(i == 2, half >> 9, half)))
+        return (((sign & 1) << 31) | ((size & 7) << 22)).to(tl.float32, bitcast=True) * E2M1_UNIT
+
+
+@triton.jit
+def code_values(
+    source,
+    n,
+    k,
+    inside,
+    K: tl.constexpr,
+    FORM: tl.constexpr,  # as in `PackedCodes`
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,  # of scales that a tile has for a group
+    LOWER: tl.constexpr,  # what takes the lift off a factor
+):
+    """Values at rows n, int64 in the order of the words, and columns k, where `inside`: fp32."""
+    C: tl.constexpr = 128 if FORM == "int4" or FORM == "fp4" else 64
+    tile, row, within = n // 16, n % 16, k % 32
+    place = within
+    if FORM == "int4" and GROUP == 32:
+        place = within % 16 // 4 * 8 + within // 16 * 4 + within % 4
+    at = (tile * (K // C) + k // C) * 512 + row * 32 + place
+    half = tl.load(source.halves + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    value = _decoded(half, k % C // 32, FORM)
+    factor = tl.load(source.factors + n, mask=inside, other=0.0) * LOWER
+    if GROUP == 0:
+        return value * factor
+    elif FORM == "fp4":
+        T: tl.constexpr = 32 // GROUP
+        pair = ((tile * (K // 128) + k // 128) * 16 + row) * (4 * T) + within // GROUP * 4 + k % 128 // 32
+        scale = tl.load(source.scales + pair, mask=inside, other=0.0).to(tl.float32) * RAISED
+        return value * (scale * factor)
+    else:
+        pair = ((tile * (K // GROUP) + k // GROUP) * PAIRS + row % 8 % PAIRS) * 2 + row // 8
+        scale = tl.load(source.scales + pair, mask=inside, other=0.0).to(tl.float32)
+        if source.zeros is not None:
+            value -= tl.load(source.zeros + pair, mask=inside, other=0.0).to(tl.float32)
+        elif FORM == "int4":
+            value -= 8.0
+        return value * (scale * factor)

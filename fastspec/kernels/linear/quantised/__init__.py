@@ -1,0 +1,1 @@
+"""Products with quantised weights: codes become 16-bit operands in registers."""

@@ -1,0 +1,92 @@
+"""The product of prompts with quantised weights: dequantised slice by slice, then multiplied as 16-bit weights are.
+
+The values that are multiplied are those of `Weight.unpack`, rounded to bf16, where the product for few rows applies
+scales to its sums in fp32. A slice of the weight, packed, has at most SCRATCH_BYTES.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.common.code_values import code_values, source_of
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.linear.prefill import prefill_linear
+
+SCRATCH_BYTES = 64 * 2**20
+BLOCK, NUM_WARPS = 2048, 4
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _dequantise_kernel(
+    source,
+    out_ptr,
+    first,
+    count,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Packed 16-bit values of `count` rows from row `first` on, a multiple of 16, BLOCK of them."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count.to(tl.int64) * K
+    n = at // (16 * K) * 16 + at % 512 // 32
+    k = (at % (16 * K) // 512 * 32 + at % 32).to(tl.int32)
+    value = code_values(source, n + first, k, inside, K, FORM, GROUP, PAIRS, LOWER)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantise(weight: Weight, first: int, count: int, scratch: Tensor) -> Weight:
+    """Rows first .. first + count - 1 of a quantised weight, multiples of 16 in the order of its words, packed.
+
+    Args:
+        scratch: bf16, of count * K values or more, which the result lies in.
+    """
+    assert weight.codes is not None
+    k = weight.shape[1]
+    source, constants = source_of(weight.codes)
+    data = scratch[: count * k].view(count // 16, k // 32, 16, 32)
+    grid = (triton.cdiv(count * k, BLOCK),)
+    options: dict[str, Any] = {**constants, "BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    launch(_dequantise_kernel, grid, source, data, first, count, K=k, **options)
+    return Weight(data, "packed", weight.gated)
+
+
+def prefill_quantised(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `prefill_linear`, whose arguments and errors it has, with a weight of codes."""
+    n, k = weight.shape
+    rows = max(16, SCRATCH_BYTES // (2 * k) // 16 * 16)
+    scratch = torch.empty(min(rows, n) * k, dtype=weight.dtype, device=weight.device)
+    each = 2 if gated else 1
+    out = torch.empty(*x.shape[:-1], n // each, dtype=out_dtype or x.dtype, device=x.device)
+    for first in range(0, n, rows):
+        count = min(rows, n - first)
+        part = dequantise(weight, first, count, scratch)
+        columns = slice(first // each, (first + count) // each)
+        out[..., columns] = prefill_linear(
+            x,
+            part,
+            None if bias is None else bias[columns],
+            norm=norm,
+            residual=None if residual is None else residual[..., columns],
+            gated=gated,
+            out_dtype=out_dtype,
+        )
+    return out

@@ -1,0 +1,42 @@
+"""Launches of products with quantised weights compile, without a GPU, to what they are meant to be made of."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from tests.helpers.budgets import fits
+from tests.helpers.modules import module_output
+
+pytestmark = pytest.mark.long
+
+SPILLS = {("int4 64 8", 80): 16}  # bytes of a thread that may wait in memory, by call and architecture
+ARCHITECTURES = [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 89, 120))]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kind_compiles(arch: int) -> None:
+    reports = module_output("tests.helpers.compile_launches", str(arch), "quantised")
+    products = [report for report in reports if report["product"]]
+    assert len(products) == 16
+    for report in products:
+        assert fits(report, arch, SPILLS.get((report["call"], arch), 0)), report
+        assert report["mma"], report
+        # codes by 16 bytes, the first of them before the wait
+        assert report["wide_loads"] > 0, report
+        assert report["narrow_loads"] == 0, report
+        assert report["starts_early"] == (arch >= 90), report
+        assert report["lets_next"] == ("no" if arch < 90 else "first"), report
+        if arch >= 90:
+            assert report["weights_before"] > 0, report
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_values_compile(arch: int) -> None:
+    reports = module_output("tests.helpers.compile_launches", str(arch), "quantised_values")
+    assert {report["kernel"] for report in reports} == {"_embed_codes_kernel", "_dequantise_kernel"}
+    for report in reports:
+        assert fits(report, arch, 0), report
+        if report["kernel"] == "_embed_codes_kernel" and arch >= 90:
+            assert report["waits_first"], report  # attention reads what was fed before it waits
