@@ -77,16 +77,22 @@ CONFIGS = {"Gemma3n": "Gemma3nTextConfig", "Gemma4": "Gemma4TextConfig"}
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 
 
-def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A live model with random weights, none at a neutral value."""
-    kind = MODELS[name][0]
-    config = config_of(name, **changes)
-    model: PreTrainedModel = getattr(transformers, CLASSES.get(kind, kind + "ForCausalLM"))(config)
+def fill(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Random weights, none at a neutral value."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, parameter in model.named_parameters():
             around = 1.0 if "norm" in label and label.endswith("weight") else 0.0
             parameter.normal_(around, STD, generator=generator)
+    return model
+
+
+def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A live model with random weights, none at a neutral value."""
+    kind = MODELS[name][0]
+    config = config_of(name, **changes)
+    model: PreTrainedModel = getattr(transformers, CLASSES.get(kind, kind + "ForCausalLM"))(config)
+    fill(model, seed)
     model.config.dtype = dtype
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

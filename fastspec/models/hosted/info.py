@@ -119,7 +119,9 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
     try:
         _refuse_config(config)
         kind = kind or causal_class(config)
-        shell = shell_of(kind, config)
+        if kind.__name__.endswith("ForConditionalGeneration"):
+            raise UnsupportedModel(f"{kind.__name__} takes more than text; save its language model by itself")
+        shell = shell_of(kind, copy.deepcopy(config))
         probed = probe(shell)
         return _info(name, kind, config, shell, probed)
     except UnsupportedModel as error:
@@ -161,7 +163,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 def _refuse_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel("it is an encoder-decoder; wanted a decoder-only model")
-    for part in ("vision_config", "audio_config"):
+    for part in ("vision_config", "audio_config", "patch_size"):
         if getattr(config, part, None) is not None:
             raise UnsupportedModel(f"it has a {part}: wanted a text model; save its language model by itself")
     text = config.get_text_config()

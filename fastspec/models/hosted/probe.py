@@ -223,8 +223,8 @@ def _window(function: Any, layer: str) -> int | None:
     keys = torch.arange(_FAR + 1, device="cpu")[None]
     nothing = torch.tensor(0, device="cpu")
     try:
-        seen = torch.as_tensor(function(nothing, nothing, at, keys), device="cpu").expand(len(rows), _FAR + 1)
-    except (RuntimeError, IndexError) as error:
+        seen = function(nothing, nothing, at, keys).expand(len(rows), _FAR + 1)
+    except (RuntimeError, IndexError, AttributeError) as error:
         raise UnsupportedModel(f"layer {layer!r}: its mask depends on what is fed (a chunked or block mask)") from error
     lowest = torch.where(seen, keys, _FAR + 1).amin(1, keepdim=True)
     window = int(at[-1] - lowest[-1]) + 1
