@@ -102,6 +102,7 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 # what cannot be hosted: config class, fields besides COMMON, and why
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "interface": ("BloomConfig", {}, "does not go through transformers' AttentionInterface"),
+    "falcon": ("FalconConfig", {"head_dim": None}, "does not go through transformers' AttentionInterface"),
     "recurrent": ("MambaConfig", {}, "keeps recurrent state"),
     "hybrid": ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}, "keeps recurrent state"),
     "mask": ("DogeConfig", {}, "layer 'model.layers.0.self_attn.*': the model changes its attention mask"),
@@ -133,4 +134,5 @@ def refused_config(name: str) -> tuple[Any, str]:
     """The config, and the reason as a regular expression."""
     kind, fields, reason = REFUSED[name]
     own = name in ("vision", "no_causal")
-    return getattr(transformers, kind)(**({} if own else {**COMMON, **fields})), reason
+    given = {} if own else {name: value for name, value in {**COMMON, **fields}.items() if value is not None}
+    return getattr(transformers, kind)(**given), reason

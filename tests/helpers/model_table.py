@@ -42,6 +42,12 @@ ALIASES: dict[str, Any] = {
     **{"decoder_attention_heads": 4, "decoder_ffn_dim": 48, "attention_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8},
     **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_top_k": 2, "n_inner": 48},
 }
+# fields that a type needs otherwise, None: not given
+OWN: dict[str, dict[str, Any]] = {
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 HEADING = """# Model types
 
 What runs how, by `model_type` of `config.json`, with transformers {version}. This page is generated
@@ -74,7 +80,8 @@ def tiny_config(model_type: str) -> Any:
         return kind(**{**COMMON, **MODELS[model_type][1]})
     plain = kind()
     wanted = {**COMMON, **EXPERTS, **ALIASES}
-    known = {name: value for name, value in wanted.items() if hasattr(plain, name)}
+    known = {name: value for name, value in wanted.items() if hasattr(plain, name)} | OWN.get(model_type, {})
+    known = {name: value for name, value in known.items() if value is not None}
     return kind(**{**known, "attn_implementation": "eager"})
 
 

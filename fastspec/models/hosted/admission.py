@@ -37,7 +37,7 @@ def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> No
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: cannot be hosted: {error}") from error
     # whatever a foreign module raises once its parts are swapped
-    except (TypeError, AttributeError, NotImplementedError) as error:
+    except (TypeError, AttributeError, NotImplementedError, AssertionError, LookupError) as error:
         raise UnsupportedModel(
             f"{name}: cannot be hosted: a pass with swapped parts failed ({type(error).__name__}: {error})"
         ) from error

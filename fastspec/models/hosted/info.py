@@ -12,7 +12,7 @@ from torch import nn
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
-from fastspec.models.hosted.probe import Probed, probe
+from fastspec.models.hosted.probe import FOREIGN, Probed, probe
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
     try:
         with torch.device("meta"):
             shell: nn.Module = kind(config)
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError) as error:
+    except FOREIGN as error:
         raise UnsupportedModel(f"its class {kind.__name__} cannot be made of this config: {error}") from error
     for part in shell.modules():  # it reads ids on the host, and no padding is fed here
         if hasattr(part, _WARNS):

@@ -24,6 +24,11 @@ from fastspec.shapes import AttentionRule
 _KNOWN_TENSORS: Final = ("s_aux", "position_ids", "cache_position")
 _FAR: Final = 1 << 15  # positions over which a mask is compared with a window
 _BATCH, _QUERIES = 2, 3
+# what code that was not written for this may raise
+FOREIGN: Final = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError),
+    *(AssertionError, ArithmeticError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ def _naming_layers(module: nn.Module) -> Iterator[None]:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"layer {entered[0]!r}: {error}") from error
     # whatever a foreign module raises: it was not made for a device without values
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
+    except FOREIGN as error:
         first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(
             f"layer {entered[0]!r}: a pass cannot be traced without values, so it reads them on the host, or has "

@@ -14,11 +14,11 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.generator import FastSpecGenerator
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted import swaps
-from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
-from tests.helpers import checkpoints
+from tests.helpers import checkpoints, model_table
 from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
@@ -94,12 +94,7 @@ def test_weights_are_held_once_and_counted_right() -> None:
         target = gen._open_engine().parts.target
         assert isinstance(target, HostedModel)
         held: dict[int, int] = {}
-        for part in target.module.modules():
-            tensors = [*part._parameters.values(), *part._buffers.values()]
-            if isinstance(part, swaps.Product | swaps.Embedding):
-                tensors.append(part.weight.data)
-            held |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
-        for part in target.base.modules():
+        for part in (*target.module.modules(), *target.base.modules()):
             tensors = [*part._parameters.values(), *part._buffers.values()]
             if isinstance(part, swaps.Product | swaps.Embedding):
                 tensors.append(part.weight.data)
@@ -133,8 +128,6 @@ def test_attention_that_differs_from_the_modules_own_is_refused(monkeypatch: pyt
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_cannot_be_hosted_is_refused_by_name(name: str) -> None:
-    from fastspec.models.hosted.info import hosted_info
-
     config, reason = refused_config(name)
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         hosted_info(config)
@@ -178,8 +171,6 @@ def test_compilation_of_a_hosted_model_is_refused() -> None:
 def test_a_config_is_left_as_it_was() -> None:
     config = config_of("gpt_neox")
     before = config.to_dict()
-    from fastspec.models.hosted.info import hosted_info
-
     hosted_info(config)
     assert config.to_dict() == before
 
@@ -187,7 +178,7 @@ def test_a_config_is_left_as_it_was() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe", "gpt_oss", "stablelm"])
 def test_on_a_gpu_steps_are_captured_and_drafts_change_nothing(name: str) -> None:
-    model = make_model(name, dtype=torch.bfloat16).cuda()
+    model = make_model(name, dtype=torch.bfloat16, hidden_size=128, head_dim=32, intermediate_size=256).cuda()
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
     with generator(model, **options) as plain:  # construction compares bits of one token with those among k + 1
         wanted = texts_of(plain).new_tokens
@@ -195,3 +186,10 @@ def test_on_a_gpu_steps_are_captured_and_drafts_change_nothing(name: str) -> Non
         assert texts_of(gen).new_tokens == wanted
         assert texts_of(gen, PROMPTS[:1]).new_tokens == wanted[:1]
         assert "captured" in gen.explain()
+
+
+@pytest.mark.slow
+def test_the_page_of_model_types_is_what_a_trial_of_each_gives() -> None:
+    now = model_table.page()
+    assert "DIFFERS" not in now
+    assert model_table.PAGE.read_text(encoding="utf-8") == now
