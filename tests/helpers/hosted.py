@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "encoder": ("T5Config", {}, "encoder-decoder"),
     "vision": ("Mistral3Config", {}, "vision_config"),
-    "no_causal": ("ViTConfig", {}, "no causal language model"),
+    "no_causal": ("DistilBertConfig", {}, "no causal language model"),
 }
 
 

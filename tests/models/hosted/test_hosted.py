@@ -168,6 +168,20 @@ def test_compilation_of_a_hosted_model_is_refused() -> None:
         generator(make_model("gpt_neox"), compile=True, exact=False)
 
 
+def test_reductions_and_functions_in_fixed_shapes_give_what_torch_gives() -> None:
+    x = torch.randn(2, 3, 5, 40, generator=torch.Generator().manual_seed(0))
+    calls: list[tuple[Any, Any, Any]] = [
+        *[(torch.Tensor.mean, (-1,), {"keepdim": True}), (torch.mean, (), {"dim": 3}), (torch.sum, ((-1,),), {})],
+        (torch.Tensor.var, (), {"dim": -1, "unbiased": False, "keepdim": True}),
+    ]
+    for func, args, kwargs in calls:
+        assert swaps._over_last((x, *args), kwargs)
+        torch.testing.assert_close(swaps.padded_reduction(func, x, *args, **kwargs), func(x, *args, **kwargs))
+    assert not swaps._over_last((x,), {})
+    assert not swaps._over_last((x, 1), {})
+    torch.testing.assert_close(swaps.padded_elements(torch.tanh, x), torch.tanh(x))
+
+
 def test_a_config_is_left_as_it_was() -> None:
     config = config_of("gpt_neox")
     before = config.to_dict()
