@@ -174,9 +174,8 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
     parts = [_pairs(self, x, expert) for x, expert in zip(rows, chosen, strict=True)]
     out = torch.cat(parts)[: len(pairs)] * weights.reshape(-1, 1)
-    return (
-        out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)[:, -1].to(hidden.dtype)
-    )  # in the order of k, whatever the shape
+    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # in the order of k, whatever the shape
+    return summed[:, -1].to(hidden.dtype)
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
