@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.models.vocab import shared_vocab
-from fastspec.models.weights.sources import load_tokenizer, resolve
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
@@ -23,7 +24,6 @@ from fastspec.runtime import calls
 from fastspec.runtime.build import build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
-from fastspec.runtime.engine import Engine
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.request import lengths_of
@@ -59,6 +59,8 @@ class FastSpecGenerator:
         dtype: of weights and cache, for both models. Default: each checkpoint's own on CUDA, float32 on a CPU.
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
+        target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
@@ -90,6 +92,8 @@ class FastSpecGenerator:
         device: torch.device | str | None = None,
         target_revision: str | None = None,
         draft_revision: str | None = None,
+        target_quantization: str | None = None,
+        draft_quantization: str | None = None,
         release_source: bool = False,
         exact: bool = True,
         graphs: bool | None = None,
@@ -99,8 +103,8 @@ class FastSpecGenerator:
     ) -> None:
         self._lock = threading.Lock()
         check(proposer, with_draft=draft is not None)
-        self._target = resolve(target, role="target", revision=target_revision)
-        self._draft = None if draft is None else resolve(draft, role="draft", revision=draft_revision)
+        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
+        self._target, self._draft = resolve_pair(target, draft, revisions, quantization)
         self._settings = settings_of(
             self._target,
             self._draft,
@@ -119,8 +123,7 @@ class FastSpecGenerator:
         announce_synthetic(verification)
         if progress:
             announce(self._settings)
-        self.device = self._settings.device
-        self.max_length = self._settings.max_length
+        self.device, self.max_length = self._settings.device, self._settings.max_length
         self.memory_plan: MemoryPlan = self._settings.memory
         self._drafting = DraftPlan(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
         self.num_speculative_tokens = self._drafting.default
@@ -157,24 +160,23 @@ class FastSpecGenerator:
         device: torch.device | str | None = None,
         target_revision: str | None = None,
         draft_revision: str | None = None,
+        target_quantization: str | None = None,
+        draft_quantization: str | None = None,
     ) -> MemoryPlan:
         """The memory that a generator made with the same arguments needs; loads and allocates nothing.
 
         Raises:
             MemoryError: it does not fit; the message names what does.
         """
+        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
         return settings_of(
-            resolve(target, role="target", revision=target_revision),
-            None if draft is None else resolve(draft, role="draft", revision=draft_revision),
+            *resolve_pair(target, draft, revisions, quantization),
             num_speculative_tokens=num_speculative_tokens,
             max_batch_size=max_batch_size,
             max_length=max_length,
             page_size=page_size,
             dtype=dtype,
             device=device,
-            exact=True,
-            graphs=None,
-            compile=False,
             verification=verification,
             proposer=proposer,
         ).memory
@@ -360,7 +362,7 @@ class FastSpecGenerator:
         """What happened since `start`."""
         rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
         choice, settings = self._drafting.of(call.chosen), self._settings
-        synthetic, threads = synthetic_name(settings.verification), self._open_engine().threads
+        synthetic, threads = synthetic_name(settings.verification), self._open().engine.threads
         now = threads.now if threads else None
         return Stats.of(rows, choice.k, seconds, synthetic, choice.note, settings.exact, now)
 
@@ -369,13 +371,10 @@ class FastSpecGenerator:
             raise RuntimeError("this generator is closed; make a new one")
         return self._scheduler
 
-    def _open_engine(self) -> Engine:
-        return self._open().engine
-
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
         models = self._target, self._draft, self._shared_vocab
-        return explain(self._settings, self._open_engine(), *models, self._drafting)
+        return explain(self._settings, self._open().engine, *models, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the gate also measures older trees, which have this class e
 
 def engine_of(generator: FastSpecGenerator) -> Engine:
     """What an open generator runs on."""
-    return generator._open_engine()
+    return generator._open().engine
 
 
 @contextmanager

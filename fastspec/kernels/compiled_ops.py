@@ -128,6 +128,7 @@ def compiled(ops: Ops) -> Ops:
         ops,
         name="compiled",
         weight_format=TORCH_OPS.weight_format,
+        keeps_codes=TORCH_OPS.keeps_codes,
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         norm=reference.norm,

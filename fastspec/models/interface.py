@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fastspec.kernels.ops import Ops
 from fastspec.shapes import ForwardBatch, Tiling
 
 
@@ -86,6 +87,9 @@ class ModelSource(Protocol):
     @property
     def stored(self) -> str:
         """How its matrices are stored where they are quantised; else empty."""
+
+    def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
 
     @property
     def module(self) -> nn.Module | None:

@@ -86,7 +86,7 @@ def build(
             device=device,
             progress=progress,
             release_source=release_source,
-            weight_format=inside.weight_format,
+            ops=inside,
         )
         pending.append(allocated)
         cache = PagedKVCache.allocate(

@@ -57,7 +57,8 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
     if layout.draft is None or not judged or stats.auto == AUTO:  # which has seen to it
         return None
-    draft_pass = layout.draft.weight_bytes(layout.draft_dtype) / layout.target.weight_bytes(layout.target_dtype)
+    target_bytes, draft_bytes = layout.weight_bytes
+    draft_pass = draft_bytes / target_bytes
     needed = 1 + stats.drafted / stats.steps * draft_pass
     gained = stats.emitted / stats.steps
     if gained >= needed:

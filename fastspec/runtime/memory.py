@@ -70,6 +70,7 @@ class Layout:
         ops: whose kernels run.
         keep_draft_probs: the distribution of every draft is kept until the draft is verified.
         feature_layers: layers of the target whose hidden states the proposer reads.
+        weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
     """
 
     batch: int
@@ -83,6 +84,7 @@ class Layout:
     ops: Ops
     keep_draft_probs: bool = True
     feature_layers: int = 0
+    weights: tuple[int, int] | None = None
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -105,9 +107,10 @@ class Layout:
         """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
         positions = self.num_pages(max_length) * self.page_size
         state, slot = self.state_sizes(max_length), self.with_batch(1).state_sizes(max_length)
+        target_weights, draft_weights = self.weight_bytes
         return MemoryPlan(
-            target_weights=self.target.weight_bytes(self.target_dtype),
-            draft_weights=self.draft.weight_bytes(self.draft_dtype) if self.draft else 0,
+            target_weights=target_weights,
+            draft_weights=draft_weights,
             target_cache=positions * position_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
@@ -115,6 +118,14 @@ class Layout:
             graphs=0,
             free=free,
         )
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights of target and draft."""
+        if self.weights is not None:
+            return self.weights
+        draft = self.draft.weight_bytes(self.draft_dtype) if self.draft else 0
+        return self.target.weight_bytes(self.target_dtype), draft
 
     def state_sizes(self, max_length: int) -> StateSizes:
         """Sizes of the decode state of rows of up to `max_length` tokens."""

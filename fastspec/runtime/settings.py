@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
 from fastspec.inputs.values import scalar
+from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import features_of, is_deterministic
@@ -70,9 +71,9 @@ def settings_of(
     page_size: int,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
-    exact: bool,
-    graphs: bool | None,
-    compile: bool,
+    exact: bool = True,
+    graphs: bool | None = None,
+    compile: bool = False,
     verification: object,
     proposer: object | None,
 ) -> Settings:
@@ -104,6 +105,7 @@ def settings_of(
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         feature_layers=len(features_of(proposer)),
     )
+    layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
     length, reason = _max_length(max_length, layout, on)
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
@@ -111,6 +113,15 @@ def settings_of(
     _check_hosted(target, draft, compile, layout.feature_layers)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+
+
+def _weights(
+    layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device, compile: bool
+) -> tuple[int, int]:
+    """Bytes that the weights of target and draft take on the device."""
+    ops = TORCH_OPS if compile else layout.ops  # torch.compile takes plain matrices alone
+    of_draft = draft.bytes_loaded(layout.draft_dtype, device, ops) if draft else 0
+    return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
 
 
 def announce(settings: Settings) -> None:

@@ -171,7 +171,7 @@ def test_nothing_is_captured_or_allocated_after_warm_up() -> None:
     """50 prompt lengths and limits after one pass over the chunk sizes: no further capture, no memory taken."""
     with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
         ids = list(range(100, 700))
-        runner = gen._open_engine().runner
+        runner = gen._open().engine.runner
         for length in (5, 70, 140, 300, 500):
             gen.generate([ids[:length]], max_new_tokens=5)
         before = (len(runner._graphs), torch.cuda.memory_allocated())  # type: ignore[attr-defined]

@@ -220,7 +220,7 @@ def scored(engine: Engine, texts: Tensor, rows: list[int], length: int, k: int, 
 
 def test_logits_and_cache_of_one_pass(gen: FastSpecGenerator) -> None:
     """k + 1 rows against single rows, alone and among others, 1 to 72 rows of a product at once."""
-    engine = gen._open_engine()
+    engine = gen._open().engine
     generator = torch.Generator().manual_seed(1)
     with engine.on_device():
         texts = torch.randint(4096, (8, 280), generator=generator).to(engine.state.tokens.device)
@@ -248,7 +248,7 @@ def test_the_check_sees_a_product_of_another_shape(gen: FastSpecGenerator, monke
         return logits * (1 + 2.0**-20 * hidden.shape[1])
 
     monkeypatch.setattr(Decoder, "logits", library)
-    engine = gen._open_engine()
+    engine = gen._open().engine
     with engine.on_device():
         texts = torch.randint(4096, (1, 280), device=engine.state.tokens.device)
         single, _ = scored(engine, texts, [0], 130, 3, True)

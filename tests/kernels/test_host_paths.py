@@ -61,7 +61,7 @@ def compile_all(directory: Path, dtype: torch.dtype, ks: tuple[int, ...], batch:
     with FastSpecGenerator(
         directory, directory, dtype=dtype, max_batch_size=batch, max_length=length, device="cpu", progress=False
     ) as generator:
-        engine = generator._open_engine()
+        engine = generator._open().engine
         kinds = [(k, *kind) for k in ks for kind in ((GREEDY, None), (FULL, None), (GREEDY, 2), (FULL, 0))]
         with engine.on_device():
             steps = [(rows, engine.shape(*kind, length)) for rows in (1, batch) for kind in kinds]
@@ -106,7 +106,7 @@ def test_who_multiplies_chunks_of_prompts(
     with FastSpecGenerator(
         directory, directory, dtype=torch.bfloat16, max_length=300, device="cpu", progress=False
     ) as generator:
-        engine = generator._open_engine()
+        engine = generator._open().engine
         for chunk, draft in itertools.product(engine.chunks, (False, True)):
             launched.clear()
             with engine.on_device(), engine.parts.ops.compiling():
@@ -130,7 +130,7 @@ def test_how_many_launches_end_a_step(
         *[make_checkpoint(tmp_path, "llama3", **SIZES)] * 2,
         dtype=torch.bfloat16, max_length=300, device="cpu", progress=False,
     ) as generator:  # fmt: skip
-        engine = generator._open_engine()
+        engine = generator._open().engine
         for k, recorded in itertools.product((0, 4), (None, 5)):
             launched.clear()
             with engine.on_device():

@@ -110,7 +110,7 @@ def drafting_for_itself(directory: Path, device: str, ops: Ops | None = None) ->
         directory, directory, dtype=torch.bfloat16, max_length=128, device=device, progress=False
     ) as generator:
         if ops is not None:
-            generator._open_engine().parts.target.ops = ops  # type: ignore[attr-defined]
+            generator._open().engine.parts.target.ops = ops  # type: ignore[attr-defined]
         prompts = [[5, 6, 7], [9] * 20, [3, 1, 4, 1, 5]]
         output = generator.generate(prompts, max_new_tokens=80, eos_token_id=None, return_dict_in_generate=True)
         return output.stats  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastspec.kernels.ops import Ops
 from fastspec.models.interface import ModelInfo
 from fastspec.output import RowStats, Stats
 from fastspec.runtime import explain
@@ -48,6 +49,9 @@ class Source:
     name: str = "somewhere"
     stored: str = ""
     module: nn.Module | None = None
+
+    def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+        return self.spec.weight_bytes(dtype)
 
 
 def settings(target: Source, draft: Source | None, **changes: Any) -> Settings:

@@ -131,7 +131,7 @@ def test_switching_captures_nothing(
 ) -> None:
     gen = made(pair, device)
     with gen:
-        engine = gen._open_engine()
+        engine = gen._open().engine
         assert engine.missing(2, KS, GREEDY, None) == []
         if engine.runner.static:
             monkeypatch.setattr(engine.runner, "_capture", None)  # calling it would raise

@@ -358,7 +358,7 @@ def test_the_chosen_length_is_printed(directory: Path, capsys: pytest.CaptureFix
 
 
 def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
-    engine = gen._open_engine()
+    engine = gen._open().engine
     assert engine is not None
     plan = gen.memory_plan
     target, draft = engine.parts.target, engine.parts.proposer.model  # type: ignore[union-attr]

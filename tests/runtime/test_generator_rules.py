@@ -59,10 +59,10 @@ def test_only_rules_that_read_laws_have_room_for_them(pair: tuple[Path, Path]) -
         assert "all drafts of a step together (block verification)" in generator.explain()
     with made(*pair, num_speculative_tokens=3, verification=COUPLED) as generator:
         assert kept - generator.memory_plan.buffers == laws
-        assert generator._open_engine().state.draft_probs.numel() == 0
+        assert generator._open().engine.state.draft_probs.numel() == 0
     with made(pair[0], proposer=NGram(1, 3), num_speculative_tokens=3) as generator:
         assert generator.memory_plan.buffers < kept - laws
-        assert generator._open_engine().state.draft_probs.numel() == 0
+        assert generator._open().engine.state.draft_probs.numel() == 0
 
 
 def test_lookup_alone_needs_no_draft(pair: tuple[Path, Path]) -> None:

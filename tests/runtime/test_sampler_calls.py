@@ -189,7 +189,7 @@ def test_broken_logits_raise_with_row_and_position(
 ) -> None:
     options: dict[str, Any] = {"do_sample": sampled, "seed": 1}
     expected = full(gen, **options).new_tokens
-    engine = gen._open_engine()
+    engine = gen._open().engine
     assert engine is not None
     state, plain = engine.state, engine.parts.target.logits
 

@@ -139,8 +139,8 @@ def test_a_generator_says_its_number_and_leaves_torchs_alone(tmp_path: Path) -> 
     for count in (1, 2):
         with using_threads(count), FastSpecGenerator(*pair, max_length=64, device="cpu", progress=False) as generator:
             assert torch.get_num_threads() == count
-            assert generator._open_engine().threads is not None
-            object.__setattr__(generator._open_engine(), "threads", Steady(count, count, "measured", count))
+            assert generator._open().engine.threads is not None
+            object.__setattr__(generator._open().engine, "threads", Steady(count, count, "measured", count))
             assert f"threads    {count} of torch's {count} on the CPU" in generator.explain()
             for emitted in generator.stream([[1, 2, 3]], **options):
                 assert emitted

@@ -110,6 +110,12 @@ class Codes:
             part = Codes(self.kind, self.codes[here], self.scales[blocks], zeros)
             place[here] = part.dequantise(place.dtype)
 
+    def in_order(self, order: Tensor) -> Codes:
+        """The matrix whose row i is row order[i] of this one."""
+        rows = self.by_rows()
+        zeros = None if rows.zeros is None else rows.zeros[order]
+        return Codes(rows.kind, rows.codes[order], rows.scales[order], zeros)
+
     def by_rows(self) -> Codes:
         """The same matrix with blocks of one row."""
         rows, columns = self.kind.block
@@ -132,17 +138,24 @@ def join(parts: Sequence[Codes]) -> Codes:
     Raises:
         ValueError: parts differ in format, in K, or in the columns of a block.
     """
-    first = parts[0].kind
-    if any((each.kind.format, each.kind.block[1], each.shape[1]) != (first.format, first.block[1], parts[0].shape[1])
-           for each in parts):  # fmt: skip
+    kind = joined_kind([each.kind for each in parts], [each.shape for each in parts])
+    if kind is None:
         raise ValueError(f"cannot join {[(each.kind, list(each.shape)) for each in parts]}: one format, K and group")
-    whole = all(each.kind == first and each.shape[0] % first.block[0] == 0 for each in parts[:-1])
-    if not whole or parts[-1].kind != first:
-        parts = [each.by_rows() for each in parts]
+    parts = [each if each.kind == kind else each.by_rows() for each in parts]
     zeros = [each.zeros for each in parts if each.zeros is not None]
     return Codes(
-        parts[0].kind,
+        kind,
         torch.cat([each.codes for each in parts]),
         torch.cat([each.scales for each in parts]),
         torch.cat(zeros) if zeros else None,
     )
+
+
+def joined_kind(kinds: Sequence[CodesKind], shapes: Sequence[tuple[int, int]]) -> CodesKind | None:
+    """The kind of what `join` makes of matrices of these kinds and shapes; None where it cannot."""
+    first = kinds[0]
+    if len({(kind.format, kind.block[1], shape[1]) for kind, shape in zip(kinds, shapes, strict=True)}) > 1:
+        return None
+    same = all(kind == first for kind in kinds)
+    whole = all(rows % first.block[0] == 0 for rows, _ in shapes[:-1])
+    return first if same and whole else CodesKind(first.format, (1, first.block[1]))

@@ -199,13 +199,9 @@ def _unstashed(stashes, like):
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
 def wide_kernel(
-    x_ptr,  # int32 words [M, K / 2]
+    given,  # Rows of launches.py; gamma is in x already
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
-    scale_ptr,  # fp32 [M] or None: factors of the rows of x
-    bias_ptr,  # [N] or None
-    residual_ptr,  # [M, width] or None
-    out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [M + 1] or None
+    ends,  # Ends of launches.py
     M,
     N,
     limit,
@@ -225,6 +221,8 @@ def wide_kernel(
     DTYPE: gl.constexpr,
 ):
     """One program of the large-M kernel: R weight rows by GROUPS * GROUP rows of x."""
+    x_ptr, _gamma_ptr, scale_ptr, _eps = given
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = ends
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,44 @@ def gpu_of(device: torch.device) -> Gpu:
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
     """`plan.tile_of` for a weight, on its device."""
     return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated)
+
+
+# Arguments of kernels, in groups. Triton compiles for the values of integers inside a tuple: whether one is 1, and
+# whether it is a multiple of 16. So integers, which differ from pass to pass, are parameters of their own.
+
+
+class Rows(NamedTuple):
+    """The rows that a weight is multiplied with, and the norm that goes before.
+
+    Attributes:
+        x_ptr: int32 words [M, K / 2].
+        gamma_ptr: int32 words [K / 2]: the kernel itself normalises; None: it does not.
+        scale_ptr: fp32 [M], factors of rows that gamma is in already; None: there are none.
+        eps: of the norm.
+    """
+
+    x_ptr: Any
+    gamma_ptr: Any
+    scale_ptr: Any
+    eps: Any
+
+
+class Ends(NamedTuple):
+    """What becomes of complete sums.
+
+    Attributes:
+        bias_ptr: [N]; None: none.
+        residual_ptr: [M, width]; None: none.
+        out_ptr: [M, width]; int64 tokens, with a stride, where `keys_ptr` is given.
+        keys_ptr: int64 [M + 1], of an argmax; None: sums are stored.
+        parts_ptr: fp32 [S / TOGETHER, M, N]: where it is given nothing else is written; of the TMA kernel alone.
+    """
+
+    bias_ptr: Any
+    residual_ptr: Any
+    out_ptr: Any
+    keys_ptr: Any
+    parts_ptr: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +108,27 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     elif call.norm is not None:
         x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
         call = replace(call, x=x)
-    ends = (scale, call.bias, call.residual, call.out, call.argmax_keys)
+    ends = Ends(call.bias, call.residual, call.out, call.argmax_keys)
+    inputs = Rows(call.x.view(torch.int32), gamma, scale, 0.0 if call.norm is None else call.norm[1])
     numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    words = (call.x.view(torch.int32), call.weight.words())
+    operands = (inputs, call.weight.words(), ends, rows, n)
     steps = plan.cdiv(k, split.split_k * split.k_tile)
     if isinstance(tile, Small):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
-        eps = 0.0 if call.norm is None else call.norm[1]
         shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.split_k}
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
-        launch(narrow_kernel, grid, *words, gamma, *ends, rows, n, eps, *numbers, loops, **shape, **options)
+        launch(narrow_kernel, grid, *operands, *numbers, loops, **shape, **options)
         return
     grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
     turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
     shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps}
-    launch(wide_kernel, grid, *words, *ends, rows, n, *numbers, turns, **shape, **options)
+    launch(wide_kernel, grid, *operands, *numbers, turns, **shape, **options)
 
 
 def permuted_for(
@@ -140,8 +178,9 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        *(squares if parts is None else None, call.bias, call.residual, call.out, call.argmax_keys),
-        *(None if parts is None else parts.sums, rows, n, eps, call.limit, stride),
+        squares if parts is None else None,
+        Ends(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
+        *(rows, n, eps, call.limit, stride),
         **shape,
         num_warps=tile.warps,
         launch_pdl=pdl,

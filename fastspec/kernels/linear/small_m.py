@@ -143,17 +143,11 @@ def sum_of_ways(acc, TOGETHER: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
 def narrow_kernel(
-    x_ptr,  # int32 words [M, K / 2]
+    given,  # Rows of launches.py
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
-    gamma_ptr,  # int32 words [K / 2] or None
-    scale_ptr,  # fp32 [M] or None: factors of the rows of x, where gamma is in them already
-    bias_ptr,  # [N] or None
-    residual_ptr,  # [M, width] or None
-    out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [M + 1] or None
+    ends,  # Ends of launches.py
     M,
     N,
-    eps,
     limit,
     out_stride,
     loops,  # LOOPS: a compiler that knew it would unroll them and run out of registers
@@ -171,6 +165,8 @@ def narrow_kernel(
     DTYPE: gl.constexpr,
 ):
     """One program of the small-M kernel: R weight rows by BM rows of x."""
+    x_ptr, gamma_ptr, scale_ptr, eps = given
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = ends
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

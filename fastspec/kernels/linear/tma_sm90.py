@@ -273,12 +273,12 @@ def _end(
 
 @gluon.jit
 def _multiply(
-    xs, ws, full, free, factors, known, first_row, way,
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr, M, N, limit,
+    xs, ws, full, free, factors, known, first_row, way, ends, M, N, limit,
     EACH: gl.constexpr, STEPS: gl.constexpr, TOGETHER: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = ends
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
@@ -311,11 +311,7 @@ def ring_kernel(
     second_desc,  # the same by the second of them, or None
     third_desc,  # and by the third
     squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
-    bias_ptr,  # [N] or None
-    residual_ptr,  # [M, width] or None
-    out_ptr,  # [M, width], or int64 tokens with stride out_stride where keys_ptr is given
-    keys_ptr,  # int64 [M + 1] or None
-    parts_ptr,  # fp32 [S / TOGETHER, M, N] or None: where it is given nothing else is written
+    ends,  # Ends of launches.py
     M,
     N,
     eps,
@@ -337,13 +333,13 @@ def ring_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """OWN weight rows by GROUP + REST rows of x: all of K, or ways that belong together where parts_ptr is given."""
+    """OWN weight rows by GROUP + REST rows of x: all of K, or ways that belong together where parts are left."""
     SLAB: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
     way = gl.program_id(2) * TOGETHER
-    EACH: gl.constexpr = _steps_in_all(STEPS, S, TOGETHER, parts_ptr is not None)
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, TOGETHER, ends.parts_ptr is not None)
 
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -373,17 +369,17 @@ def ring_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                xs, ws, full, free, factors, known, first_row, way, bias_ptr, residual_ptr, out_ptr, keys_ptr,
-                parts_ptr, M, N, limit, EACH, STEPS, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
+                xs, ws, full, free, factors, known, first_row, way, ends, M, N, limit,
+                EACH, STEPS, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
                 x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
-                parts_ptr is not None, STAY,
+                ends.parts_ptr is not None, STAY,
             )),
             (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),
         ],
         [1, 1], [32, 32],  # a warp more for each, and how many registers its threads need
     )
     # fmt: on
-    if keys_ptr is not None:
-        settle_keys(keys_ptr, out_ptr, out_stride, M, WARPS)
+    if ends.keys_ptr is not None:
+        settle_keys(ends.keys_ptr, ends.out_ptr, out_stride, M, WARPS)

@@ -105,6 +105,9 @@ class ModuleTensors:
         """The parameter itself, detached; the caller copies it."""
         return self._parameters[name].detach()
 
+    def kind(self, name: str) -> None:
+        """None: nothing is quantised here."""
+
     def codes(self, name: str, device: torch.device) -> None:
         """None: nothing is quantised here."""
 

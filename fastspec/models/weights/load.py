@@ -18,11 +18,13 @@ import torch
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.ops import TORCH_OPS
+from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.live import ModuleTensors
-from fastspec.models.weights.loader import Loader, TensorSource, WeightFormat
+from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import ShardTensors, TensorInfo
@@ -236,7 +238,7 @@ def allocate_weights(
     device: torch.device,
     progress: bool = True,
     release_source: bool = False,
-    weight_format: WeightFormat = TORCH_OPS.weight_format,
+    ops: Ops = TORCH_OPS,
 ) -> PendingWeights:
     """Allocates all weights of a checkpoint, fused, in `dtype` on `device`.
 
@@ -250,7 +252,7 @@ def allocate_weights(
         release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
             once its copy is made, and the module cannot be used again, also if loading fails half way.
             Without it the module is left as it was. Means nothing for a directory.
-        weight_format: as in `Ops`: the format in which a weight is used.
+        ops: whose weights they are.
 
     Returns:
         Contiguous tensors that share no memory with the source.
@@ -272,7 +274,8 @@ def allocate_weights(
         total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
     )
     later = checkpoint.module is None
-    loader = Loader(source, dtype, device, weight_format, bar, release=release_source, later=later)
+    rounds_to = _rounding(checkpoint)
+    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later)
     with torch.no_grad():
         if spec.tied and release_source and HEAD in source.infos():
             source.release([HEAD])  # whose values are the embedding's, as `resolve` found
@@ -286,6 +289,34 @@ def allocate_weights(
             loader.fill()
 
     return PendingWeights(weights, fill, loader.cancel)
+
+
+def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes that `allocate_weights` with these arguments takes; nothing is allocated, and no value is read."""
+    if checkpoint.quantisation is None and checkpoint.rounded is None:
+        return checkpoint.native.weight_bytes(dtype)
+    rounds_to = _rounding(checkpoint)
+    bar: tqdm[NoReturn] = tqdm(disable=True)
+    loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True)
+    return _assemble(loader, checkpoint.native).nbytes()
+
+
+def _rounding(checkpoint: Checkpoint) -> Rounding:
+    """How matrices are rounded while they are loaded: those of layers, and of a draft the head, which is as large.
+
+    A head of a target stays as it is, as in published checkpoints. One in 4 bits would lose the most: it has 8.
+    """
+    form, draft = checkpoint.rounded, checkpoint.role == "draft"
+
+    def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
+        if form is None:
+            return None
+        if name in (EMBED, HEAD):
+            head = draft and (name == HEAD or checkpoint.native.tied)
+            return kind_for("int8" if form == "int4" else form, shape) if head else None
+        return kind_for(form, shape)
+
+    return rounds_to
 
 
 def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:

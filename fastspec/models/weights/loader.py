@@ -6,6 +6,7 @@ while threads fill them. On CUDA each thread copies through pinned memory of its
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
-from fastspec.kernels.common.codes import Codes
-from fastspec.kernels.common.weights import Format, Weight
+from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
+from fastspec.kernels.common.rounding import rounded
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import Ops
 from fastspec.models.weights.shards import TensorInfo
-
-WeightFormat = Callable[[tuple[int, int], torch.dtype, torch.device], Format]
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader
+
+
+Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
+
+
+def _as_it_is(name: str, shape: tuple[int, int]) -> None:
+    """Rounds no matrix."""
 
 
 class TensorSource(Protocol):
@@ -40,6 +48,9 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
 
+    def kind(self, name: str) -> CodesKind | None:
+        """What a matrix is quantised to; None: it is not."""
+
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
 
@@ -52,7 +63,9 @@ class Loader:
 
     Args:
         source: the tensors; open where they are copied at once.
-        weight_format: as in `Ops`.
+        ops: whose weights they are.
+        rounds_to: the kind to which a matrix (name, (N, K)) that is not stored quantised is rounded; None: as it is.
+        planned: allocate nothing, so as to know what would be.
         release: let go of the source's tensors when they are copied.
         later: copy nothing before `fill`.
     """
@@ -62,14 +75,17 @@ class Loader:
         source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
-        weight_format: WeightFormat,
+        ops: Ops,
         bar: tqdm[NoReturn],
         *,
+        rounds_to: Rounding = _as_it_is,
+        planned: bool = False,
         release: bool = False,
         later: bool = False,
     ) -> None:
         self._source, self.dtype, self._device = source, dtype, device
-        self._weight_format, self._bar = weight_format, bar
+        self._ops, self._bar, self._rounds_to = ops, bar, rounds_to
+        self._place = torch.device("meta") if planned else device
         self._release, self._later = release, later
         self._infos = source.infos()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
@@ -84,17 +100,33 @@ class Loader:
         """
         parts = [self._infos[name].shape for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
-        made = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
+        made = torch.empty(shape, dtype=dtype or self.dtype, device=self._place)
         self._copy(partial(self._fill_tensor, names, made, order, plus))
         return made
 
     def weight(self, *names: str, gated: bool = False, order: list[int] | None = None) -> Weight:
         """The named matrices under each other, as one `Weight`; `order` as in `tensor`."""
         shape = (sum(self._infos[name].shape[0] for name in names), self._infos[names[0]].shape[1])
-        form = self._weight_format(shape, self.dtype, self._device)
-        made = Weight.empty(shape, form, gated, self.dtype, self._device)
-        self._copy(partial(self._fill_weight, names, made, order))
+        kind = self._kind(names, shape, order)
+        if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
+            made = Weight.empty_codes(shape, kind, gated, self.dtype, self._place)
+            self._copy(partial(self._fill_codes, names, made, kind, order))
+            return made
+        form = self._ops.weight_format(shape, self.dtype, self._device)
+        made = Weight.empty(shape, form, gated, self.dtype, self._place)
+        self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
+
+    def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
+        """What the named matrices together are quantised to; None where they are not, or not alike."""
+        kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
+        if not kinds:
+            return self._rounds_to(names[0], shape)
+        if len(kinds) < len(names):
+            return None
+        shapes = [(each[0], each[1]) for each in (self._infos[name].shape for name in names)]
+        kind = joined_kind(kinds, shapes)
+        return kind if kind is None or order is None else CodesKind(kind.format, (1, kind.block[1]))
 
     def fill(self) -> None:
         """Copies what was left for later; on CUDA it is all there when this returns.
@@ -140,10 +172,39 @@ class Loader:
                     self.cancel()
                     raise
 
-    def _fill_weight(
-        self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None
+    def _fill_codes(
+        self,
+        names: tuple[str, ...],
+        place: Weight,
+        kind: CodesKind,
+        order: list[int] | None,
+        staging: _Staging | None,
     ) -> None:
-        if place.format == "rows":
+        """Fills a weight that stays quantised."""
+        parts = [codes for name in names if (codes := self._source.codes(name, self._device)) is not None]
+        if parts:
+            codes = join(parts)
+            place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
+            self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
+            return
+        rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
+        self._fill_tensor(names, rows, order, 0.0, staging)
+        place.fill_codes(rounded(rows, kind))
+
+    def _fill_weight(
+        self,
+        names: tuple[str, ...],
+        place: Weight,
+        kind: CodesKind | None,
+        order: list[int] | None,
+        staging: _Staging | None,
+    ) -> None:
+        """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
+        if kind is not None and all(self._source.kind(name) is None for name in names):
+            rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
+            self._fill_tensor(names, rows, order, 0.0, staging)
+            place.fill(rounded(rows, kind).dequantise(self.dtype))
+        elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
         else:
             rows = place.data.new_empty(place.shape)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fastspec.kernels.common.codes import Codes
+    from fastspec.kernels.common.codes import Codes, CodesKind
 
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -43,6 +43,9 @@ class Stored(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor where it lies."""
+
+    def kind(self, name: str) -> CodesKind | None:
+        """What a matrix is quantised to; None: it is not."""
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix on a device; None: it is not quantised."""
@@ -100,6 +103,10 @@ class NamedTensors:
     def read(self, name: str) -> Tensor:
         """As of the source, by the parameter's name."""
         return self._source.read(self._stored[name])
+
+    def kind(self, name: str) -> CodesKind | None:
+        """As of the source, by the parameter's name."""
+        return self._source.kind(self._stored[name])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """As of the source, by the parameter's name."""

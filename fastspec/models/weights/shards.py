@@ -181,6 +181,9 @@ class ShardTensors:
             raise CheckpointError(f"{self.directory / file}: cannot read {name!r}: {error}") from error
         return tensor
 
+    def kind(self, name: str) -> None:
+        """None: nothing is quantised here."""
+
     def codes(self, name: str, device: torch.device) -> None:
         """None: nothing is quantised here."""
 

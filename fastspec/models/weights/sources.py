@@ -34,7 +34,7 @@ from fastspec.models.weights.generation import CONFIG, settings_of_directory, se
 from fastspec.models.weights.hub import download
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
-from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, tensor_shapes
+from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, planned_bytes, tensor_shapes
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
@@ -43,8 +43,11 @@ from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from fastspec.kernels.common.codes import CodeFormat
+    from fastspec.kernels.ops import Ops
     from fastspec.models.weights.shards import TensorInfo
 
 MODELOPT: Final = "hf_quant_config.json"
@@ -70,6 +73,7 @@ class Checkpoint:
         quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
         stored: that in words.
         cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
+        rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
     """
 
     name: str
@@ -81,6 +85,13 @@ class Checkpoint:
     quantisation: Quantisation | None = None
     stored: str = ""
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
+    rounded: CodeFormat | None = None
+
+    def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
+        if isinstance(self.spec, HostedInfo):
+            return self.spec.weight_bytes(dtype)
+        return planned_bytes(self, dtype=dtype, device=device, ops=ops)
 
     @property
     def native(self) -> ModelSpec:

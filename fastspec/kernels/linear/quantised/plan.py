@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastspec.kernels.common.code_packing import Form
 from fastspec.kernels.linear.plan import Split, cdiv
 
-MEASURED_ON: str | None = None
+MEASURED_ON: str | None = "NVIDIA H100"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
 MOST_ROWS = 64  # of x in one CTA
 BLOCK = 8  # rows of x that one product of the tensor core takes
 SHORT = 2048  # values of K, up to which sums are split in 4 and not in 8
@@ -37,20 +37,61 @@ class Tile:
     registers: int | None = None
 
 
-# by (form, N, K); bits depend on these
-SPLITS: dict[tuple[Form, int, int], Split] = {}
-# by (form, N, K, blocks): weight rows, depth, row depth
-TILES: dict[tuple[Form, int, int, int], tuple[int, int, int]] = {}
+Sizes = tuple[int, int, int]  # weight rows, depth, row depth
+# by (form, N, K): sums that K is split in, on which bits depend, and tiles of 1, 2, 4 and 8 blocks as far as measured
+MEASURED: dict[tuple[Form, int, int], tuple[int, tuple[Sizes, ...]]] = {
+    ("fp8", 6144, 4096): (8, ((32, 2, 1), (16, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 4096, 4096): (8, ((16, 2, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 28672, 4096): (8, ((32, 2, 1), (16, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 4096, 14336): (8, ((16, 4, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 128256, 4096): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 3072, 2048): (4, ((16, 4, 2), (16, 4, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 2048, 2048): (8, ((16, 2, 1), (16, 2, 0), (16, 2, 0), (16, 1, 0))),
+    ("fp8", 16384, 2048): (4, ((16, 4, 2), (16, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("fp8", 2048, 8192): (8, ((16, 4, 1), (16, 4, 0), (16, 1, 0), (16, 2, 0))),
+    ("fp8", 128256, 2048): (4, ((32, 4, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("int8", 6144, 4096): (8, ((32, 2, 1),)),
+    ("int8", 4096, 4096): (8, ((32, 2, 1),)),
+    ("int8", 28672, 4096): (8, ((32, 2, 1),)),
+    ("int8", 4096, 14336): (16, ((16, 2, 1),)),
+    ("int8", 128256, 4096): (8, ((32, 2, 1),)),
+    ("int8", 3072, 2048): (4, ((16, 4, 1),)),
+    ("int8", 2048, 2048): (4, ((16, 4, 1),)),
+    ("int8", 16384, 2048): (4, ((16, 4, 1),)),
+    ("int8", 2048, 8192): (8, ((16, 4, 1),)),
+    ("int8", 128256, 2048): (4, ((32, 4, 1),)),
+    ("int4", 6144, 4096): (4, ((32, 4, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("int4", 4096, 4096): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (16, 1, 0))),
+    ("int4", 28672, 4096): (8, ((16, 4, 1), (32, 2, 0), (32, 1, 0), (16, 2, 0))),
+    ("int4", 4096, 14336): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("int4", 128256, 4096): (8, ((16, 4, 1),)),
+    ("int4", 3072, 2048): (4, ((32, 4, 1),)),
+    ("int4", 2048, 2048): (4, ((32, 4, 1), (16, 4, 0), (16, 1, 0), (16, 1, 0))),
+    ("int4", 16384, 2048): (2, ((32, 8, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
+    ("int4", 2048, 8192): (16, ((16, 2, 1),)),
+    ("int4", 128256, 2048): (8, ((16, 2, 1),)),
+    ("fp4", 6144, 4096): (8, ((16, 2, 1),)),
+    ("fp4", 4096, 4096): (8, ((16, 2, 1),)),
+    ("fp4", 28672, 4096): (8, ((16, 2, 1),)),
+    ("fp4", 4096, 14336): (8, ((16, 4, 1),)),
+    ("fp4", 128256, 4096): (8, ((16, 2, 1),)),
+    ("fp4", 3072, 2048): (8, ((16, 2, 1),)),
+    ("fp4", 2048, 2048): (8, ((16, 2, 1),)),
+    ("fp4", 16384, 2048): (8, ((16, 2, 1),)),
+    ("fp4", 2048, 8192): (16, ((16, 2, 1),)),
+    ("fp4", 128256, 2048): (4, ((16, 4, 1),)),
+}
 # for all others, by bits of a code and blocks
-DEFAULT = {
-    **{(8, 1): (16, 4, 1), (8, 2): (16, 2, 0), (8, 4): (16, 2, 0), (8, 8): (16, 1, 0)},
-    **{(4, 1): (16, 4, 1), (4, 2): (16, 2, 0), (4, 4): (16, 2, 0), (4, 8): (16, 1, 0)},
+DEFAULT: dict[tuple[int, int], Sizes] = {
+    **{(8, 1): (16, 4, 1), (8, 2): (32, 2, 0), (8, 4): (32, 1, 0), (8, 8): (32, 1, 0)},
+    **{(4, 1): (16, 4, 1), (4, 2): (32, 2, 0), (4, 4): (32, 1, 0), (4, 8): (16, 1, 0)},
 }
 
 
 def split_of(form: Form, n: int, k: int) -> Split:
     """The split that belongs to a weight [N, K]."""
-    return SPLITS.get((form, n, k)) or Split(4 if k <= SHORT else 8, 128)
+    measured = MEASURED.get((form, n, k))
+    return Split(measured[0] if measured else 4 if k <= SHORT else 8, 128)
 
 
 def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
@@ -58,7 +99,8 @@ def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
     blocks = 1
     while blocks * BLOCK < min(rows, MOST_ROWS):
         blocks *= 2
-    weight_rows, depth, row_depth = TILES.get((form, n, k, blocks)) or DEFAULT[8 if form in WIDE else 4, blocks]
+    tiles = dict(zip((1, 2, 4, 8), MEASURED.get((form, n, k), (0, ()))[1], strict=False))
+    weight_rows, depth, row_depth = tiles.get(blocks) or DEFAULT[8 if form in WIDE else 4, blocks]
     split = split_of(form, n, k)
     steps = cdiv(k, split.split_k * split.k_tile)
     return Tile(weight_rows, blocks, min(depth, steps), min(row_depth, depth, steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -144,7 +144,11 @@ class QuantisedShards:
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
 
-def _modules(infos: Collection[str]) -> list[str]:
+def _modules(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Names of modules of which something is stored that only a quantised matrix has."""
-    found = (name.rpartition(".") for name in infos)
-    return list(dict.fromkeys(module for module, _, part in found if part in MARKS))
+    found = []
+    for name, info in infos.items():
+        module, _, part = name.rpartition(".")
+        if part in MARKS or (part == "weight" and isinstance(info.dtype, str)):
+            found.append(module)
+    return list(dict.fromkeys(found))

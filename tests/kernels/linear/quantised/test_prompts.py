@@ -15,6 +15,7 @@ from fastspec.kernels import reference, triton_ops
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.packing import pack_into
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.compiled_ops import compiled
 from fastspec.kernels.embed import embed
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised import prompts
@@ -70,7 +71,8 @@ def test_which_kinds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(triton_ops.keeps_codes(shape, kind_of(name, 512), torch.bfloat16, device) for name in KINDS)
     assert not triton_ops.keeps_codes(shape, kind_of("fp8", 512), torch.float16, device)
     assert not triton_ops.keeps_codes(shape, CodesKind("int4", (1, 256)), torch.bfloat16, device)
-    assert not TORCH_OPS.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
+    for ops in (TORCH_OPS, compiled(triton_ops.TRITON_OPS)):
+        assert not ops.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not triton_ops.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
 

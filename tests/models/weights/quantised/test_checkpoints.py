@@ -186,6 +186,7 @@ def test_other_ways_are_refused_by_name(plain: Path, tmp_path: Path, said: dict[
 
 DAMAGE: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "no scale": ("int4", "weight_scale", lambda scale: None, "missing"),
+    "no scale of fp8": ("fp8 channel", "weight_scale", lambda scale: None, "missing"),
     "scale of other shape": ("int4", "weight_scale", lambda scale: scale[:, :1], "wanted F32"),
     "codes of other dtype": ("int8", "weight", lambda codes: codes.float(), "wanted I8"),
     "codes of other shape": ("awq", "qweight", lambda codes: codes[:, :2], "wanted I32"),

@@ -1,0 +1,69 @@
+"""Models rounded to fewer bits while they are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator, UnsupportedOption
+from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.pair import resolve_pair
+from tests.helpers.checkpoints import make_checkpoint
+from tests.models.weights.quantised.test_checkpoints import SMALL, made
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama3", tie_word_embeddings=False, **SMALL)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_matrices_are_rounded_and_a_drafts_head_too(plain: Path, form: str) -> None:
+    pair = resolve_pair(plain, plain, (None, None), (form, form))
+    exact = load_weights(resolve_pair(plain, None, (None, None), (None, None))[0], dtype=torch.float32, device=CPU)
+    for checkpoint in pair:
+        weights = load_weights(checkpoint, dtype=torch.float32, device=CPU, progress=False)
+        for one, other in zip(weights.layers, exact.layers, strict=True):
+            for name in ("qkv", "o", "gate_up", "down"):
+                values = getattr(other, name).unpack()
+                meant = rounded(values, kind_for(form, tuple(values.shape))).dequantise(torch.float32)
+                assert torch.equal(getattr(one, name).unpack(), meant), name
+        assert torch.equal(weights.embed.unpack(), exact.embed.unpack())
+        assert torch.equal(weights.head.unpack(), exact.head.unpack()) == (checkpoint.role == "target")
+        assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == weights.nbytes()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_rounded_draft_changes_no_text(plain: Path, form: str) -> None:
+    ids = torch.arange(5, 25)[None] % 97
+    options = {"dtype": torch.float32, "device": "cpu", "max_length": 128, "progress": False}
+    text = FastSpecGenerator(plain, **options).generate(ids, max_new_tokens=80)
+    generator = FastSpecGenerator(plain, plain, draft_quantization=form, **options)
+    out = generator.generate(ids, max_new_tokens=80, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, text)
+    # a draft that is the target accepts all; this one is close to it and no more
+    assert 0 < out.stats.acceptance_rate < (1 if form == "int4" else 1.01)
+    assert f"rounded to {form} while loading, which never changes the text" in generator.explain()
+
+
+def test_a_rounded_target_is_another_model(plain: Path) -> None:
+    ids = torch.arange(5, 25)[None] % 97
+    options = {"dtype": torch.float32, "device": "cpu", "max_length": 128, "progress": False}
+    generator = FastSpecGenerator(plain, target_quantization="int4", **options)
+    assert "another model than the one that is stored" in generator.explain()
+    text = FastSpecGenerator(plain, **options).generate(ids, max_new_tokens=80)
+    assert not torch.equal(generator.generate(ids, max_new_tokens=80), text)
+
+
+def test_what_cannot_be_rounded_is_refused(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOption, match="draft_quantization='int3' is not supported, wanted one of fp8, int8"):
+        FastSpecGenerator(plain, plain, draft_quantization="int3", device="cpu")
+    made(plain, tmp_path / "q", "int4")
+    with pytest.raises(UnsupportedOption, match=r"target_quantization='int8', and .* is stored quantised"):
+        FastSpecGenerator.plan(tmp_path / "q", target_quantization="int8", device="cpu")
