@@ -91,7 +91,7 @@ def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest
 def test_weights_are_held_once_and_counted_right() -> None:
     model = make_model("gemma4_text")
     with generator(model, release_source=True) as gen:
-        target = gen._open_engine().parts.target
+        target = gen._open().engine.parts.target
         assert isinstance(target, HostedModel)
         held: dict[int, int] = {}
         for part in (*target.module.modules(), *target.base.modules()):
