@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
+from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted import swaps
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.model import HostedModel
+from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
 from tests.helpers import checkpoints, model_table
@@ -163,9 +165,11 @@ def test_a_changed_live_module_is_refused() -> None:
         generator(model)
 
 
-def test_compilation_of_a_hosted_model_is_refused() -> None:
+def test_compilation_and_rounding_of_a_hosted_model_are_refused() -> None:
     with pytest.raises(ValueError, match="compile=True is for native families alone"):
         generator(make_model("gpt_neox"), compile=True, exact=False)
+    with pytest.raises(UnsupportedOption, match="target_quantization=.* is for native families alone"):
+        resolve_pair(make_model("gpt_neox"), None, (None, None), (next(iter(FORMATS)), None))
 
 
 def test_reductions_and_functions_in_fixed_shapes_give_what_torch_gives() -> None:
