@@ -168,7 +168,7 @@ def test_a_changed_live_module_is_refused() -> None:
 def test_compilation_and_rounding_of_a_hosted_model_are_refused() -> None:
     with pytest.raises(ValueError, match="compile=True is for native families alone"):
         generator(make_model("gpt_neox"), compile=True, exact=False)
-    with pytest.raises(UnsupportedOption, match="target_quantization=.* is for native families alone"):
+    with pytest.raises(UnsupportedOption, match=r"target_quantization=.* is for native families alone"):
         resolve_pair(make_model("gpt_neox"), None, (None, None), (next(iter(FORMATS)), None))
 
 
