@@ -122,3 +122,18 @@ def test_greedy_text_is_that_of_transformers(checkpoints: Checkpoints, recorded:
     with generator(checkpoints, checkpoints.draft, 4) as gen:
         assert output(gen, prompts, k=1).new_tokens == texts
         assert output(gen, prompts[4:5], NEW // 2).new_tokens == [texts[4][: NEW // 2]]
+
+
+@torch.inference_mode()
+def test_a_generator_with_more_room_has_the_long_factors(tmp_path: Path) -> None:
+    """Behind the config's original length transformers has them, too, for every position of a text."""
+    make_family("phi3-long", SEEDS["phi3-long"]).save_pretrained(tmp_path)
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(ROOM + 14)]
+    options = {"max_length": ROOM + 64, "dtype": torch.float32, "device": "cpu", "progress": False}
+    with FastSpecGenerator(tmp_path, **options) as gen:
+        out = gen.generate([prompt], max_new_tokens=20, eos_token_id=None, return_dict_in_generate=True)
+        assert "phi3" in gen.explain()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    text = out.new_tokens[0]
+    assert theirs(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist() == text
