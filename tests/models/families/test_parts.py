@@ -23,6 +23,7 @@ from fastspec.models.decoder import CompiledDecoder
 from fastspec.models.families.plan import LayerPlan, ModelScales
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
+from fastspec.shapes import Tiling
 from tests.helpers.families import FAMILIES, VOCAB, config_of, decoder, logits_of, make_family
 
 TOKENS = 40  # beyond every window
@@ -54,6 +55,22 @@ def test_a_live_model_gives_the_logits_of_transformers(case: Case) -> None:
     # fp32 sums in another order: some units in the last place of logits around 10
     torch.testing.assert_close(found, case.logits, rtol=2e-4, atol=2e-4)
     assert case.weights.nbytes() == case.spec.weight_bytes(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "olmo2", "granite", "hunyuan", "ministral3", "starcoder2", "cohere2"]
+)
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(family: str) -> None:
+    """Not even where the MLP is no multiple of the vectors that a CPU computes with."""
+    width = 96 if family in ("olmo2", "granite", "hunyuan", "ministral3", "cohere2") else 100
+    checkpoint = resolve(make_family(family, intermediate_size=width), role="target")
+    weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    model, tiling = decoder(checkpoint.spec, weights), Tiling(rows=8, queries=8)
+    ids = torch.randint(VOCAB, (1, 29), generator=torch.Generator().manual_seed(2))
+    logits_of(model, ids[:, :24], 0, tiling)
+    together = logits_of(model, ids[:, 24:], 24, tiling)
+    alone = [logits_of(model, ids[:, at : at + 1], at, tiling) for at in range(24, 29)]
+    assert torch.equal(together, torch.cat(alone, dim=1))
 
 
 Changed = tuple[str, ModelSpec, DecoderWeights]
