@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -31,15 +29,16 @@ from fastspec.models.config import (
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import SIZE_LIMITS
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
+from fastspec.models.weights.hub import download
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, planned_bytes, tensor_shapes
-from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.names import EMBED, HEAD, PREFIX, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, find_shards, read_json
+from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +51,8 @@ if TYPE_CHECKING:
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-CONFIG_FILES: Final = ("*.json",)
-WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Copies of the same weights in other formats: subfolders, and Mistral's own single file.
-IGNORED_FILES: Final = ("*/*", "consolidated*")
 ADAPTER: Final = "adapter_config.json"
-COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
+OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")  # of models with a text part
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
@@ -131,7 +125,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(_download(source, revision), str(source), role)
+        return _from_directory(download(source, revision, check_config_file), str(source), role)
 
 
 @contextmanager
@@ -268,6 +262,14 @@ def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSp
 
 def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
     others = tensors.others()
+    if FAMILIES[spec.family].text_part:
+        parts = [other for other in others if other.removeprefix(PREFIX).startswith(OTHER_PARTS)]
+        others = [other for other in others if other not in set(parts)]
+        if parts:
+            warnings.warn(
+                f"{name}: {listing(parts)} not used: they are for images; here the model reads and writes text alone",
+                stacklevel=2,
+            )
     if others:
         warnings.warn(
             f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
@@ -337,61 +339,3 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
     return config
-
-
-def _download(source: str | os.PathLike[str], revision: str | None) -> Path:
-    """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights."""
-    if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
-        raise CheckpointError(
-            f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
-            "save_pretrained writes it, or a Hub id like owner/name"
-        )
-    directory = _snapshot(source, revision, CONFIG_FILES, check_config_file)
-    # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
-    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
-
-
-def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
-    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # The HTTP library's own base error, whichever library this version of the Hub client is built on.
-    http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
-    fetch = partial(
-        huggingface_hub.snapshot_download,
-        repo,
-        revision=revision,
-        allow_patterns=list(files),
-        ignore_patterns=list(IGNORED_FILES),
-    )
-    try:
-        found = Path(fetch())
-    except (OSError, ValueError, http_error) as error:
-        commit = revision is not None and COMMIT.fullmatch(revision) is not None
-        cached = _cached(fetch, check) if commit else None
-        if cached is not None:
-            return cached
-        wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
-        raise CheckpointError(
-            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
-            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
-        ) from error
-    check(found)
-    return found
-
-
-def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
-    """A commit's files in the cache, or None where they are not all there.
-
-    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
-    answers. A commit never changes, so what is there is what was asked for.
-    """
-    try:
-        found = Path(fetch(local_files_only=True))
-        check(found)
-    except UnsupportedModel:
-        raise
-    except (OSError, ValueError):
-        return None
-    return found

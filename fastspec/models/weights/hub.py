@@ -1,0 +1,85 @@
+"""Checkpoints of the Hugging Face Hub: one commit's files, from the cache or downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.weights.shards import find_shards
+
+CONFIG_FILES: Final = ("*.json",)
+WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Copies of the same weights in other formats: subfolders, and Mistral's own single file.
+IGNORED_FILES: Final = ("*/*", "consolidated*")
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
+
+
+def download(source: str | os.PathLike[str], revision: str | None, check_config: Callable[[Path], object]) -> Path:
+    """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights.
+
+    Args:
+        check_config: refuses a directory whose config will not do.
+
+    Raises:
+        CheckpointError: no Hub id, or it could not be had. What `check_config` raises.
+    """
+    if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
+        raise CheckpointError(
+            f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
+            "save_pretrained writes it, or a Hub id like owner/name"
+        )
+    directory = _snapshot(source, revision, CONFIG_FILES, check_config)
+    # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
+    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
+
+
+def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
+    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The HTTP library's own base error, whichever library this version of the Hub client is built on.
+    http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        repo,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED_FILES),
+    )
+    try:
+        found = Path(fetch())
+    except (OSError, ValueError, http_error) as error:
+        commit = revision is not None and COMMIT.fullmatch(revision) is not None
+        cached = _cached(fetch, check) if commit else None
+        if cached is not None:
+            return cached
+        wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
+        raise CheckpointError(
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
+            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
+        ) from error
+    check(found)
+    return found
+
+
+def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
+    """A commit's files in the cache, or None where they are not all there.
+
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
+    answers. A commit never changes, so what is there is what was asked for.
+    """
+    try:
+        found = Path(fetch(local_files_only=True))
+        check(found)
+    except UnsupportedModel:
+        raise
+    except (OSError, ValueError):
+        return None
+    return found
