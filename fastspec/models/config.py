@@ -82,6 +82,16 @@ class ModelSpec:
         return len(self.plans)
 
     @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """As in `ModelInfo`: all layers have one."""
+        return ((self.num_heads, self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def hosting(self) -> str:
+        """Empty: our decoder runs it."""
+        return ""
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: full attention."""
         return tuple(plan.window for plan in self.plans)

@@ -35,6 +35,14 @@ class ModelInfo(Protocol):
         """Layers, each with K and V in the cache."""
 
     @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Query heads, key heads and head_dim of every pair of K and V in the cache."""
+
+    @property
+    def hosting(self) -> str:
+        """What runs and what is swapped where transformers' own module is run, for people; else empty."""
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, how many of the newest keys a query sees; None: all."""
 

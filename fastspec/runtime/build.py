@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -12,6 +13,11 @@ from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.models.decoder import CompiledDecoder, Decoder
+from fastspec.models.hosted.admission import admit
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.load import load_hosted
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.interface import CausalModel
 from fastspec.models.weights.load import PendingWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.proposers.choose import choose
@@ -57,8 +63,23 @@ def build(
 
     pending: list[PendingWeights] = []
 
+    sizes: dict[str, Any] = {
+        "max_positions": layout.pages_per_row(length) * layout.page_size,
+        "batch": layout.batch,
+        "max_queries": max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+    }
+
+    def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
+        if not isinstance(checkpoint.spec, HostedInfo):
+            return decoder(checkpoint, dtype)
+        pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
+        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
+        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source)
+        admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
+        return model
+
     def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-        spec = checkpoint.spec.for_length(length)
+        spec = checkpoint.native.for_length(length)
         allocated = allocate_weights(
             checkpoint,
             dtype=dtype,
@@ -82,17 +103,15 @@ def build(
             allocated.weights,
             cache,
             inside,
-            max_positions=layout.pages_per_row(length) * layout.page_size,
-            batch=layout.batch,
-            max_queries=max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+            **sizes,
         )
 
     with runner.on():
         model = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
-        scoring = decoder(target, layout.target_dtype)
+        scoring = model_of(target, layout.target_dtype)
         if draft:
-            drafting = decoder(draft, layout.draft_dtype)
+            drafting = model_of(draft, layout.draft_dtype)
             model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
         state = DecodeState.allocate(
             batch=layout.batch,
@@ -103,8 +122,8 @@ def build(
             device=device,
             keep_draft_probs=layout.keep_draft_probs,
         )
-        sizes = layout.batch, layout.max_drafts, layout.target.hidden_size
-        features = feature_buffer(proposer, *sizes, layout.target_dtype, device)
+        places = layout.batch, layout.max_drafts, layout.target.hidden_size
+        features = feature_buffer(proposer, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
     engine = Engine(
         parts=StepModules(

@@ -90,9 +90,10 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     windows = sum(window is not None for window in spec.windows)
     sliding = f", {windows} of them with a sliding window" if windows else ""
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
+    hosted = f"\n           {spec.hosting}" if spec.hosting else ""
     return (
         f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
-        f"{dtype.removeprefix('torch.')}, context {spec.max_length}{quantised}"
+        f"{dtype.removeprefix('torch.')}, context {spec.max_length}{quantised}{hosted}"
     )
 
 

@@ -163,7 +163,7 @@ class Layout:
         """What the kernels of both models work in."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
-        heads = [(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs]
+        heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]
         queries = max(2, self.max_drafts + 1)
         lines = self.batch, self.max_drafts, self.target.vocab_size
         ends = self.ops.sampled_work_bytes(*lines) + self.ops.record_work_bytes(*lines)
@@ -188,7 +188,7 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
 
 def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
     """Bytes of K and V per cached position."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return 2 * dtype.itemsize * sum(kv_heads * dim for _, kv_heads, dim in spec.attention_shapes)
 
 
 def free_bytes(device: torch.device) -> int:

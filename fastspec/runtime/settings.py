@@ -110,6 +110,7 @@ def settings_of(
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, free_bytes(on))
     _check_compile(compile, exact, on)
+    _check_hosted(target, draft, compile, layout.feature_layers)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
 
@@ -183,6 +184,20 @@ def _check_compile(compile: bool, exact: bool, device: torch.device) -> None:
         )
     if compile and device.type == "cuda" and ops_for(device).name != "triton":
         raise ValueError("compile=True on CUDA needs Triton; install it (pip install triton), or leave compile unset")
+
+
+def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool, features: int) -> None:
+    hosted = [source.name for source in (target, draft) if source is not None and source.spec.hosting]
+    if compile and hosted:
+        raise ValueError(
+            f"compile=True is for native families alone, and {hosted[0]} is hosted: leave compile unset; exact=False "
+            "runs it without fixed shapes"
+        )
+    if features and target.spec.hosting:
+        raise ValueError(
+            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted: use another "
+            "proposer, or a target of a native family"
+        )
 
 
 def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:

@@ -33,6 +33,8 @@ class Hosted:
     head_dim: int = 16
     hidden_size: int = 64
     intermediate_size: int = 96
+    attention_shapes: tuple[tuple[int, int, int], ...] = ((4, 2, 16),) * 3
+    hosting: str = ""
 
     def rotary_bytes(self, positions: int) -> int:
         return positions * self.head_dim * 4

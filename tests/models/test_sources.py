@@ -145,8 +145,8 @@ def test_the_repeated_name_is_told(directory: Path) -> None:
     [
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map asks for code from the checkpoint"),
         ({"quantization_config": {"quant_method": "quanto"}}, "quantization_config.quant_method='quanto'"),
-        ({"model_type": "mixtral"}, "model_type='mixtral'"),
-        ({"model_type": "recurrent_gemma"}, "model_type='recurrent_gemma'"),
+        ({"model_type": "mamba"}, "model_type 'mamba' has no decoder of its own"),
+        ({"model_type": "recurrent_gemma"}, "model_type 'recurrent_gemma' has no decoder of its own"),
         ({"model_type": None}, "model_type=None"),
         ({"model_type": ["llama"]}, "model_type=['llama']"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures=['LlamaForTokenClassification']"),
@@ -261,8 +261,8 @@ def test_what_is_cached_of_a_commit_needs_no_answer_from_the_hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", asks_the_hub_about_commits(no_answer))
     for revision in (None, "a" * 40):
         assert resolve("owner/tiny", role="target", revision=revision).directory == snapshot
-    edit(snapshot / "config.json", model_type="mixtral")
-    assert "model_type='mixtral'" in refusal("owner/tiny", UnsupportedModel, revision="a" * 40)
+    edit(snapshot / "config.json", model_type="mamba")
+    assert "model_type 'mamba'" in refusal("owner/tiny", UnsupportedModel, revision="a" * 40)
 
 
 def test_a_download_that_breaks_off_says_so_and_not_what_is_missing(
@@ -308,8 +308,8 @@ def test_a_download_is_checked_before_its_weights_and_pinned_to_one_commit(
     assert not any(fetched(calls[1], file) for file in [*never, "consolidated.safetensors", "model.gguf", "x.pkl"])
 
     calls.clear()
-    edit(directory / "config.json", model_type="mixtral")
-    assert "model_type='mixtral'" in refusal("owner/tiny", UnsupportedModel)
+    edit(directory / "config.json", model_type="mamba")
+    assert "model_type 'mamba'" in refusal("owner/tiny", UnsupportedModel)
     assert len(calls) == 1, "the weights of an unsupported model must not be downloaded"
 
 

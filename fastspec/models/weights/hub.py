@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face Hub: one commit's files, from the cache or downloaded."""
+"""Files of a Hub id: from the cache, or downloaded, config first."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
-def download(source: str | os.PathLike[str], revision: str | None, check_config: Callable[[Path], object]) -> Path:
+def download(source: str | os.PathLike[str], revision: str | None, check: Callable[[Path], object]) -> Path:
     """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights.
 
     Args:
-        check_config: refuses a directory whose config will not do.
+        source: the Hub id.
+        revision: branch, tag or commit.
+        check: raises where the config of a directory is not supported.
 
     Raises:
-        CheckpointError: no Hub id, or it could not be had. What `check_config` raises.
+        CheckpointError: it is no Hub id, or could not be had.
     """
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
             "save_pretrained writes it, or a Hub id like owner/name"
         )
-    directory = _snapshot(source, revision, CONFIG_FILES, check_config)
+    directory = _snapshot(source, revision, CONFIG_FILES, check)
     # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
     return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
 

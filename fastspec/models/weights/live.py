@@ -56,11 +56,12 @@ def check_module(module: nn.Module) -> None:
                 f"{kind.__name__}: submodule {name!r} is a {type(part).__module__}.{type(part).__name__}; merge "
                 f"adapters and load the model unquantised; {supported_models()}"
             )
-    _check_devices(module, kind.__name__)
+    check_devices(module, kind.__name__)
     check_unchanged(module)
 
 
-def _check_devices(module: nn.Module, name: str) -> None:
+def check_devices(module: nn.Module, name: str) -> None:
+    """Refuses a module whose parameters are on several devices, or on none."""
     placed = {str(where) for where in (getattr(module, "hf_device_map", None) or {}).values()}
     held = {str(parameter.device) for parameter in module.parameters()}
     if len(placed) > 1 or len(held) > 1 or "disk" in placed:

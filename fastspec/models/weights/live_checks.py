@@ -173,7 +173,7 @@ def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
         own = vars(part).get("config")
         if own is not None and own is not module.config and not _same_config(own, spec):
             refuse("a config of its own that says something else", "save the model and pass the directory")
-        for name, value in _changed(part, like):
+        for name, value in changed_constants(part, like):
             refuse(
                 f"{name}={value!r} where the config gives {vars(like).get(name)!r}",
                 "set it in the config, save the model and pass the directory; or load it again",
@@ -190,7 +190,8 @@ def _same_config(own: Any, spec: ModelSpec) -> bool:
     return replace(spec_from_config(own), dtype=spec.dtype, tied=spec.tied) == spec
 
 
-def _changed(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
+def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
+    """Plain constants of `part` that differ from those of `like`, with their values."""
     missing = object()
     for name, wanted in vars(like).items():
         if name.startswith("_") or name in UNREAD or name.endswith(ROTARY) or not isinstance(wanted, PLAIN):

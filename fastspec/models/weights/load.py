@@ -265,7 +265,7 @@ def allocate_weights(
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
     source = _source_of(checkpoint)
-    spec = checkpoint.spec
+    spec = checkpoint.native
     check_tensors(source.infos(), spec, checkpoint.name)
     if checkpoint.module is not None:
         check_no_others(source.infos(), spec, checkpoint.name)
@@ -298,7 +298,7 @@ def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
     loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True)
-    return _assemble(loader, checkpoint.spec).nbytes()
+    return _assemble(loader, checkpoint.native).nbytes()
 
 
 def _rounding(checkpoint: Checkpoint) -> Rounding:
@@ -312,7 +312,7 @@ def _rounding(checkpoint: Checkpoint) -> Rounding:
         if form is None:
             return None
         if name in (EMBED, HEAD):
-            head = draft and (name == HEAD or checkpoint.spec.tied)
+            head = draft and (name == HEAD or checkpoint.native.tied)
             return kind_for("int8" if form == "int4" else form, shape) if head else None
         return kind_for(form, shape)
 
@@ -333,8 +333,8 @@ def _source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: Stored = ShardTensors(checkpoint.directory)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.spec))
-    return named(stored, checkpoint.spec)
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
+    return named(stored, checkpoint.native)
 
 
 def named(stored: Stored, spec: ModelSpec) -> NamedTensors:

@@ -28,6 +28,8 @@ from fastspec.models.config import (
 )
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import SIZE_LIMITS
+from fastspec.models.hosted.info import HostedInfo, hosted_info
+from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.hub import download
 from fastspec.models.weights.live import ModuleTensors
@@ -65,7 +67,7 @@ class Checkpoint:
     Attributes:
         name: path, Hub id or class name, for messages.
         role: "target" or "draft".
-        spec: the checked config.
+        spec: the checked config: a `ModelSpec`, or a `HostedInfo` where transformers' own module is run.
         directory: local files, or None for a live module.
         module: the caller's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
@@ -77,7 +79,7 @@ class Checkpoint:
 
     name: str
     role: str
-    spec: ModelSpec
+    spec: ModelSpec | HostedInfo
     directory: Path | None
     module: nn.Module | None
     generation_config: GenerationConfig | None
@@ -89,6 +91,17 @@ class Checkpoint:
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
         return planned_bytes(self, dtype=dtype, device=device, ops=ops)
+
+    @property
+    def native(self) -> ModelSpec:
+        """The spec of a model that our decoder runs.
+
+        Raises:
+            UnsupportedModel: the model is hosted.
+        """
+        if not isinstance(self.spec, ModelSpec):
+            raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
+        return self.spec
 
 
 def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
@@ -125,7 +138,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(download(source, revision, check_config_file), str(source), role)
+        return _from_directory(download(source, revision, _check_before_download), str(source), role)
 
 
 @contextmanager
@@ -181,6 +194,11 @@ def _refuse_revision(revision: str | None, what: str) -> None:
 
 
 def _from_module(module: nn.Module, role: str) -> Checkpoint:
+    if is_hostable(module):
+        name = type(module).__name__
+        check_hosted_module(module)
+        info = hosted_info(module.config, type(module))  # type: ignore[arg-type]
+        return Checkpoint(name, role, info, None, module, settings_of_module(module, info.vocab_size))
     tensors = ModuleTensors(module)
     name = type(module).__name__
     config: Any = copy.deepcopy(module.config)
@@ -197,9 +215,11 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
 def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     raw = check_config_file(directory)
     config = _build_config(directory, raw)
+    _refuse_other_weights(directory, raw)
+    if raw["model_type"] not in FAMILIES:
+        return _hosted(directory, name, role, raw, config)
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
-    _refuse_other_weights(directory, raw)
     shards: Stored = ShardTensors(directory)
     stored, scales = "", {}
     with _naming(directory):
@@ -227,6 +247,33 @@ def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict
             stacklevel=2,
         )
     return scales
+
+
+def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: PretrainedConfig) -> Checkpoint:
+    info = _hosted_info(directory, raw, config)
+    ShardTensors(directory)  # whole files, with safe names
+    return Checkpoint(name, role, info, directory, None, settings_of_directory(directory, raw, info.vocab_size))
+
+
+def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
+    with _naming(directory / CONFIG):
+        if _quantisation(directory, raw) is not None:
+            raise UnsupportedModel(
+                f"model_type {raw['model_type']!r} is hosted, and quantised checkpoints are read for native families "
+                "alone; load the original weights"
+            )
+        info = hosted_info(config)
+        named = raw.get("architectures")
+        if named and named != [info.kind.__name__]:
+            raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")
+    return info
+
+
+def _check_before_download(directory: Path) -> None:
+    """Refuses a model by its config alone, before its weights are fetched."""
+    raw = check_config_file(directory)
+    if raw["model_type"] not in FAMILIES:
+        _hosted_info(directory, raw, _build_config(directory, raw))
 
 
 def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | None:
@@ -302,17 +349,20 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     raw = read_json(path)
     _refuse_remote_code(path, raw)
     family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or not (family in FAMILIES or known_type(family)):
         raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
-    with _naming(path):
-        refuse_other_architectures(family, raw.get("architectures"))
+    if family in FAMILIES:
+        with _naming(path):
+            refuse_other_architectures(family, raw.get("architectures"))
     with _naming(path):
         quantisation_of(raw)
     if raw.get("per_layer_config"):
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
     for field, limit in SIZE_LIMITS.items():
         value = raw.get(field, 1)
-        if value is None and field in OPTIONAL_SIZES:
+        if value is None and (field in OPTIONAL_SIZES or family not in FAMILIES):
+            continue
+        if family not in FAMILIES and isinstance(value, list):  # a number a layer
             continue
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")

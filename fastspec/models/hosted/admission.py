@@ -1,0 +1,136 @@
+"""Short passes of a hosted model at construction: what they show to be wrong is refused, by the layer's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.hosted.hooks import ATTENTION
+from fastspec.models.hosted.model import HostedModel
+from fastspec.shapes import ForwardBatch, Tiling
+
+_PROMPT = 4  # tokens before those that a step feeds
+# What rounding explains, as a share of the norm of the hidden states: sums are taken in another order, and in 16 bits
+# a router may choose another expert of nearly the same weight.
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+
+
+def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> None:
+    """Compares short passes of a hosted model with each other, and with the module's own attention.
+
+    Args:
+        model: with its weights and its cache, whose first pages are written.
+        name: of the model, for messages.
+        tiling: of steps. Where it fixes rows, bits of a row alone must be those of the row among others.
+        max_queries: tokens of a step at most.
+
+    Raises:
+        UnsupportedModel: a difference; names the check and the layer where it begins.
+    """
+    try:
+        with torch.inference_mode():
+            _Trial(model, tiling, max_queries).run()
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: cannot be hosted: {error}") from error
+    # whatever a foreign module raises once its parts are swapped
+    except (TypeError, AttributeError, NotImplementedError, AssertionError, LookupError) as error:
+        raise UnsupportedModel(
+            f"{name}: cannot be hosted: a pass with swapped parts failed ({type(error).__name__}: {error})"
+        ) from error
+
+
+class _Trial:
+    def __init__(self, model: HostedModel, tiling: Tiling, max_queries: int) -> None:
+        self._model, self._tiling = model, tiling
+        pages, self._page_size = model.keys[0].shape[:2]
+        count = min(_PROMPT + max_queries, (pages - 1) * self._page_size, model.info.max_length)
+        self._device = model.keys[0].device
+        self._ids = ((torch.arange(count, device=self._device) * 7 + 1) % model.vocab_size)[None]
+        self._pages = -(-count // self._page_size)
+
+    def run(self) -> None:
+        count = self._ids.shape[1]
+        own = self._own()
+        whole = self._feed(0, count, Tiling(count, count) if self._tiling.rows else self._tiling)
+        self._compare("a whole pass", whole, own)
+        single = torch.cat([self._feed(place, 1, self._tiling) for place in range(count)], dim=1)
+        self._compare("passes of one token each", single, own)
+        first = min(_PROMPT, count - 1)
+        logits = self._model.logits(single[:, first:], self._tiling)
+        if logits.shape[-1] != self._model.vocab_size or not bool(logits.isfinite().all()):
+            raise UnsupportedModel("its head does not give finite logits of its vocabulary")
+        if self._tiling.rows is None:
+            return
+        together = self._feed(first, count - first, self._tiling)
+        alone = [self._model.logits(single[:, place : place + 1], self._tiling) for place in range(first, count)]
+        same = torch.equal(together, single[:, first:]) and torch.equal(logits, torch.cat(alone, dim=1))
+        if not same:
+            layer = self._first_difference(first, count)
+            raise UnsupportedModel(
+                f"layer {layer!r}: a token's bits depend on how many are fed beside it, so exact=True cannot be "
+                "promised; exact=False runs it"
+            )
+
+    def _feed(self, start: int, count: int, tiling: Tiling) -> Tensor:
+        ids = self._ids[:, start : start + count].contiguous()
+        positions = torch.arange(start, start + count, device=self._device)[None]
+        table = torch.arange(1, 1 + self._pages, device=self._device)[None]
+        return self._model.hidden(
+            ForwardBatch(ids, positions, torch.ones_like(ids, dtype=torch.bool), table, 1, tiling)
+        )
+
+    def _own(self) -> Tensor:
+        """The hidden states with transformers' own attention and masks, without a cache."""
+        model, base = self._model, self._model.base
+        base.set_attn_implementation("eager")
+        try:
+            count = self._ids.shape[1]
+            positions = torch.arange(count, device=self._device)[None]
+            with model.running(Tiling(count, count) if self._tiling.rows else self._tiling, count):
+                whole = model.info.probed.whole
+                out = base(input_ids=self._ids, position_ids=positions, use_cache=False, **whole)
+                hidden: Tensor = out.last_hidden_state
+        finally:
+            base.set_attn_implementation(ATTENTION)
+        return hidden
+
+    def _compare(self, what: str, ours: Tensor, own: Tensor) -> None:
+        error = (ours.float() - own.float()).norm() / own.float().norm()
+        limit = _TOLERANCE[self._model.keys[0].dtype]
+        if not bool(error <= limit):
+            raise UnsupportedModel(
+                f"{what} over K/V in pages differs from transformers' own attention by {float(error):.2g} of the "
+                f"hidden states' norm, more than the {limit} that rounding explains"
+            )
+
+    def _first_difference(self, first: int, count: int) -> str:
+        """The first submodule whose output for token `first` depends on the tokens fed behind it."""
+        alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
+        among = self._outputs(lambda: self._feed(first, count - first, self._tiling))
+        for (name, one), (_, many) in zip(alone, among, strict=True):
+            if one.dim() > 1 and not torch.equal(one.flatten(0, -2)[0], many.flatten(0, -2)[0]):
+                return name
+        return "lm_head"
+
+    def _outputs(self, run: Callable[[], object]) -> list[tuple[str, Tensor]]:
+        seen: list[tuple[str, Tensor]] = []
+
+        def note(name: str) -> Any:
+            def hook(part: nn.Module, given: Any, out: Any) -> None:
+                out = out[0] if isinstance(out, tuple) else out
+                if isinstance(out, Tensor):
+                    seen.append((name, out))
+
+            return hook
+
+        handles = [part.register_forward_hook(note(name)) for name, part in self._model.base.named_modules()]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen

@@ -1,0 +1,202 @@
+"""What is known of a hosted model before its weights are loaded: its class, its sizes, its attention calls."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.config import DTYPES
+from fastspec.models.hosted.hooks import register
+from fastspec.models.hosted.probe import FOREIGN, Probed, probe
+from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours.
+_ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
+
+_WARNS: Final = "warn_if_padding_and_no_attention_mask"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedInfo:
+    """A model that transformers defines and we host; `ModelInfo` of it.
+
+    Attributes:
+        kind: its class in transformers.
+        config: of it, private to this object.
+        probed: what a traced pass showed.
+        parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
+    """
+
+    family: str
+    kind: Any
+    config: Any
+    probed: Probed
+    dtype: torch.dtype
+    vocab_size: int
+    max_length: int
+    hidden_size: int
+    intermediate_size: int
+    parameters: int
+    kept_bytes: int
+    linears: int
+    experts: int
+
+    @property
+    def slots(self) -> tuple[tuple[int, int, int], ...]:
+        """Query heads, key heads and head_dim of each K/V slot."""
+        found = {call.slot: call.shape for call in self.probed.calls}
+        return tuple(found[slot] for slot in range(len(found)))
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """As `ModelInfo.attention_shapes`."""
+        return self.slots
+
+    @property
+    def num_layers(self) -> int:
+        """Attention calls of a pass."""
+        return len(self.probed.calls)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each attention call; None: full attention."""
+        return tuple(call.rule.window for call in self.probed.calls)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the layer that has most."""
+        return max(call.heads for call in self.probed.calls)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key heads of the layer that has most."""
+        return max(call.kv_heads for call in self.probed.calls)
+
+    @property
+    def head_dim(self) -> int:
+        """The widest head."""
+        return max(call.head_dim for call in self.probed.calls)
+
+    @property
+    def hosting(self) -> str:
+        """What is swapped and what is not, for people."""
+        experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
+        return (
+            f"hosted: transformers' {self.kind.__name__} runs as it is, but for attention, K/V, {self.linears} matrix "
+            f"products{experts}; norms, rotations and activations are torch operations of their own, so a pass takes "
+            "longer than that of a native family"
+        )
+
+    def rotary_bytes(self, positions: int) -> int:
+        """None: the module has its own, counted with its buffers."""
+        return 0
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all parameters in `dtype`, and of its buffers."""
+        return self.parameters * dtype.itemsize + self.kept_bytes
+
+
+def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
+    """Builds the model of a config on the meta device, and probes it.
+
+    Args:
+        config: a transformers config; not modified.
+        kind: its class; None: transformers' causal model of that config.
+
+    Raises:
+        UnsupportedModel: it cannot be hosted; says why.
+    """
+    config = copy.deepcopy(config)
+    name = str(config.model_type)
+    try:
+        _refuse_config(config)
+        kind = kind or causal_class(config)
+        if kind.__name__.endswith("ForConditionalGeneration"):
+            raise UnsupportedModel(f"{kind.__name__} takes more than text; save its language model by itself")
+        shell = shell_of(kind, copy.deepcopy(config))
+        probed = probe(shell)
+        return _info(name, kind, config, shell, probed)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
+        ) from error
+
+
+def causal_class(config: PretrainedConfig) -> Any:
+    """transformers' own causal model of a config.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel("transformers has no causal language model of that type")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind[0] if isinstance(kind, tuple) else kind
+
+
+def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
+    """The model on the meta device: no memory, no values. Its attention is ours."""
+    register()
+    config._attn_implementation = "eager"  # neither chosen by the file nor fetched
+    try:
+        with torch.device("meta"):
+            shell: nn.Module = kind(config)
+    except FOREIGN as error:
+        raise UnsupportedModel(f"its class {kind.__name__} cannot be made of this config: {error}") from error
+    for part in shell.modules():  # it reads ids on the host, and no padding is fed here
+        if hasattr(part, _WARNS):
+            part.__dict__[_WARNS] = lambda *_: None
+    use_fixed_experts(shell)
+    return shell.eval()
+
+
+def _refuse_config(config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel("it is an encoder-decoder; wanted a decoder-only model")
+    for part in ("vision_config", "audio_config", "patch_size"):
+        if getattr(config, part, None) is not None:
+            raise UnsupportedModel(f"it has a {part}: wanted a text model; save its language model by itself")
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for one in each:
+        kind = one.get("rope_type", one.get("type"))
+        if kind in _ROPES_OF_LENGTH:
+            raise UnsupportedModel(
+                f"rope_type={kind!r} rotates by the longest row of a pass, so a row would depend on its neighbours"
+            )
+
+
+def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> HostedInfo:
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
+    if type(length) is not int or length < 2:
+        raise UnsupportedModel(f"max_position_embeddings={length!r}; wanted the model's context in tokens")
+    head = shell.get_output_embeddings()
+    inner = getattr(text, "intermediate_size", None)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return HostedInfo(
+        family=name,
+        kind=kind,
+        config=config,
+        probed=probed,
+        dtype=dtype if dtype in DTYPES else torch.float32,
+        vocab_size=head.weight.shape[0],
+        max_length=length,
+        hidden_size=probed.hidden_size,
+        intermediate_size=inner if type(inner) is int else 4 * probed.hidden_size,
+        parameters=sum(parameter.numel() for parameter in shell.parameters()),
+        kept_bytes=sum(buffer.nbytes for buffer in shell.buffers()),
+        linears=sum(is_product(part) for part in shell.modules()),
+        experts=len(expert_layers(shell)),
+    )

@@ -1,0 +1,153 @@
+"""Weights of a hosted model: transformers reads them, and each is handed over once to what uses it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.weights import Weight
+from fastspec.models.hosted.info import HostedInfo, shell_of
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.swaps import Embedding, Product, is_product
+
+if TYPE_CHECKING:
+    from fastspec.models.weights.sources import Checkpoint
+
+
+def load_hosted(
+    checkpoint: Checkpoint, model: HostedModel, *, dtype: torch.dtype, device: torch.device, release: bool
+) -> None:
+    """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
+
+    A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
+    first.
+
+    Raises:
+        CheckpointError: the stored tensors are not what the config says.
+    """
+    info, source = model.info, checkpoint.module
+    if source is None:
+        if checkpoint.directory is None:
+            raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
+        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name), True
+    shell = shell_of(info.kind, copy.deepcopy(info.config))
+    with torch.no_grad():
+        _Filler(model, shell, source, dtype, device, release).fill()
+    model.host(shell)
+
+
+def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str) -> nn.Module:
+    """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
+    try:
+        module, told = info.kind.from_pretrained(
+            str(directory),
+            config=copy.deepcopy(info.config),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(f"{name}: transformers cannot load it: {error}; download it again") from error
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, told.get(kind) or ())):
+            raise CheckpointError(f"{name}: {kind}: {', '.join(found[:3])}; is it the config of these weights?")
+    if others := sorted(told.get("unexpected_keys") or ()):
+        warnings.warn(f"{name}: {len(others)} tensor(s) not used ({', '.join(others[:3])})", stacklevel=2)
+    module.eval()
+    result: nn.Module = module
+    return result
+
+
+@dataclass
+class _Filler:
+    """Moves the values of `source` into `shell`, a model on the meta device of the same class."""
+
+    model: HostedModel
+    shell: Any
+    source: Any
+    dtype: torch.dtype
+    device: torch.device
+    release: bool
+    weights: dict[int, Weight] = field(default_factory=dict)
+    held: dict[int, nn.Parameter] = field(default_factory=dict)
+
+    def fill(self) -> None:
+        """Swaps products and the embedding, then copies what is left."""
+        embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
+        self._stored = self.source.get_input_embeddings().weight.dtype
+        swapped: dict[str, nn.Module] = {}
+        parts = list(self.shell.named_modules())
+        if type(embedding) is not nn.Embedding:  # its own forward reads rows, and a tied head shares them
+            name = next(name for name, part in parts if part is embedding)
+            parameter = self._parameter(self.source.get_submodule(name).weight)
+            self.weights[id(self.source.get_submodule(name).weight)] = Weight(parameter.data)
+        for name, part in parts:
+            like = self.source.get_submodule(name)
+            if part is embedding and type(part) is nn.Embedding:
+                swapped[name] = Embedding(self.model, self._weight(like.weight))
+            elif is_product(part) or part is head:
+                rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
+                wide = torch.float32 if part is head else None
+                bias = None if like.bias is None else self._moved(like.bias)
+                swapped[name] = Product(self.model, self._weight(like.weight, rows), bias, wide)
+        for name, part in swapped.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.shell.get_submodule(owner), attribute, part)
+        for name, part in self.shell.named_modules():
+            if not isinstance(part, Embedding | Product):
+                self._copy(part, self.source.get_submodule(name))
+        if left := [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]:
+            raise UnsupportedModel(f"its parameter {left[0]} was not filled")
+        if self.release:
+            self._empty()
+
+    def _weight(self, parameter: Tensor, rows: Tensor | None = None) -> Weight:
+        """The weight of a parameter, made once where it is used twice."""
+        key = id(parameter)
+        if key not in self.weights:
+            rows = self._moved(parameter if rows is None else rows).contiguous()
+            self.weights[key] = self.model.ops.store(rows, False)
+            self._released(parameter)
+        return self.weights[key]
+
+    def _parameter(self, parameter: Tensor) -> nn.Parameter:
+        key = id(parameter)
+        if key not in self.held:
+            self.held[key] = nn.Parameter(self._moved(parameter), requires_grad=False)
+            self._released(parameter)
+        return self.held[key]
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """A copy on the device; values in the checkpoint's dtype become `dtype`, what is kept wider stays."""
+        kept = tensor.dtype != self._stored
+        return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
+
+    def _copy(self, part: nn.Module, like: nn.Module) -> None:
+        for name, parameter in like._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = self._parameter(parameter)
+        for name, buffer in like._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)
+        for name, value in vars(like).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value.detach().to(self.device, copy=True))
+
+    def _released(self, parameter: Tensor) -> None:
+        if self.release:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def _empty(self) -> None:
+        for part in self.source.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)

@@ -1,0 +1,150 @@
+"""A transformers module as a CausalModel over a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import UnsupportedOption
+from fastspec.kernels.ops import Ops
+from fastspec.models.hosted.hooks import NoCache, attach
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.probe import base_name, base_of
+from fastspec.models.hosted.swaps import FixedShapes
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
+
+
+class HostedModel:
+    """A module of transformers that runs as it is, but for attention, K/V and matrix products.
+
+    Args:
+        info: of the model.
+        module: with its weights, swapped by `load_hosted`.
+        ops: implementations of what is swapped.
+        num_pages, page_size: of its K/V cache.
+        max_positions: positions of the longest row.
+        batch, max_queries: of a decoding pass at most.
+    """
+
+    def __init__(
+        self,
+        info: HostedInfo,
+        ops: Ops,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_positions: int,
+        batch: int,
+        max_queries: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.info, self.ops = info, ops
+        self.tiling, self.queries, self.inside = UNTILED, 1, False
+        shapes = [(num_pages, page_size, kv_heads, dim) for _, kv_heads, dim in info.slots]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        calls = info.probed.calls
+        self._work = {
+            shape: ops.workspace(device, batch, max_queries, max_positions, shape)
+            for shape in dict.fromkeys(call.shape for call in calls)
+        }
+        self._rows: ForwardBatch | None = None
+        self._at = 0
+
+    def host(self, module: nn.Module) -> None:
+        """Takes the module, with its weights; from here on passes can run."""
+        self.module: Any = module
+        self.base: Any = base_of(module)
+        attach(module, self)
+        # the module's head is run with hidden states in place of embeddings, behind a base model that passes them on
+        setattr(module, base_name(module), _PassOn(self.info.probed.output))
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.info.vocab_size
+
+    def hidden(self, rows: ForwardBatch) -> Tensor:
+        """Feeds rows and writes their K/V to the cache; returns the last hidden states [B, Q, hidden]."""
+        self._rows, self._at = rows, 0
+        # rows that do not count may lie behind the model's own tables of positions
+        positions = rows.positions.clamp(max=self.info.max_length - 1)
+        with self.running(rows.tiling, rows.ids.shape[1]):
+            given = {**self.info.probed.whole, self.info.probed.cache_name: NoCache()}
+            out = self.base(input_ids=rows.ids, position_ids=positions, use_cache=True, **given)
+        assert self._at == len(self.info.probed.calls), "a pass calls attention as the probe did"
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Refused: layers of a hosted model have no common form."""
+        raise UnsupportedOption("a proposer that reads the target's hidden states needs a native model family")
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """fp32 logits [..., V] of hidden states [..., hidden], by the module's own path behind its base model."""
+        given = hidden.reshape(1, -1, hidden.shape[-1])
+        with self.running(tiling, 1):
+            logits: Tensor = self.module(inputs_embeds=given, use_cache=False).logits
+        return logits.float().view(*hidden.shape[:-1], -1)
+
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
+        out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """The next attention call of the pass: K/V go to its slot's pages, attention reads them there."""
+        call, rows = self.info.probed.calls[self._at], self._rows
+        assert rows is not None
+        self._at += 1
+        # a layer that shares the keys of another writes them once more, the same bits to the same place
+        qkv = torch.cat([part.transpose(1, 2).flatten(2) for part in (query, key, value)], dim=-1)
+        sinks = options.get("s_aux")
+        self.inside = True
+        try:
+            out: Tensor = self.ops.attend(
+                qkv.to(self.keys[call.slot].dtype),
+                None,
+                None,
+                self.keys[call.slot],
+                self.values[call.slot],
+                rows.block_table,
+                rows.positions,
+                rows.write_mask,
+                num_heads=call.heads,
+                num_blocks=rows.num_blocks,
+                first_block=rows.first_block,
+                rule=call.rule,
+                sinks=None if sinks is None else sinks.detach().reshape(-1).contiguous(),
+                work=self._work[call.shape],
+                tiling=rows.tiling,
+            )
+        finally:
+            self.inside = False
+        heads: Tensor = out.unflatten(-1, (call.heads, -1)).to(query.dtype)
+        return heads
+
+    @contextmanager
+    def running(self, tiling: Tiling, queries: int) -> Iterator[None]:
+        """Products of what runs meanwhile have the shapes of `tiling`."""
+        self.tiling, self.queries = tiling, queries
+        with FixedShapes(self):
+            yield
+
+
+class _PassOn(nn.Module):
+    """In the place of a base model: gives back what it is given as embeddings."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        """The embeddings as last hidden state."""
+        return self._output(last_hidden_state=inputs_embeds)

@@ -1,0 +1,241 @@
+"""One forward pass over a module on the meta device, which shows what each of its attention calls asks for.
+
+It computes nothing and takes no memory. A read of a value by the host, or a shape that depends on data, fails there:
+such a model cannot be captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import UnsupportedModel
+from fastspec.kernels.common.checks import MAX_HEAD_DIM
+from fastspec.models.hosted.hooks import ATTENTION, PROBED, NoCache, attach
+from fastspec.shapes import AttentionRule
+
+# Tensors that attention may be given beside q, k, v and mask.
+_KNOWN_TENSORS: Final = ("s_aux", "position_ids", "cache_position")
+_FAR: Final = 1 << 15  # positions over which a mask is compared with a window
+_BATCH, _QUERIES = 2, 3
+# what code that was not written for this may raise
+FOREIGN: Final = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError),
+    *(AssertionError, ArithmeticError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one attention call of every pass asks for.
+
+    Attributes:
+        slot: which K/V pages it reads and writes; calls with the keys of an earlier one share its slot.
+        layer: name of the module that calls.
+        heads, kv_heads, head_dim: sizes of its query and keys.
+        rule: window, scale and softcap.
+        sinks: whether it brings sinks.
+    """
+
+    slot: int
+    layer: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rule: AttentionRule
+    sinks: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Query heads, key heads, head_dim."""
+        return self.heads, self.kv_heads, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found.
+
+    Attributes:
+        calls: attention calls of a pass, in order.
+        cache_name: name of the argument of the base model that takes a cache.
+        whole: arguments with which the base model leaves no token of a pass out.
+        output: the class of what the base model returns.
+        hidden_size: width of its last hidden state.
+    """
+
+    calls: tuple[Call, ...]
+    cache_name: str
+    whole: Mapping[str, None]
+    output: Any
+    hidden_size: int
+
+
+def probe(module: nn.Module) -> Probed:
+    """Looks at one pass of a transformers causal model that lies on the meta device.
+
+    Raises:
+        UnsupportedModel: it cannot be hosted; names the layer and the reason.
+    """
+    kind: Any = type(module)
+    base: Any = base_of(module)
+    if getattr(module, "_is_stateful", False):
+        raise UnsupportedModel("it keeps recurrent state (_is_stateful), which a rejected draft would spoil")
+    if not kind._can_set_attn_implementation():
+        raise UnsupportedModel("its attention does not go through transformers' AttentionInterface")
+    if base is module or module.get_output_embeddings() is None:  # type: ignore[operator]
+        raise UnsupportedModel("it has no base model and head beside each other")
+    parameters = inspect.signature(base.forward).parameters
+    named = [name for name in ("cache", "past_key_values") if name in parameters]
+    if "position_ids" not in parameters or not named:
+        raise UnsupportedModel(f"{type(base).__name__}.forward takes no position_ids, or no cache")
+    # some base models compute their last layers for the tokens alone whose logits are asked for: no number, all tokens
+    whole = {name: None for name in ("logits_to_keep",) if name in parameters}
+    prober = _Prober({id(part): name for name, part in module.named_modules()})
+    attach(module, prober)
+    module.set_attn_implementation(PROBED)  # type: ignore[operator]
+    with torch.no_grad(), _naming_layers(module):
+        ids = torch.zeros(_BATCH, _QUERIES, dtype=torch.int64, device="meta")
+        positions = torch.arange(_QUERIES, device="meta").expand(_BATCH, -1)
+        out = base(input_ids=ids, position_ids=positions, use_cache=True, **whole, **{named[0]: NoCache()})
+    module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    if not prober.calls:
+        raise UnsupportedModel("none of its layers calls attention through the AttentionInterface")
+    return Probed(prober.ruled(), named[0], whole, type(out), out.last_hidden_state.shape[-1])
+
+
+def base_name(module: nn.Module) -> str:
+    """Name of the submodule that is everything but the head; empty where there is none."""
+    return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """That submodule, or the module itself."""
+    return module.get_submodule(base_name(module))
+
+
+@contextmanager
+def _naming_layers(module: nn.Module) -> Iterator[None]:
+    """Turns what goes wrong in a pass into UnsupportedModel, with the name of the layer that was entered last."""
+    entered = [""]
+
+    def enter(name: str) -> Any:
+        return lambda *_: entered.__setitem__(0, name)
+
+    handles = [part.register_forward_pre_hook(enter(name)) for name, part in module.named_modules()]
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"layer {entered[0]!r}: {error}") from error
+    # whatever a foreign module raises: it was not made for a device without values
+    except FOREIGN as error:
+        first = str(error).strip().split("\n")[0]
+        raise UnsupportedModel(
+            f"layer {entered[0]!r}: a pass cannot be traced without values, so it reads them on the host, or has "
+            f"shapes that depend on data ({type(error).__name__}: {first})"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Prober:
+    """Records attention calls."""
+
+    queries = _QUERIES  # of the pass, which experts ask for
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self.calls: list[Call] = []
+        self._keys: list[Tensor] = []
+        self._masks: list[tuple[Any, Any]] = []
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Records a call, or refuses it."""
+        given = {name: option for name, option in options.items() if option is not None}
+        unknown = [name for name, option in given.items() if isinstance(option, Tensor) and name not in _KNOWN_TENSORS]
+        if unknown:
+            raise UnsupportedModel(f"attention is given {unknown[0]}, which fastspec's has no place for")
+        if tuple(query.shape[::2]) != (_BATCH, _QUERIES) or key.shape[2] != _QUERIES:
+            raise UnsupportedModel(
+                f"attention runs over q {list(query.shape)} and k {list(key.shape)}, not over the fed tokens alone"
+            )
+        _check_sizes(query, key, value)
+        if mask is not None and not hasattr(mask, "rule"):
+            raise UnsupportedModel("the model changes its attention mask")
+        if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UnsupportedModel("attention is not causal")
+        self._masks.append((None if mask is None else mask.rule, given.get("sliding_window")))
+        slot = next((call.slot for call, known in zip(self.calls, self._keys, strict=True) if known is key), None)
+        if slot is None:
+            slot = len({call.slot for call in self.calls})
+        self._keys.append(key)
+        rule = AttentionRule(None, _scale(module, query, given), given.get("softcap"))
+        name = self._names.get(id(module), "")
+        self.calls.append(Call(slot, name, query.shape[1], key.shape[1], key.shape[3], rule, "s_aux" in given))
+        return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
+
+    def ruled(self) -> tuple[Call, ...]:
+        """The calls, each with the window of its mask."""
+        windows: dict[Any, int | None] = {}
+        calls = []
+        for call, (function, told) in zip(self.calls, self._masks, strict=True):
+            if function is None:
+                raise UnsupportedModel(f"layer {call.layer!r}: attention was called without a mask")
+            if function not in windows:
+                windows[function] = _window(function, call.layer)
+            window = windows[function]
+            if told is not None and told != window:
+                raise UnsupportedModel(f"layer {call.layer!r}: sliding_window={told}, but its mask has {window}")
+            calls.append(replace(call, rule=call.rule._replace(window=window)))
+        return tuple(calls)
+
+
+def _scale(module: nn.Module, query: Tensor, given: dict[str, Any]) -> float:
+    scale = given.get("scaling", getattr(module, "scaling", None))
+    return float(query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    heads, kv_heads, dim = query.shape[1], key.shape[1], key.shape[3]
+    if value.shape[3] != dim or value.shape[1] != kv_heads or query.shape[3] != dim:
+        raise UnsupportedModel(
+            f"its values have {value.shape[1]} heads of width {value.shape[3]} and its keys {kv_heads} of {dim} "
+            "(latent attention): fastspec's attention needs one width"
+        )
+    if heads % kv_heads or dim % 2 or dim > MAX_HEAD_DIM:
+        raise UnsupportedModel(
+            f"{heads} query heads over {kv_heads} key heads of width {dim}; wanted a multiple, and an even width up to "
+            f"{MAX_HEAD_DIM}"
+        )
+
+
+def _window(function: Any, layer: str) -> int | None:
+    """The window of a transformers mask function, found by evaluating it.
+
+    Raises:
+        UnsupportedModel: it is neither causal nor a causal window: chunks, blocks, prefixes.
+    """
+    rows = sorted({*range(40), *(_FAR * i // 61 for i in range(62))})
+    at = torch.tensor(rows, device="cpu")[:, None]
+    keys = torch.arange(_FAR + 1, device="cpu")[None]
+    nothing = torch.tensor(0, device="cpu")
+    try:
+        seen = function(nothing, nothing, at, keys).expand(len(rows), _FAR + 1)
+    except (RuntimeError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(f"layer {layer!r}: its mask depends on what is fed (a chunked or block mask)") from error
+    lowest = torch.where(seen, keys, _FAR + 1).amin(1, keepdim=True)
+    window = int(at[-1] - lowest[-1]) + 1
+    for expected, found in ((at * 0, None), ((at - window + 1).clamp_min(0), window)):
+        if torch.equal(lowest, expected) and torch.equal(seen, (keys >= lowest) & (keys <= at)):
+            return found
+    raise UnsupportedModel(
+        f"layer {layer!r}: its mask is neither causal nor a causal sliding window (a chunked or prefix mask)"
+    )

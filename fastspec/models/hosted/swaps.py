@@ -1,0 +1,214 @@
+"""What takes the place of a hosted module's matrix products, embedding and experts, so that bits of rows are theirs."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+from weakref import proxy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import Ops
+from fastspec.models.hosted.hooks import pass_of
+from fastspec.shapes import Tiling
+
+EXPERTS: Final = "fastspec_fixed"
+STEP_QUERIES: Final = 17  # more query tokens are a prompt's
+_PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
+_ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
+
+
+class Running(Protocol):
+    """What a swapped part needs of the pass that runs."""
+
+    ops: Ops
+    tiling: Tiling
+    queries: int
+    inside: bool
+
+
+class Product(nn.Module):
+    """y = x W^T + b by our op, in the place of an nn.Linear or a Conv1D."""
+
+    _running: Running
+
+    def __init__(self, running: Running, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._running = proxy(running)  # which owns this module
+        self.weight, self.out_dtype = weight, out_dtype
+        self.bias: Tensor | None
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N]."""
+        running = self._running
+        running.inside = True
+        try:
+            bias, tiling = self.bias, running.tiling
+            out: Tensor = running.ops.linear(x.contiguous(), self.weight, bias, tiling, out_dtype=self.out_dtype)
+            return out
+        finally:
+            running.inside = False
+
+
+class Embedding(nn.Module):
+    """Rows of a weight by ids, in the place of an nn.Embedding."""
+
+    _running: Running
+
+    def __init__(self, running: Running, weight: Weight) -> None:
+        super().__init__()
+        self._running = proxy(running)  # which owns this module
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] to [..., K]."""
+        out: Tensor = self._running.ops.embed(self.weight, ids.contiguous())
+        return out
+
+
+class FixedShapes(TorchFunctionMode):
+    """Products and reductions that modules call by themselves get shapes that do not depend on the number of rows."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        running = self._running
+        if running.inside or running.tiling.rows is None:
+            return func(*args, **kwargs)
+        if func is F.linear:
+            return _linear(running.tiling, *args, **kwargs)
+        if func in _REDUCTIONS and _over_last(args, kwargs) and args[0].is_cuda:
+            return padded_reduction(func, *args, **kwargs)
+        if func in _CURVED and args and isinstance(args[0], Tensor) and not args[0].is_cuda:
+            return padded_elements(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_REDUCTIONS: Final = (Tensor.mean, torch.mean, Tensor.sum, torch.sum, Tensor.var, torch.var)
+
+
+# functions of single elements that torch computes on a CPU by vectors, and the last few of a tensor one by one, rounded
+# otherwise
+_CURVED: Final = (
+    *(F.silu, F.gelu, F.softplus, F.mish, F.logsigmoid, F.tanh, F.sigmoid, F.elu),
+    *(torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.log, torch.sin, torch.cos),
+    *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.erf, Tensor.log, Tensor.sin, Tensor.cos),
+)
+_VECTORS: Final = 64  # elements; a multiple of what one turn of any CPU's loop takes
+
+
+def padded_elements(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`func` of each element of x [..., K], the last axis padded to whole vectors, so that none is left over."""
+    width = x.shape[-1] if x.dim() else 0
+    if x.dim() < 2 or width % _VECTORS == 0:
+        return _tensor(func(x, *args, **kwargs))
+    return _tensor(func(F.pad(x, (0, -width % _VECTORS)), *args, **kwargs)[..., :width])
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _linear(tiling: Tiling, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return reference.linear(x, Weight(weight), bias, tiling)
+
+
+def _over_last(args: Any, kwargs: Any) -> bool:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    return bool(isinstance(args[0], Tensor) and args[0].dim() > 1 and dims in ((-1,), (args[0].dim() - 1,)))
+
+
+def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`func` over the last axis of x [..., K], with the number of its rows padded to a multiple of `_ROWS`."""
+    flat = x.reshape(-1, x.shape[-1])
+    dim = args[:1] and (-1,)
+    if "dim" in kwargs:
+        kwargs["dim"] = -1
+    out: Tensor = func(F.pad(flat, (0, 0, 0, -len(flat) % _ROWS)), *dim, *args[1:], **kwargs)
+    return out[: len(flat)].reshape(*x.shape[:-1], *out.shape[1:])
+
+
+def is_product(part: nn.Module) -> bool:
+    """Whether a module is a plain matrix product: no subclass, which may compute something else."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(part) in (nn.Linear, Conv1D)
+
+
+def expert_layers(module: nn.Module) -> list[str]:
+    """Names of the submodules whose experts go through transformers' ExpertsInterface."""
+    return [name for name, part in module.named_modules() if hasattr(part, "_is_expert_parallel")]
+
+
+def use_fixed_experts(module: Any) -> None:
+    """Lets the experts of a module run by `fixed_experts`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if expert_layers(module):
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, fixed_experts)
+        module.set_experts_implementation(EXPERTS)
+
+
+def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts of tokens in static shapes; one ExpertsInterface function for every model that uses it.
+
+    A step multiplies (token, expert) pairs, a fixed number at a time; a prompt's tokens all go through every expert.
+
+    Args:
+        hidden: [T, hidden]. index, weights: [T, k], experts of each token and their factors.
+    """
+    running = pass_of(self)
+    if running.queries > STEP_QUERIES:
+        return _every_expert(self, hidden, index, weights)
+    pairs = hidden.repeat_interleave(index.shape[1], dim=0)
+    rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
+    chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
+    parts = [_pairs(self, x, expert) for x, expert in zip(rows, chosen, strict=True)]
+    out = torch.cat(parts)[: len(pairs)] * weights.reshape(-1, 1)
+    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # in the order of k, whatever the shape
+    return summed[:, -1].to(hidden.dtype)
+
+
+def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
+    """Row i of x [P, hidden] through expert[i]."""
+
+    def product(x: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
+        chosen = stack[expert]
+        out = torch.bmm(x[:, None], chosen)[:, 0] if self.is_transposed else torch.bmm(chosen, x[..., None])[..., 0]
+        return out if bias is None else out + bias[expert]
+
+    return _expert(self, x, product)
+
+
+def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in range(self.down_proj.shape[0]):
+
+        def product(x: Tensor, stack: Tensor, bias: Tensor | None, expert: int = expert) -> Tensor:
+            weight = stack[expert].t() if self.is_transposed else stack[expert]
+            return F.linear(x, weight, None if bias is None else bias[expert])
+
+        chosen = index == expert
+        factor = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)
+        y = _expert(self, hidden, product) * factor
+        out = out + torch.where(chosen.any(-1, keepdim=True), y, 0.0)
+    return out.to(hidden.dtype)
+
+
+def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
+    """Up, gate and down of transformers' experts, with `product` (x, stack, bias)."""
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    y = product(x, getattr(self, up), getattr(self, f"{up}_bias") if self.has_bias else None)
+    y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+    y = product(y, self.down_proj, self.down_proj_bias if self.has_bias else None)
+    out: Tensor = self.post_expert_norm(y) if self.has_post_expert_norm else y
+    return out

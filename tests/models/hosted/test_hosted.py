@@ -1,0 +1,209 @@
+"""Hosted models: greedy text is transformers', bits are a row's own, and what cannot be hosted is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.generator import FastSpecGenerator
+from fastspec.models.families import FAMILIES
+from fastspec.models.hosted import swaps
+from fastspec.models.hosted.info import HostedInfo, hosted_info
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.weights.sources import resolve
+from fastspec.output import GenerateOutput
+from tests.helpers import checkpoints, model_table
+from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
+
+# GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
+# partial rotation; layer norms of heads
+QUICK = ["gpt2", "gpt_neox", "gemma4_text", "qwen3_moe", "gpt_oss", "phi", "stablelm"]
+PROMPTS = [[3, 5, 7, 9, 11], [8], [4, 90] * 12]
+NEW = 20
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),
+]
+
+
+def oracle(model: PreTrainedModel) -> list[list[int]]:
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **options)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def generator(target: Any, draft: Any = None, **options: Any) -> FastSpecGenerator:
+    given = {"max_batch_size": 4, "max_length": 96, "page_size": 16, "device": "cpu", "progress": False}
+    return FastSpecGenerator(target, draft, **{**given, "dtype": "float32", **options})
+
+
+def texts_of(gen: FastSpecGenerator, prompts: list[list[int]] = PROMPTS, **options: Any) -> GenerateOutput:
+    out = gen.generate(prompts, max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True, **options)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_greedy_text_is_that_of_transformers(name: str) -> None:
+    model = make_model(name)
+    wanted = oracle(model)
+    with generator(model, model) as gen:
+        for k in (0, 1, 4):
+            out = texts_of(gen, num_speculative_tokens=k)
+            assert out.new_tokens == wanted
+            assert not k or out.stats.acceptance_rate == 1.0
+        assert texts_of(gen, PROMPTS[2:]).new_tokens == wanted[2:]
+        assert "hosted: transformers' " in gen.explain()
+    assert oracle(model) == wanted  # the caller's module is as it was
+
+
+def test_a_directory_is_hosted_as_the_live_module_and_drafts_for_native_models(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "hosted")
+    native = checkpoints.make_checkpoint(tmp_path / "native", "llama3", vocab_size=101, head_dim=16)
+    with generator(tmp_path / "hosted", native) as gen:
+        assert texts_of(gen).new_tokens == oracle(model)
+    with generator(native) as plain, generator(native, tmp_path / "hosted") as gen:
+        assert texts_of(gen).new_tokens == texts_of(plain).new_tokens
+
+
+def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = checkpoints.make_model("llama3")
+    with generator(model) as native:
+        wanted = texts_of(native).new_tokens
+    monkeypatch.delitem(FAMILIES, "llama")
+    with generator(model, model) as hosted:
+        assert texts_of(hosted).new_tokens == wanted
+        assert "hosted" in hosted.explain()
+
+
+def test_weights_are_held_once_and_counted_right() -> None:
+    model = make_model("gemma4_text")
+    with generator(model, release_source=True) as gen:
+        target = gen._open_engine().parts.target
+        assert isinstance(target, HostedModel)
+        held: dict[int, int] = {}
+        for part in (*target.module.modules(), *target.base.modules()):
+            tensors = [*part._parameters.values(), *part._buffers.values()]
+            if isinstance(part, swaps.Product | swaps.Embedding):
+                tensors.append(part.weight.data)
+            held |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
+        assert gen.memory_plan.target_weights == sum(held.values())
+        assert gen.memory_plan.target_cache == sum(pages.nbytes for pages in (*target.keys, *target.values))
+        assert len(target.keys) == 2 < target.info.num_layers  # two layers share the K/V of the others
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_depends_on_neighbours_is_refused_by_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps, "_CURVED", ())
+    model = make_model("stablelm")
+    with pytest.raises(UnsupportedModel, match=r"layer 'layers\.0\.mlp\.act_fn': a token's bits depend on how many"):
+        generator(model)
+    with generator(model, exact=False) as gen:
+        assert texts_of(gen).new_tokens == oracle(model)
+
+
+def test_attention_that_differs_from_the_modules_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("gpt_neox")
+    attend = HostedModel.attend
+
+    def wrong(self: HostedModel, *args: Any) -> torch.Tensor:
+        return attend(self, args[0], args[1] * 1.1, *args[2:])
+
+    monkeypatch.setattr(HostedModel, "attend", wrong)
+    with pytest.raises(UnsupportedModel, match="a whole pass over K/V in pages differs from transformers' own"):
+        generator(model)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_be_hosted_is_refused_by_name(name: str) -> None:
+    config, reason = refused_config(name)
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        hosted_info(config)
+    assert f"model_type {config.model_type!r}" in str(caught.value)
+
+
+def test_damaged_quantised_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    make_model("gpt_neox").save_pretrained(tmp_path)
+    assert isinstance(resolve(tmp_path, role="target").spec, HostedInfo)
+    checkpoints.edit(tmp_path / "config.json", architectures=["GPTNeoXForTokenClassification"])
+    assert "GPTNeoXForTokenClassification" in checkpoints.refusal(tmp_path, UnsupportedModel)
+    checkpoints.edit(tmp_path / "config.json", architectures=["GPTNeoXForCausalLM"], auto_map={"AutoModel": "x.Y"})
+    assert "auto_map" in checkpoints.refusal(tmp_path, UnsupportedModel)
+    checkpoints.edit(tmp_path / "config.json", auto_map=None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing_keys: gpt_neox\.layers\.1\.mlp\.dense_h_to_4h\.weight"):
+        generator(tmp_path)
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    checkpoints.edit(tmp_path / "config.json", quantization_config=quantised)
+    assert "quantised checkpoints are read for native" in checkpoints.refusal(tmp_path, UnsupportedModel)
+
+
+def test_a_changed_live_module_is_refused() -> None:
+    model = make_model("gpt_neox")
+    model.gpt_neox.layers[1].use_parallel_residual = False
+    with pytest.raises(UnsupportedModel, match=r"submodule 'gpt_neox.layers.1' has use_parallel_residual=False"):
+        generator(model)
+    model = make_model("gpt_neox")
+    model.gpt_neox.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="forward hook"):
+        generator(model)
+
+
+def test_compilation_of_a_hosted_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile=True is for native families alone"):
+        generator(make_model("gpt_neox"), compile=True, exact=False)
+
+
+def test_reductions_and_functions_in_fixed_shapes_give_what_torch_gives() -> None:
+    x = torch.randn(2, 3, 5, 40, generator=torch.Generator().manual_seed(0))
+    calls: list[tuple[Any, Any, Any]] = [
+        *[(torch.Tensor.mean, (-1,), {"keepdim": True}), (torch.mean, (), {"dim": 3}), (torch.sum, ((-1,),), {})],
+        (torch.Tensor.var, (), {"dim": -1, "unbiased": False, "keepdim": True}),
+    ]
+    for func, args, kwargs in calls:
+        assert swaps._over_last((x, *args), kwargs)
+        torch.testing.assert_close(swaps.padded_reduction(func, x, *args, **kwargs), func(x, *args, **kwargs))
+    assert not swaps._over_last((x,), {})
+    assert not swaps._over_last((x, 1), {})
+    torch.testing.assert_close(swaps.padded_elements(torch.tanh, x), torch.tanh(x))
+
+
+def test_a_config_is_left_as_it_was() -> None:
+    config = config_of("gpt_neox")
+    before = config.to_dict()
+    hosted_info(config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe", "gpt_oss", "stablelm"])
+def test_on_a_gpu_steps_are_captured_and_drafts_change_nothing(name: str) -> None:
+    model = make_model(name, dtype=torch.bfloat16, hidden_size=128, head_dim=32, intermediate_size=256).cuda()
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
+    with generator(model, **options) as plain:  # construction compares bits of one token with those among k + 1
+        wanted = texts_of(plain).new_tokens
+    with generator(model, model, **options) as gen:
+        assert texts_of(gen).new_tokens == wanted
+        assert texts_of(gen, PROMPTS[:1]).new_tokens == wanted[:1]
+        assert "captured" in gen.explain()
+
+
+@pytest.mark.slow
+def test_the_page_of_model_types_is_what_a_trial_of_each_gives() -> None:
+    now = model_table.page()
+    assert "DIFFERS" not in now
+    assert model_table.PAGE.read_text(encoding="utf-8") == now
