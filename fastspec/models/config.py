@@ -170,7 +170,10 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     """
     fields = ConfigFields(config, supported_models())
     family = _family(fields)
-    described = FAMILIES[family]
+    described, whole = FAMILIES[family], fields
+    if described.text_part:
+        fields = ConfigFields(whole.get("text_config"), whole.supported)
+        _refuse_quantised(whole)
     _refuse_unread_settings(fields, *described.act)
     layers = fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
@@ -191,8 +194,8 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         max_length=fields.size("max_position_embeddings"),
         ropes=ropes_of(fields, head_dim, described),
         plans=plans,
-        tied=fields.flag("tie_word_embeddings"),
-        dtype=_dtype(fields),
+        tied=whole.flag("tie_word_embeddings"),
+        dtype=_dtype(whole),
         scales=described.scales(fields),
     )
 
@@ -227,6 +230,10 @@ def _refuse_unread_settings(fields: ConfigFields, act_field: str, act: str) -> N
         fields.refuse("per_layer_config", "set", "layers of one shape")
     if fields.get(act_field) != act:
         fields.refuse(act_field, fields.get(act_field), repr(act))
+    _refuse_quantised(fields)
+
+
+def _refuse_quantised(fields: ConfigFields) -> None:
     if says_quantised(fields.get("quantization_config")):
         fields.refuse(
             "quantization_config", fields.get("quantization_config"), "its directory in place of the live model"

@@ -72,8 +72,9 @@ def generator(checkpoints: Checkpoints, draft: Path | None, k: int) -> FastSpecG
     )
 
 
-def output(gen: FastSpecGenerator, prompts: list[list[int]]) -> GenerateOutput:
-    out = gen.generate(prompts, max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True)
+def output(gen: FastSpecGenerator, prompts: list[list[int]], new: int = NEW, k: int | None = None) -> GenerateOutput:
+    options = {} if k is None else {"num_speculative_tokens": k}
+    out = gen.generate(prompts, max_new_tokens=new, eos_token_id=None, return_dict_in_generate=True, **options)
     assert isinstance(out, GenerateOutput)
     return out
 
@@ -114,10 +115,25 @@ def test_greedy_text_is_that_of_transformers(checkpoints: Checkpoints, recorded:
     assert min(gaps) > GAP_FACTOR * max(differences), (min(gaps), max(differences))
     assert len({token for text in texts for token in text}) > VOCAB // 4, "a text that repeats itself tests little"
 
-    with generator(checkpoints, checkpoints.directory, 1) as gen:
+    with generator(checkpoints, checkpoints.directory, 4) as gen:
         drafted = output(gen, prompts)
         assert drafted.new_tokens == texts
         assert drafted.stats.acceptance_rate == 1.0
     with generator(checkpoints, checkpoints.draft, 4) as gen:
-        assert output(gen, prompts).new_tokens == texts
-        assert output(gen, prompts[4:5]).new_tokens == texts[4:5]
+        assert output(gen, prompts, k=1).new_tokens == texts
+        assert output(gen, prompts[4:5], NEW // 2).new_tokens == [texts[4][: NEW // 2]]
+
+
+@torch.inference_mode()
+def test_a_generator_with_more_room_has_the_long_factors(tmp_path: Path) -> None:
+    """Behind the config's original length transformers has them, too, for every position of a text."""
+    make_family("phi3-long", SEEDS["phi3-long"]).save_pretrained(tmp_path)
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(ROOM + 14)]
+    options = {"max_length": ROOM + 64, "dtype": torch.float32, "device": "cpu", "progress": False}
+    with FastSpecGenerator(tmp_path, **options) as gen:
+        out = gen.generate([prompt], max_new_tokens=20, eos_token_id=None, return_dict_in_generate=True)
+        assert "phi3" in gen.explain()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    text = out.new_tokens[0]
+    assert theirs(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist() == text

@@ -14,7 +14,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.weights.load import DecoderWeights
-from fastspec.shapes import UNTILED, ForwardBatch
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 VOCAB = 128
 POSITIONS = 64  # of `decoder`
@@ -112,9 +112,9 @@ def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
     return config
 
 
-def make_family(family: str, seed: int = 0, std: float = 0.3) -> PreTrainedModel:
+def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
     """A live model on the CPU; no weight is neutral: norms lie around 1 (of Gemma around 0), biases around 0."""
-    config = config_of(family)
+    config = config_of(family, **changes)
     model: PreTrainedModel = getattr(transformers, f"{CONFIGS[family][0]}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -136,8 +136,8 @@ def decoder(spec: ModelSpec, weights: DecoderWeights, kind: type[Decoder] = Deco
 
 
 @torch.inference_mode()
-def logits_of(model: Decoder, ids: Tensor) -> Tensor:
-    """fp32 logits [1, T, V] of ids [1, T] in one pass."""
-    at = torch.arange(ids.shape[1])[None]
-    batch = ForwardBatch(ids, at, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[1, 2, 3, 4]]), 1, UNTILED)
-    return model.logits(model.hidden(batch), UNTILED)
+def logits_of(model: Decoder, ids: Tensor, first: int = 0, tiling: Tiling = UNTILED) -> Tensor:
+    """fp32 logits [1, T, V] of ids [1, T] in one pass, the first of them at position `first`."""
+    at = torch.arange(first, first + ids.shape[1])[None]
+    batch = ForwardBatch(ids, at, torch.ones_like(ids, dtype=torch.bool), torch.tensor([[1, 2, 3, 4]]), 1, tiling)
+    return model.logits(model.hidden(batch), tiling)

@@ -6,7 +6,7 @@ from typing import Final
 
 from fastspec.models.families.cohere import COHERE, COHERE2
 from fastspec.models.families.exaone4 import EXAONE4
-from fastspec.models.families.gemma import GEMMA2, GEMMA3_TEXT
+from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
 from fastspec.models.families.glm4 import GLM, GLM4
 from fastspec.models.families.granite import GRANITE
 from fastspec.models.families.hunyuan import HUNYUAN
@@ -27,6 +27,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3": QWEN3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma3": GEMMA3,
     "phi3": PHI3,
     "olmo2": OLMO2,
     "olmo3": OLMO3,

@@ -1,6 +1,7 @@
 """Gemma 2: norms 1 + w before and after attention and MLP, softcaps of scores and logits, windows in every other layer.
 
-Gemma 3, the text model: without the softcap of scores, with norms of heads, and with a rope for each kind of layer.
+Gemma 3, the text model: without the softcap of scores, with norms of heads, and with a rope for each kind of layer. In
+`gemma3`, from 4B on, it is a part of a model that reads images, too.
 """
 
 from __future__ import annotations
@@ -61,3 +62,4 @@ GEMMA3_TEXT = Family(
     rope_kinds=("default", "linear"),
     rope_layers=("full_attention", "sliding_attention"),
 )
+GEMMA3 = replace(GEMMA3_TEXT, architecture="Gemma3ForConditionalGeneration", text_part=True)

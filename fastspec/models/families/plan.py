@@ -154,6 +154,7 @@ class Family:
         act: the config's field with the activation, and the one value that the plans compute.
         rope_kinds: kinds of rotary tables that this family is tested with.
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
+        text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
         partial_rope: a config may ask that only the first part of a head is turned.
         interleaved: rope turns neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what is turned.
     """
@@ -168,6 +169,7 @@ class Family:
     rope_layers: tuple[str, ...] = ()
     interleaved: bool = False
     partial_rope: bool = False
+    text_part: bool = False
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:

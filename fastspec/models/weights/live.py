@@ -35,7 +35,11 @@ def check_module(module: nn.Module) -> None:
     from transformers.activations import GELUTanh, SiLUActivation
 
     kind = type(module)
-    supported = [getattr(transformers, family.architecture) for family in FAMILIES.values()]
+    supported = [getattr(transformers, family.architecture) for family in FAMILIES.values() if not family.text_part]
+    if kind.__name__ in [family.architecture for family in FAMILIES.values() if family.text_part]:
+        raise UnsupportedModel(
+            f"a live {kind.__name__} is not supported; save it and pass the directory, of which the text model is read"
+        )
     if kind not in supported:
         raise UnsupportedModel(
             f"a module of class {kind.__name__} is not supported; merge adapters (merge_and_unload()), unwrap "

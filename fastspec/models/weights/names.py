@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 PREFIX: Final = "model."
+TEXT: Final = "language_model."
 COMPARED_ROWS: Final = 4096  # of two matrices at a time
 
 
@@ -54,7 +55,8 @@ class Stored(Protocol):
 class NamedTensors:
     """The tensors of a checkpoint directory, by the names of the model's parameters.
 
-    A name may lack the `model.` that it should have, or have one too many. A tied embedding may be stored as the head.
+    A name may lack the `model.` that it should have, or have one too many, and lie under `language_model.`.
+    A tied embedding may be stored as the head.
 
     Args:
         source: the stored tensors.
@@ -118,7 +120,8 @@ class NamedTensors:
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
     """The parameter among those wanted that a stored name means, which may lack `model.` or have one too many."""
-    for name in (stored.removeprefix(PREFIX), PREFIX + stored):
+    text = stored.removeprefix(PREFIX).removeprefix(TEXT)  # of a model that has other parts beside its text model
+    for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
         if name in wanted:
             return name
     return stored

@@ -35,7 +35,7 @@ from fastspec.models.weights.hub import download
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, planned_bytes, tensor_shapes
-from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.names import EMBED, HEAD, PREFIX, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
@@ -54,6 +54,7 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
+OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")  # of models with a text part
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
@@ -310,6 +311,14 @@ def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSp
 
 def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
     others = tensors.others()
+    if FAMILIES[spec.family].text_part:
+        parts = [other for other in others if other.removeprefix(PREFIX).startswith(OTHER_PARTS)]
+        others = [other for other in others if other not in set(parts)]
+        if parts:
+            warnings.warn(
+                f"{name}: {listing(parts)} not used: they are for images; here the model reads and writes text alone",
+                stacklevel=2,
+            )
     if others:
         warnings.warn(
             f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "

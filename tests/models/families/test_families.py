@@ -1,4 +1,4 @@
-"""A new family is one file and one line of a table: here Granite, which scales what it adds to the residual stream."""
+"""A new family is one file and one line of a table: here Granite once more, with no more than its residual factor."""
 
 from __future__ import annotations
 

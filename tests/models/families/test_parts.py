@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +23,7 @@ from fastspec.models.decoder import CompiledDecoder
 from fastspec.models.families.plan import LayerPlan, ModelScales
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
+from fastspec.shapes import Tiling
 from tests.helpers.families import FAMILIES, VOCAB, config_of, decoder, logits_of, make_family
 
 TOKENS = 40  # beyond every window
@@ -51,6 +55,25 @@ def test_a_live_model_gives_the_logits_of_transformers(case: Case) -> None:
     # fp32 sums in another order: some units in the last place of logits around 10
     torch.testing.assert_close(found, case.logits, rtol=2e-4, atol=2e-4)
     assert case.weights.nbytes() == case.spec.weight_bytes(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "width"),
+    [
+        *(("gemma2", 100), ("gemma3", 100), ("starcoder2", 100), ("olmo2", 96)),
+        *(("granite", 96), ("hunyuan", 96), ("ministral3", 96), ("cohere2", 96)),
+    ],
+)
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(family: str, width: int) -> None:
+    """Of gelu also where the MLP is no multiple of the vectors that a CPU computes with."""
+    checkpoint = resolve(make_family(family, intermediate_size=width), role="target")
+    weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    model, tiling = decoder(checkpoint.spec, weights), Tiling(rows=8, queries=8)
+    ids = torch.randint(VOCAB, (1, 29), generator=torch.Generator().manual_seed(2))
+    logits_of(model, ids[:, :24], 0, tiling)
+    together = logits_of(model, ids[:, 24:], 24, tiling)
+    alone = [logits_of(model, ids[:, at : at + 1], at, tiling) for at in range(24, 29)]
+    assert torch.equal(together, torch.cat(alone, dim=1))
 
 
 Changed = tuple[str, ModelSpec, DecoderWeights]
@@ -122,6 +145,31 @@ def test_no_part_can_be_left_out(case: Case) -> None:
 def test_a_plan_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         LayerPlan(**fields)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."], ids=["old", "new"])
+def test_of_a_model_that_reads_images_the_text_model_is_read(prefix: str, tmp_path: Path) -> None:
+    text = make_family("gemma3")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14}
+    )
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path)
+    tensors = {name.replace("model.", prefix, 1): value.contiguous() for name, value in text.state_dict().items()}
+    del tensors["lm_head.weight"]  # tied
+    save_file({**tensors, "vision_tower.some.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"1 tensor\(s\) \(vision_tower.some.weight\) not used: they are for images"):
+        checkpoint = resolve(tmp_path, role="target")
+    expected = resolve(text, role="target").spec
+    assert checkpoint.spec == replace(expected, family="gemma3", dtype=torch.bfloat16)
+    weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    ids = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_of(decoder(checkpoint.spec, weights), ids), text(ids).logits)
+    with pytest.raises(UnsupportedModel, match="a live Gemma3ForConditionalGeneration is not supported; save it"):
+        resolve(transformers.Gemma3ForConditionalGeneration(config), role="target")
 
 
 def test_every_field_of_a_plan_is_one_that_some_family_needs() -> None:
