@@ -429,7 +429,7 @@ def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:
     with FastSpecGenerator(directory, max_length=400, device="cpu", progress=False) as gen:
         cheap = Stats.of((RowStats(100, 0, 400, 300, 400, 0, (25, 0, 0, 0, 75)),), 4, 1.0)
         small = dataclasses.replace(gen._target.spec, plans=gen._target.spec.plans[:1], vocab_size=10)
-        layout = dataclasses.replace(gen._settings.layout, draft=small)
+        layout = dataclasses.replace(gen._settings.layout, draft=small, weights=None)
     assert break_even_advice(cheap, layout) is None
     costly = Stats.of((RowStats(100, 0, 400, 0, 100, 0, (100, 0, 0, 0, 0)),), 4, 1.0)
     assert "drafting does not pay" in (break_even_advice(costly, layout) or "")

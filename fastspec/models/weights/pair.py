@@ -50,7 +50,7 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
         )
     if checkpoint.spec.hosting:
         raise UnsupportedOption(
-            f"{name}={form!r}, and {checkpoint.name} is hosted; leave it out: models of native families are rounded alone"
+            f"{name}={form!r}, and {checkpoint.name} is hosted; leave it out: only native families are rounded"
         )
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
