@@ -58,8 +58,7 @@ class ResultRing:
         words = (SLOTS, batch, max_drafts + 1, 1 + 2 * num_top)
         details = torch.zeros(words, dtype=torch.int32, device=on, pin_memory=pinned)
         self.outbox = Outbox(entries, details, torch.zeros(1, dtype=torch.int64, device=device))
-        # the host's view of entries in its memory, made once: a step's result is asked for many times
-        self._words: NDArray[np.int64] | None = entries.numpy() if on.type == "cpu" else None
+        self._words: NDArray[np.int64] | None = None
         self.launched = 0
         self._unsettled = False
 
@@ -101,7 +100,11 @@ class ResultRing:
         return [RowResult(row[0], row[1], row[2], row[3], row[_HEADER:]) for row in words]
 
     def _entry(self, sequence: int) -> NDArray[np.int64]:
-        words = self.outbox.entries.cpu().numpy() if self._words is None else self._words
+        words = self._words
+        if words is None:
+            words = self.outbox.entries.cpu().numpy()
+            if self.outbox.entries.device.type == "cpu":
+                self._words = words  # a view, made once: a step's result is asked for many times
         entry: NDArray[np.int64] = words[sequence % SLOTS]
         return entry
 

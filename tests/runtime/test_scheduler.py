@@ -225,6 +225,7 @@ def test_windows_are_respected_across_blocks(device: str) -> None:
 
 def test_statistics_cost_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and counts come by way of the ring, which is host memory; no tensor of the state is ever read."""
+    engine = tiny_engine(batch=2)
     reads: list[str] = []
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, name)
@@ -234,7 +235,7 @@ def test_statistics_cost_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
             return _original(self, *args)  # type: ignore[operator]
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    requests = run(tiny_engine(batch=2), prompts(5, seed=13), 30)
+    requests = run(engine, prompts(5, seed=13), 30)
     monkeypatch.undo()
     assert set(reads) <= {"cpu", "numpy"}
     assert len(reads) < 5 * sum(request.steps for request in requests)  # one entry for all rows of a step
