@@ -29,7 +29,9 @@ def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:
     embed, head = (draft.ops.store(w.unpack()[order], False) for w in (draft.weights.embed, draft.weights.head))
     held = replace(draft.weights, embed=embed, head=head)
     spec = replace(draft.spec, vocab_size=len(order))
-    other = Decoder(spec, held, draft.cache, draft.ops, max_positions=draft._cos.shape[0], batch=4, max_queries=5)
+    other = Decoder(
+        spec, held, draft.cache, draft.ops, max_positions=draft._tables[0][0].shape[0], batch=4, max_queries=5
+    )
     mapped = DraftModel(
         other, model.ops, VOCAB, model.max_length, work=engine.parts.work, vocab_map=target_ids.to(order.device)
     )

@@ -17,6 +17,7 @@ from fastspec.models.hosted.hooks import pass_of
 from fastspec.shapes import Tiling
 
 EXPERTS: Final = "fastspec_fixed"
+_EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by every transformers 5
 STEP_QUERIES: Final = 17  # more query tokens are a prompt's
 _PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
 _ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
@@ -146,7 +147,7 @@ def is_product(part: nn.Module) -> bool:
 
 def expert_layers(module: nn.Module) -> list[str]:
     """Names of the submodules whose experts go through transformers' ExpertsInterface."""
-    return [name for name, part in module.named_modules() if hasattr(part, "_is_expert_parallel")]
+    return [name for name, part in module.named_modules() if all(hasattr(part, mark) for mark in _EXPERTS_HAVE)]
 
 
 def use_fixed_experts(module: Any) -> None:
@@ -210,5 +211,5 @@ def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
     y = product(x, getattr(self, up), getattr(self, f"{up}_bias") if self.has_bias else None)
     y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
     y = product(y, self.down_proj, self.down_proj_bias if self.has_bias else None)
-    out: Tensor = self.post_expert_norm(y) if self.has_post_expert_norm else y
+    out: Tensor = self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
     return out
