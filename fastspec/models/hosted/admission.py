@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.hooks import ATTENTION
-from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel
 from fastspec.shapes import ForwardBatch, Tiling
 
-_PROMPT = 4  # tokens before those that a step feeds
 # What rounding explains, as a share of the norm of the hidden states: sums are taken in another order, and in 16 bits
 # a router may choose another expert of nearly the same weight.
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -47,7 +46,7 @@ class _Trial:
     def __init__(self, model: HostedModel, tiling: Tiling, max_queries: int) -> None:
         self._model, self._tiling = model, tiling
         pages, self._page_size = model.keys[0].shape[:2]
-        count = min(_PROMPT + max_queries, (pages - 1) * self._page_size, model.info.max_length)
+        count = min(TRIAL_PROMPT + max_queries, (pages - 1) * self._page_size, model.info.max_length)
         self._device = model.keys[0].device
         self._ids = ((torch.arange(count, device=self._device) * 7 + 1) % model.vocab_size)[None]
         self._pages = -(-count // self._page_size)
@@ -59,7 +58,7 @@ class _Trial:
         self._compare("a whole pass", whole, own)
         single = torch.cat([self._feed(place, 1, self._tiling) for place in range(count)], dim=1)
         self._compare("passes of one token each", single, own)
-        first = min(_PROMPT, count - 1)
+        first = min(TRIAL_PROMPT, count - 1)
         logits = self._model.logits(single[:, first:], self._tiling)
         if logits.shape[-1] != self._model.vocab_size or not bool(logits.isfinite().all()):
             raise UnsupportedModel("its head does not give finite logits of its vocabulary")

@@ -17,6 +17,8 @@ from fastspec.models.hosted.probe import base_name, base_of
 from fastspec.models.hosted.swaps import FixedShapes
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
+TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
+
 
 class HostedModel:
     """A module of transformers that runs as it is, but for attention, K/V and matrix products.
@@ -49,8 +51,9 @@ class HostedModel:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         calls = info.probed.calls
+        queries = TRIAL_PROMPT + max_queries  # of the largest pass that admission makes
         self._work = {
-            shape: ops.workspace(device, batch, max_queries, max_positions, shape)
+            shape: ops.workspace(device, batch, queries, max_positions, shape)
             for shape in dict.fromkeys(call.shape for call in calls)
         }
         self._rows: ForwardBatch | None = None
