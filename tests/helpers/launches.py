@@ -24,6 +24,7 @@ from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
+from fastspec.kernels.norm import norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -322,6 +323,9 @@ def steps(arch: int) -> Calls:
     for dtype in (BF16, F32):
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
             yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
+        for weight, centred in ((dtype, False), (F32, True)):
+            x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
+            yield f"norm {dtype}", partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
