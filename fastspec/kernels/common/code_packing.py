@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastspec.kernels.common.codes import BITS, E2M1, Codes, CodesKind
+from fastspec.kernels.common.codes import BITS, Codes, CodesKind, e2m1
 
 Form = Literal["fp8", "int8", "off8", "int4", "fp4"]
 Field = tuple[int, int, int]  # first bit of a code, how many, and where the first comes to
@@ -266,8 +266,7 @@ def _numbers(codes: Tensor, form: Form) -> Tensor:
         return codes.float() - 128
     if form == "int4":
         return codes.float()
-    table = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)
-    return torch.cat((table, -table))[codes.long()]
+    return e2m1(codes)
 
 
 def _exponents(scales: Tensor) -> Tensor:

@@ -88,8 +88,7 @@ class Codes:
             return self.codes.view(torch.int8).float()
         if self.kind.format == "int4":
             return self.codes.float()
-        table = torch.tensor(E2M1, device=self.codes.device)
-        return torch.cat((table, -table))[self.codes.long()]
+        return e2m1(self.codes)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """The values [N, K]: computed in fp32 and rounded once to `dtype`."""
@@ -123,6 +122,12 @@ class Codes:
             return self
         scales = _spread(self.scales, rows, 0, self.shape[0])
         return Codes(CodesKind(self.kind.format, (1, columns)), self.codes, scales, self.zeros)
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """The fp32 numbers that codes 0..15 of fp4 stand for."""
+    table = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)
+    return torch.cat((table, -table))[codes.long()]
 
 
 def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:

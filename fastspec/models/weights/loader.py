@@ -187,9 +187,7 @@ class Loader:
             place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
             self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
             return
-        rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
-        self._fill_tensor(names, rows, order, 0.0, staging)
-        place.fill_codes(rounded(rows, kind))
+        place.fill_codes(rounded(self._rows(names, place, order, staging), kind))
 
     def _fill_weight(
         self,
@@ -201,15 +199,17 @@ class Loader:
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         if kind is not None and all(self._source.kind(name) is None for name in names):
-            rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
-            self._fill_tensor(names, rows, order, 0.0, staging)
-            place.fill(rounded(rows, kind).dequantise(self.dtype))
+            place.fill(rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
         elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
         else:
-            rows = place.data.new_empty(place.shape)
-            self._fill_tensor(names, rows, order, 0.0, staging)
-            place.fill(rows)
+            place.fill(self._rows(names, place, order, staging))
+
+    def _rows(self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None) -> Tensor:
+        """The values of a weight as rows [N, K], before they come into its format."""
+        rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
+        self._fill_tensor(names, rows, order, 0.0, staging)
+        return rows
 
     def _fill_tensor(
         self, names: tuple[str, ...], fused: Tensor, order: list[int] | None, plus: float, staging: _Staging | None

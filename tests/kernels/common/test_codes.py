@@ -50,6 +50,16 @@ def test_a_block_shares_its_scale_and_edge_blocks_are_cut(block: tuple[int, int]
     assert torch.equal(codes.by_rows().dequantise(torch.float32), values)
 
 
+def test_fp4_is_fp32_whatever_the_callers_default() -> None:
+    codes = made(CodesKind("fp4", (1, 8)), (6, 16))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert codes.decoded().dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_values_are_rounded_once() -> None:
     codes = made(CodesKind("int4", (1, 8)), (6, 16))
     wide = codes.dequantise(torch.float64)

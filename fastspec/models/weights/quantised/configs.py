@@ -109,6 +109,13 @@ class _Fields:
             self.refuse(field, value, "wanted a whole number of columns, or -1 for a whole row")
         return value
 
+    def block(self, field: str) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        value = self.values.get(field)
+        if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+            self.refuse(field, value, "wanted two whole numbers, rows and columns")
+        return value[0], value[1]
+
     def names(self, *fields: str) -> tuple[str, ...]:
         """The lists of names in these fields, one behind the other; None is an empty one."""
         found: list[str] = []
@@ -121,11 +128,7 @@ class _Fields:
 
 
 def _fp8(fields: _Fields) -> Quantisation:
-    block = fields.values.get("weight_block_size")
-    if block is not None:
-        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-            fields.refuse("weight_block_size", block, "wanted two whole numbers, rows and columns")
-        block = (block[0], block[1])
+    block = None if fields.values.get("weight_block_size") is None else fields.block("weight_block_size")
     ignored = fields.names("modules_to_not_convert", "ignored_layers", "ignore")
     scheme = Float8(block, "weight_scale_inv" if block else "weight_scale")
     return Quantisation("fp8", lambda module: None if _within(module, ignored) else scheme)
@@ -137,10 +140,8 @@ def _awq(fields: _Fields) -> Quantisation:
     version = str(fields.values.get("version", "gemm")).lower()
     if version != "gemm":
         fields.refuse("version", version, "wanted 'gemm'")
-    scheme, ignored = (
-        Awq(fields.group(default=fields.values.get("q_group_size", 128))),
-        fields.names("modules_to_not_convert"),
-    )
+    scheme = Awq(fields.group(default=fields.values.get("q_group_size", 128)))
+    ignored = fields.names("modules_to_not_convert")
     return Quantisation("awq", lambda module: None if _within(module, ignored) else scheme)
 
 
@@ -247,10 +248,7 @@ def _eight_bits(weights: _Fields, kind: str, strategy: str, columns: int | None)
     if kind == "int":
         return Int8(columns)
     if strategy == "block":
-        block = weights.values.get("block_structure")
-        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-            weights.refuse("block_structure", block, "wanted two whole numbers, rows and columns")
-        return Float8((block[0], block[1]))
+        return Float8(weights.block("block_structure"))
     return Float8(None if columns is None else (1, columns))
 
 

@@ -16,12 +16,12 @@ from fastspec.models.weights.names import Stored, parameter
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.configs import Quantisation
 from fastspec.models.weights.quantised.schemes import Scheme
-from fastspec.models.weights.shards import TensorInfo
+from fastspec.models.weights.shards import STORED_DTYPES, TensorInfo
 
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class Matrix(NamedTuple):
