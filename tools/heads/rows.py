@@ -51,9 +51,11 @@ class Batch:
 
 
 def own_rows(target: Target, documents: Sequence[Tensor], recipe: Recipe, generator: torch.Generator) -> Rows:
-    """Lets the target continue corpus text, at the recipe's prompt lengths and temperatures in turn."""
+    """Lets the target continue corpus text, batches at all prompt lengths and temperatures of the recipe in turn."""
     ids, lengths = [], []
-    settings = itertools.cycle(itertools.product(recipe.own_prompts, recipe.own_temperatures))
+    every = list(itertools.product(recipe.own_prompts, recipe.own_temperatures))
+    order = torch.randperm(len(every), generator=generator).tolist()  # few batches shall not have all one length
+    settings = itertools.cycle([every[index] for index in order])
     for start in range(0, recipe.own_rows, recipe.own_batch):
         length, temperature = next(settings)
         count = min(recipe.own_batch, recipe.own_rows - start)

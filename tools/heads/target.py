@@ -115,8 +115,8 @@ class Target:
         if apart > MOST_DIFFERENCE * max(1.0, own.abs().max().item()):
             raise ValueError(
                 f"{type(self.model).__name__}: its logits are {apart:.2g} away from its output head times its last "
-                "hidden state. A head trained here would learn another law; only targets without a bias or a cap on their "
-                "logits can be used, as Llama and Qwen3."
+                "hidden state. A head trained here would learn another law; only targets without a bias or a cap on "
+                "their logits can be used, as Llama and Qwen3."
             )
 
 
