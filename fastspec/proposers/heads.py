@@ -51,5 +51,4 @@ def build_head(
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
-    known = (target.vocab_size, spec.readings[0], spec.target.layers)
-    return Eagle3Drafts(model, ops, *known, vocab_map, mark, work), pending
+    return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
