@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from fastspec.models.weights.load import PendingWeights
+from fastspec.models.interface import Pending
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
+from fastspec.runtime.readings import settle_reading
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 
@@ -47,6 +48,7 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
     loaded()
+    settle_reading(engine)
     engine.choose_threads()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():
@@ -59,7 +61,7 @@ def warm_up_for(
 
 
 @contextmanager
-def filling(pending: Sequence[PendingWeights], device: torch.device) -> Iterator[Callable[[], None]]:
+def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
     """Fills weights while the context runs: in another thread on CUDA, where kernels are compiled meanwhile.
 
     Gives a function that waits until all are filled, and raises what stopped that. Leaving the context by an error
