@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,6 +94,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = None,
+        feature_layers: Sequence[int] | None = None,
         release_source: bool = False,
         exact: bool = True,
         graphs: bool | None = None,
@@ -104,7 +105,7 @@ class FastSpecGenerator:
         self._lock = threading.Lock()
         check(proposer, with_draft=draft is not None)
         revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
-        self._target, self._draft = resolve_pair(target, draft, revisions, quantization)
+        self._target, self._draft = resolve_pair(target, draft, revisions, quantization, feature_layers)
         self._settings = settings_of(
             self._target,
             self._draft,
@@ -162,6 +163,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = None,
+        feature_layers: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """The memory that a generator made with the same arguments needs; loads and allocates nothing.
 
@@ -170,7 +172,7 @@ class FastSpecGenerator:
         """
         revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
         return settings_of(
-            *resolve_pair(target, draft, revisions, quantization),
+            *resolve_pair(target, draft, revisions, quantization, feature_layers),
             num_speculative_tokens=num_speculative_tokens,
             max_batch_size=max_batch_size,
             max_length=max_length,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from fastspec.models.weights.load import PendingWeights
+from fastspec.models.interface import Pending
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
@@ -59,7 +59,7 @@ def warm_up_for(
 
 
 @contextmanager
-def filling(pending: Sequence[PendingWeights], device: torch.device) -> Iterator[Callable[[], None]]:
+def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
     """Fills weights while the context runs: in another thread on CUDA, where kernels are compiled meanwhile.
 
     Gives a function that waits until all are filled, and raises what stopped that. Leaving the context by an error
