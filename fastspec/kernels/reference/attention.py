@@ -137,8 +137,8 @@ def store_heads(
         The queries [B, Q, H, D], normed and rotated.
     """
     page_size, kv_heads, dim = keys.shape[1:]
-    heads = qkv.unflatten(-1, (-1, dim))
-    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=2)
+    query: Tensor
+    query, key, value = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), dim=2)
     if norms is not None:
         q_norm, k_norm, eps = norms
         query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)

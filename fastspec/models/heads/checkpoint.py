@@ -16,6 +16,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.heads.config import check_verifier
+from fastspec.models.heads.dflash_spec import dflash_spec
 from fastspec.models.heads.eagle3_spec import eagle3_spec
 from fastspec.models.heads.recognise import HeadKind, Recognised, recognise, says_head
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SpecReader = Callable[
     [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
 ]
-READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec}
+READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
