@@ -10,6 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.runtime.build import build
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.settings import settings_of
+from fastspec.sampling.rules import Verification
+
 LAYERS, HIDDEN, VOCAB, DRAFTED = 6, 64, 101, 40
 
 
@@ -166,3 +172,36 @@ def write_speculators(
     stored = {name.replace("midlayer.", "layers.0."): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def engine_with(
+    target: Path,
+    head: Path,
+    *,
+    k: int = 3,
+    batch: int = 3,
+    max_length: int = 200,
+    proposer: Any = None,
+    verification: Verification = "block",
+    feature_layers: tuple[int, ...] | None = None,
+) -> Engine:
+    """An engine over a target and a head, both from their files, with weights filled."""
+    found, drafting = resolve_pair(target, head, (None, None), (None, None), feature_layers)
+    settings = settings_of(
+        found,
+        drafting,
+        num_speculative_tokens=k,
+        max_batch_size=batch,
+        max_length=max_length,
+        page_size=16,
+        dtype=None,
+        device="cpu",
+        verification=verification,
+        proposer=proposer,
+    )
+    common = {"release_source": False, "nvtx": False, "progress": False}
+    vocab = found.spec.vocab_size
+    engine, pending = build(settings, found, drafting, proposer=proposer, shared_vocab=vocab, **common)
+    for weights in pending:
+        weights.fill()
+    return engine
