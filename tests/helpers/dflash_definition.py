@@ -10,6 +10,7 @@ logits_j = head(rms(x_j, norm))
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,3 +128,40 @@ def _seen(rules: Rules, layer: int, length: int, rows: Tensor, keys: Tensor) -> 
 def target_ids(tensors: dict[str, Tensor], drafts: Tensor) -> Tensor:
     """Ids of the target for ids of the head."""
     return drafts + tensors["d2t"][drafts] if "d2t" in tensors else drafts
+
+
+SLIDES = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+# layout, changes of a head, and what they come to in its rules
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "whole vocabulary": ("z-lab", {}, {}),
+    "reduced vocabulary": ("speculators", {"draft_vocab": 6}, {}),
+    "an embedding of its own": ("speculators", {"own_embedding": True}, {}),
+    "a window": ("z-lab", SLIDES, {"windows": (9, None), "causal": (True, False)}),
+    "a window, and no causality": (
+        "speculators",
+        SLIDES | {"more": {"sliding_window_non_causal": True}},
+        {"windows": (9, None), "anchored": True},
+    ),
+    "windows everywhere": (
+        "z-lab",
+        {"more": {"use_swa": True, "swa_window_size": 9}},
+        {"windows": (9, 9)},
+    ),
+    "causal": ("z-lab", {"more": {"causal": True}}, {"causal": (True, True)}),
+    "from the anchor": ("z-lab", {"more": {"sample_from_anchor": True}}, {}),
+    "sinks and scales": (
+        "z-lab",
+        {
+            "sinks": True,
+            "bias": True,
+            "more": {
+                "attention_sink_bias": True,
+                "attention_value_scale": 0.5,
+                "input_embedding_scale": 2.0,
+                "output_multiplier": 0.5,
+                "final_logit_softcapping": 2.0,
+            },
+        },
+        {"value_scale": 0.5, "embed_scale": 2.0, "logits_scale": 0.5, "softcap": 2.0},
+    ),
+}

@@ -23,11 +23,11 @@ from fastspec.state import DecodeState
 from tests.helpers import dflash_definition as definition
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import WRITERS, Head
+from tests.helpers.dflash_definition import CASES
 from tests.runtime.test_scheduler import run, sampled_row, texts
 
 VOCAB = 11
 HEAD = Head(32, VOCAB, block_size=16, mask_id=10, ids=(0, 2))
-SLIDES = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
 # sums of fp32 products in other orders, in a target of 3 layers and a head of 2; laws are numbers below 1
 TOLERANCE = 2e-4
 
@@ -114,41 +114,6 @@ def distance(target: Path, path: Path, head: Head, rules: definition.Rules, seen
         law = torch.zeros(k, VOCAB).index_copy_(1, ids, logits.softmax(-1))
         worst = max(worst, float((each.laws - law).abs().max()))
     return worst
-
-
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "whole vocabulary": ("z-lab", {}, {}),
-    "reduced vocabulary": ("speculators", {"draft_vocab": 6}, {}),
-    "an embedding of its own": ("speculators", {"own_embedding": True}, {}),
-    "a window": ("z-lab", SLIDES, {"windows": (9, None), "causal": (True, False)}),
-    "a window, and no causality": (
-        "speculators",
-        SLIDES | {"more": {"sliding_window_non_causal": True}},
-        {"windows": (9, None), "anchored": True},
-    ),
-    "windows everywhere": (
-        "z-lab",
-        {"more": {"use_swa": True, "swa_window_size": 9}},
-        {"windows": (9, 9)},
-    ),
-    "causal": ("z-lab", {"more": {"causal": True}}, {"causal": (True, True)}),
-    "from the anchor": ("z-lab", {"more": {"sample_from_anchor": True}}, {}),
-    "sinks and scales": (
-        "z-lab",
-        {
-            "sinks": True,
-            "bias": True,
-            "more": {
-                "attention_sink_bias": True,
-                "attention_value_scale": 0.5,
-                "input_embedding_scale": 2.0,
-                "output_multiplier": 0.5,
-                "final_logit_softcapping": 2.0,
-            },
-        },
-        {"value_scale": 0.5, "embed_scale": 2.0, "logits_scale": 0.5, "softcap": 2.0},
-    ),
-}
 
 
 def drafted(

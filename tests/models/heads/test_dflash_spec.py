@@ -32,7 +32,7 @@ def read(path: Path, target: TargetSizes = TARGET, feature_layers: tuple[int, ..
     assert found is not None
     assert found.kind == "dflash"
     made = dflash_spec(found, raw, tensors.infos(), target, feature_layers, config)
-    check_head_tensors(tensors, made, "head")
+    check_head_tensors(tensors, made)
     return made
 
 
@@ -104,7 +104,8 @@ def test_flags(tmp_path: Path) -> None:
     more = {"sample_from_anchor": True, "attention_value_scale": 0.5, "input_embedding_scale": 3.0}
     found = spec(tmp_path, more=more | {"output_multiplier": 0.25, "final_logit_softcapping": 30.0})
     assert (found.max_drafts, found.rows(8)) == (8, 8)
-    assert (found.value_scale, found.embed_scale, found.logits_scale, found.softcap) == (0.5, 3.0, 0.25, 30.0)
+    scales = found.decoder.scales
+    assert (found.value_scale, found.embed_scale, scales.logits, scales.softcap) == (0.5, 3.0, 0.25, 30.0)
     assert spec(tmp_path / "sinks", sinks=True, more={"attention_sink_bias": True}).sinks
     assert spec(tmp_path / "bias", bias=True).decoder.qkv_bias
 
