@@ -37,9 +37,13 @@ class LookupThenModel:
     def __init__(self, lookup: NGram, model: TakesGiven) -> None:
         self.lookup, self.model = lookup, model
         self.max_length = model.max_length
-        self.features = features_of(model)
         if takes_in(model):
             self.take_in, self.kept = model.take_in, model.kept  # type: ignore[attr-defined]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The model's."""
+        return features_of(self.model)
 
     def __str__(self) -> str:
         """For people."""

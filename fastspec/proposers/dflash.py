@@ -35,9 +35,6 @@ class DFlashDrafts:
     Args:
         model: the head.
         ops: implementations of what is not the model's.
-        target_vocab: the target's ids.
-        reading: the hidden states that it reads, as boundaries.
-        layers: of the target.
         vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
         mark: names a pass to a profiler while it is entered.
         work: from `ops.sampled_work`.
@@ -51,29 +48,22 @@ class DFlashDrafts:
         self,
         model: DFlash,
         ops: Ops,
-        target_vocab: int,
-        reading: tuple[int, ...],
-        layers: int,
         vocab_map: Tensor | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
         self.model, self.ops = model, ops
-        self._target_vocab, self._layers = target_vocab, layers
+        (reading,) = model.head.readings  # engines agree on it
+        self.features = as_layers(reading, model.head.target.layers)
+        self._target_vocab = model.head.target.vocab_size
         self._mark, self._work = mark, work
-        self._map = None if vocab_map is None else VocabMap.of(vocab_map, target_vocab)
-        self.read(reading)
-
-    def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target from now on; before anything was taken in."""
-        self.reading = reading
-        self.features = as_layers(reading, self._layers)
+        self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target_vocab)
 
     def __str__(self) -> str:
         """For people."""
         head, drafted = self.model.head, self.model.vocab_size
         ids = f", drafts {drafted} of {self._target_vocab} ids" if self._map else ""
-        return f"a {head.found} that reads boundaries {described(self.reading)} of the target{ids}"
+        return f"a {head.found} that reads boundaries {described(head.readings[0])} of the target{ids}"
 
     def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
         """As `FeatureReader.take_in`; nothing is kept but keys and values."""

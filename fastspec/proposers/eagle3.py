@@ -30,9 +30,9 @@ class Eagle3Drafts:
     Args:
         model: the head.
         ops: implementations of what is not the model's.
-        target_vocab: the target's ids.
-        reading: the hidden states that it reads, as boundaries.
-        layers: of the target.
+        readings: which hidden states of the target it reads, as boundaries; see `HeadSpec`. The first until one is
+            chosen.
+        sample: ids of a text on which they may be tried.
         vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
         mark: names a pass to a profiler while it is entered.
         work: from `ops.sampled_work`.
@@ -45,30 +45,40 @@ class Eagle3Drafts:
         self,
         model: Eagle3,
         ops: Ops,
-        target_vocab: int,
-        reading: tuple[int, ...],
-        layers: int,
+        readings: tuple[tuple[int, ...], ...],
+        sample: tuple[int, ...] = (),
         vocab_map: Tensor | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
         self.model, self.ops = model, ops
         self.kept = model.head.kept
-        self._target_vocab, self._layers = target_vocab, layers
+        self.readings, self.sample = readings, sample
+        self._target = model.head.target
         self._mark, self._work = mark, work
-        self._map = None if vocab_map is None else VocabMap.of(vocab_map, target_vocab)
-        self.read(reading)
+        self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
+        self.features = self.layers_of(readings[0])
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target from now on; before anything was taken in."""
-        self.reading = reading
-        self.features = as_layers(reading, self._layers)
+        """Reads these hidden states of the target from now on, and no others any more."""
+        self.readings, self.features = (reading,), self.layers_of(reading)
+
+    def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
+        """A reading as the target's layers, see `Proposer.features`."""
+        return as_layers(reading, self._target.layers)
+
+    def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
+        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
+        x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
+        flat = x.view(-1, 1, x.shape[-1])
+        ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
+        return ids if self._map is None else self._map.places[ids]
 
     def __str__(self) -> str:
         """For people."""
         drafted = self.model.vocab_size
-        ids = f", drafts {drafted} of {self._target_vocab} ids" if self._map else ""
-        return f"an {self.model.head.found} that reads boundaries {described(self.reading)} of the target{ids}"
+        ids = f", drafts {drafted} of {self._target.vocab_size} ids" if self._map else ""
+        return f"an {self.model.head.found} that reads boundaries {described(self.readings[0])} of the target{ids}"
 
     def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         """As `FeatureReader.take_in`; g of every position is returned, that of the newest is kept."""
@@ -112,7 +122,7 @@ class Eagle3Drafts:
             first=j - 1,
             queries=1,
             limit=NO_LIMIT,
-            vocab=self._target_vocab,
+            vocab=self._target.vocab_size,
         )
         known = write_mask & (state.lengths > 1)[:, None]
         return ForwardBatch(

@@ -51,12 +51,11 @@ def build_head(
     spec, device = checkpoint.spec, cache.keys.device
     pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)
     vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
-    known = (target.vocab_size, spec.readings[0], spec.target.layers)
     if isinstance(spec, DFlashSpec):
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
         block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
-        return DFlashDrafts(block, ops, *known, vocab_map, mark, work), pending
+        return DFlashDrafts(block, ops, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
-    return Eagle3Drafts(model, ops, *known, vocab_map, mark, work), pending
+    return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from fastspec.models.interface import Pending
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
+from fastspec.runtime.readings import settle_reading
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 
@@ -47,6 +48,7 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
     loaded()
+    settle_reading(engine)
     engine.choose_threads()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():

@@ -169,8 +169,9 @@ def not_plain_steps(
         original(self, state, shape, features, rows)
 
 
-def wrong_boundary(self: DFlashDrafts, reading: tuple[int, ...], original: Any = DFlashDrafts.read) -> None:
-    original(self, tuple(boundary - 1 for boundary in reading))
+def wrong_boundary(self: DFlashDrafts, *given: Any, original: Any = DFlashDrafts.__init__) -> None:
+    original(self, *given)
+    self.features = tuple(layer - 1 for layer in self.features)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def wrong_boundary(self: DFlashDrafts, reading: tuple[int, ...], original: Any =
         (DFlash, "block", causal),
         (DFlashDrafts, "take_in", only_prompts),  # keys of earlier blocks are seen as the context's
         (DFlashDrafts, "take_in", not_plain_steps),
-        (DFlashDrafts, "read", wrong_boundary),
+        (DFlashDrafts, "__init__", wrong_boundary),
     ],
     ids=["position off by one", "causal", "stale block", "plain steps left out", "wrong boundary"],
 )

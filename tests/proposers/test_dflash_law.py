@@ -33,7 +33,8 @@ class TableHead:
     def __init__(self, table: Tensor, anchored: bool) -> None:
         self.table = table
         self.vocab_size = table.shape[-1]
-        self.head: Any = SimpleNamespace(mask_id=MASK, rows=lambda k: k + (not anchored))
+        target = SimpleNamespace(layers=0, vocab_size=VOCAB)
+        self.head: Any = SimpleNamespace(mask_id=MASK, rows=lambda k: k + (not anchored), readings=((),), target=target)
 
     def block(self, rows: ForwardBatch) -> Tensor:
         assert (rows.ids[:, 1:] == MASK).all()
@@ -58,7 +59,7 @@ def law(
     target = random_table(k, limit + k, VOCAB)
     table = random_table(k + 50, limit + k + 1, VOCAB, zeros=0.0)[..., : len(ids or range(VOCAB))]
     head: Any = TableHead(table, anchored)
-    proposer: Any = kind(head, TORCH_OPS, VOCAB, (), 0, known)
+    proposer: Any = kind(head, TORCH_OPS, known)
     proposer = LookupThenModel(NGram(), proposer) if lookup else proposer
     found = decoded(rule, target, proposer, lambda _: k, k=k, limit=limit, stop_ids=[2])
     return distance(found, prompt_law(target, limit, [2]))

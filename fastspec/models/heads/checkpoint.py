@@ -24,7 +24,7 @@ from fastspec.models.heads.tensors import HeadTensors, check_head_tensors, conve
 from fastspec.models.weights.generation import CONFIG
 from fastspec.models.weights.hub import download
 from fastspec.models.weights.shards import INDEX, SINGLE, TensorInfo, read_json
-from fastspec.models.weights.sources import Checkpoint, check_before_download
+from fastspec.models.weights.sources import Checkpoint, check_before_download, load_tokenizer
 
 if TYPE_CHECKING:
     from fastspec.kernels.ops import Ops
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 SpecReader = Callable[
     [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
 ]
+SAMPLE: Final = """The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun
+turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
+form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
+len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
 READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
 
 
@@ -44,6 +48,7 @@ class HeadCheckpoint:
         spec: what it is.
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
+        sample: the target's ids of a short text, to try readings on.
         stored: empty: heads are not quantised.
         module: None: heads are read from files.
     """
@@ -52,6 +57,7 @@ class HeadCheckpoint:
     spec: HeadSpec
     directory: Path
     vocab_map: Tensor | None
+    sample: tuple[int, ...]
     stored: str = ""
     module: None = None
 
@@ -145,7 +151,7 @@ def resolve_head(
         check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
         spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
-        return HeadCheckpoint(name, spec, directory, target_ids(tensors, spec))
+        return HeadCheckpoint(name, spec, directory, target_ids(tensors, spec), _sample(target, spec))
 
 
 @contextmanager
@@ -178,3 +184,15 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
         dtype=spec.dtype,
         embed_scale=spec.scales.embed,
     )
+
+
+def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
+    """Ids of a short text, where there is something to try on it."""
+    if len(spec.readings) < 2:
+        return ()
+    tokenizer = load_tokenizer(target)
+    ids = tokenizer(SAMPLE)["input_ids"] if tokenizer is not None else []
+    known = tuple(each for each in ids if 0 <= each < spec.target.vocab_size)
+    if len(known) >= 16:
+        return known
+    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any text will do
