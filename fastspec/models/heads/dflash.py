@@ -14,6 +14,7 @@ reads there, and what it finds before its block was stored by `store_context`, o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -27,8 +28,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.weights import HeadWeights
-from fastspec.models.weights.load import LayerWeights
-from fastspec.shapes import ForwardBatch
+from fastspec.shapes import AttentionRule, ForwardBatch
 
 MASK_TENSOR: Final = "mask_embedding"
 _T = TypeVar("_T")
@@ -87,10 +87,17 @@ class DFlash(Decoder):
         Its keys are in the cache until the next pass, at the positions behind the context.
         """
         x, layers = self._embedded(rows), self.weights.layers
+        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
+        whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         for index, layer in enumerate(layers):
             assert qkv is not None, "only the last layer leaves none"
-            attended = self._attend(index, layer, qkv, rows)
+            if self.head.causal[index]:
+                attended = self._ask(index, qkv, rows, self.spec.plans[index].rule)
+            else:
+                attended = self._ask_all(index, qkv, rows, whole)
+            if self.head.value_scale != 1.0:  # a sum of values, so a factor on each of them
+                attended = attended * self.head.value_scale
             following = layers[index + 1] if index + 1 < len(layers) else None
             tail = self.ops.layer_tail
             x, qkv = tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, rows.tiling)
@@ -102,41 +109,43 @@ class DFlash(Decoder):
             x = torch.where((rows.ids == self.head.mask_id)[..., None], self._mask, x)
         return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
 
-    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Attention of a block's rows to the context and to each other, [B, Q, H * D]."""
+    def _ask_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+        """Attention of a block's rows to the context and to each other, [B, Q, H * D].
+
+        Args:
+            whole: the rows as if all stood at the last one's position, and none were to be stored.
+        """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
-        rotation: tuple[Tensor, Tensor] | tuple[None, None] = self._tables[0]
-        norms: tuple[Tensor, Tensor, float] | None = self._norms(index)
-        positions, write_mask = rows.positions, rows.write_mask
-        if not self.head.causal[index]:
-            query = self._store(index, qkv, rows, num_heads=num_heads)
-            # keys and values of these rows go along, and are not written again. The kernel that copies them begins when
-            # the keys are stored, and attention, which reads keys before what it waits for, begins behind that kernel
-            qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
-            rotation, norms = (None, None), None
-            positions, write_mask = positions[:, -1:].expand_as(positions), torch.zeros_like(write_mask)
-            if rule.window is not None:  # of the first row, for all
-                rule = rule._replace(window=rule.window + positions.shape[1] - 1)
-        attended = self.ops.attend(
+        query = self._store(index, qkv, rows, num_heads=num_heads)
+        # keys and values of these rows go along, and are not written again. The kernel that copies them begins when the
+        # keys are stored, and attention, which reads keys before what it waits for, begins behind that kernel
+        qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
+        if rule.window is not None:  # of the first row, for all
+            rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
+        return self._ask(index, qkv, whole, rule, turned=True)
+
+    def _ask(self, index: int, qkv: Tensor, rows: ForwardBatch, rule: AttentionRule, *, turned: bool = False) -> Tensor:
+        """Attention of rows to what lies at or before their positions; `turned`: heads are normed and rotated."""
+        cos, sin = (None, None) if turned else self._tables[0]
+        return self.ops.attend(
             qkv,
-            *rotation,
+            cos,
+            sin,
             self.cache.keys[index],
             self.cache.values[index],
             rows.block_table,
-            positions,
-            write_mask,
-            num_heads=num_heads,
-            norms=norms,
+            rows.positions,
+            rows.write_mask,
+            num_heads=self.spec.num_heads,
+            norms=None if turned else self._norms(index),
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
             rule=rule,
-            sinks=None if self._sinks is None else self._sinks.view(-1, num_heads)[index],
+            sinks=None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index],
             work=self._work,
-            product=layer.o,
+            product=self.weights.layers[index].o,
             tiling=rows.tiling,
         )
-        # a sum of values, so a factor on each of them
-        return attended if self.head.value_scale == 1.0 else attended * self.head.value_scale
 
     def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
         """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""

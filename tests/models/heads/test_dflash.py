@@ -157,6 +157,22 @@ def test_kernels_agree_in_bfloat16(case: str, length: int, tmp_path: Path) -> No
     assert float((found - wanted).norm() / wanted.norm()) < 0.03
 
 
+def test_bytes_are_those_that_are_planned(target: Path, tmp_path: Path) -> None:
+    """What is shared with the target is not counted; keys and values of the context are there twice."""
+    changes = {"draft_vocab": 9, "bias": True, "sinks": True, "more": {"attention_sink_bias": True}}
+    for number, (layout, change) in enumerate({"z-lab": {}, "speculators": changes}.items()):
+        path = WRITERS[layout](tmp_path / str(number), replace(HEAD, **change))
+        scored, found = resolve_pair(target, path, (None, None), (None, None))
+        assert isinstance(found, HeadCheckpoint)
+        cpu = torch.device("cpu")
+        options = {"dtype": torch.float32, "device": cpu, "progress": False}
+        shared, ops = load_weights(scored, **options), ops_for(cpu)
+        made = allocate_head(found, shared, ops=ops, **options).weights
+        held = made.decoder.nbytes() - shared.embed.nbytes - (0 if change else shared.head.nbytes)
+        held += sum(each.nbytes for each in made.others.values())
+        assert found.spec.weight_bytes(torch.float32) == held
+
+
 def test_a_damaged_embedding_of_the_mask_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mask_embedding.safetensors"
     file.write_bytes(b"junk")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.heads.dflash_spec import DFlashSpec, dflash_spec
@@ -193,3 +193,25 @@ def test_an_embedding_of_the_mask_is_converted_by_the_line_that_the_refusal_name
     found = read(path)
     assert found.mask_file is not None
     assert torch.equal(load_file(found.mask_file)["mask_embedding"], vector)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "tensor", "match"),
+    [
+        ("z-lab", {}, "markov_head.markov_w1.weight", "DSpark"),
+        ("z-lab", {"top": {"architectures": ["DFlash2DraftModel"]}}, None, "DFlash2"),
+        ("speculators", {"top": {"speculators_model_type": "dspark"}}, None, "dspark"),
+        ("speculators", {"top": {"speculators_model_type": "dflash2"}}, None, "dflash2"),
+        ("speculators", {"top": {"speculators_model_type": "xpress"}}, None, "xpress"),
+        ("z-lab", {}, "mask_hidden", "P-EAGLE"),
+    ],
+)
+def test_relatives_are_refused_by_name(
+    tmp_path: Path, layout: str, changes: dict[str, Any], tensor: str | None, match: str
+) -> None:
+    path = WRITERS[layout](tmp_path, replace(HEAD, **changes))
+    if tensor is not None:
+        tensors = load_file(path / "model.safetensors")
+        save_file(tensors | {tensor: torch.zeros(4, 4)}, path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=f"(?s)not supported.*{match}"):
+        read(path)
