@@ -117,7 +117,8 @@ class DFlashDrafts:
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, given: tuple[Tensor, Tensor] | None) -> None:
         """The most probable token at each place, of hidden states [B, k, hidden]."""
         k, model = shape.num_drafts, self.model
-        picks = torch.empty(x.shape[0] * k, dtype=torch.int64, device=x.device)
+        # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+        picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
         model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
         drafts = (picks if self._map is None else self._map.places[picks]).view(-1, k)
         if given is not None:

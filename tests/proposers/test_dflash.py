@@ -18,13 +18,14 @@ from fastspec import FastSpecGenerator, NGram
 from fastspec.models.heads.dflash import DFlash
 from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.runtime.engine import Engine
-from fastspec.shapes import ForwardBatch
+from fastspec.shapes import FULL, GREEDY, ForwardBatch
 from fastspec.state import DecodeState
 from tests.helpers import dflash_definition as definition
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import WRITERS, Head
 from tests.helpers.dflash_definition import CASES
 from tests.runtime.test_scheduler import run, sampled_row, texts
+from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
 VOCAB = 11
 HEAD = Head(32, VOCAB, block_size=16, mask_id=10, ids=(0, 2))
@@ -215,6 +216,17 @@ def test_texts_are_those_of_plain_decoding(made: FastSpecGenerator, batch: int, 
         assert sum(request.drafted for request in found) > 0
     ks = [15, 0, 3, 0, 0, 7]
     assert texts(run(engine, rows, caps, k=lambda step: ks[step % 6], options=options)) == plain
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+def test_a_step_reads_nothing_back(sampler: str, target: Path, tmp_path: Path) -> None:
+    with generator(target, WRITERS["speculators"](tmp_path, replace(HEAD, draft_vocab=7))) as made:
+        engine = engine_of(made)
+        start_rows(engine.state)
+        with NoHostReads(), torch.inference_mode():
+            for k in (0, 7):
+                run_step(engine, k, sampler)
+        assert engine.state.emitted[:2].min() >= 1
 
 
 def test_behind_lookup_and_by_itself(target: Path, tmp_path: Path) -> None:

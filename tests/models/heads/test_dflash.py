@@ -95,8 +95,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def error(target: Path, path: Path, head: Head, rules: definition.Rules, device: str) -> float:
-    lengths, last, n = [37, 30], [3, 7], 7
-    features = torch.randn(2, 37, 2, head.hidden, generator=torch.Generator().manual_seed(1))
+    lengths, last, n = [253, 30], [3, 7], 7  # the first block lies in two blocks of keys
+    features = torch.randn(2, 253, 2, head.hidden, generator=torch.Generator().manual_seed(1))
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
     made = built(target, path, on, torch.float32, lengths, n)
     with torch.inference_mode():
