@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -35,12 +36,20 @@ TOLERANCE = 1e-4
 PAGE = 16
 
 
-def built(target: Path, path: Path, device: torch.device, dtype: torch.dtype, lengths: list[int], n: int) -> DFlash:
+def built(
+    target: Path,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: list[int],
+    n: int,
+    ops: Ops | None = None,
+) -> DFlash:
     """The head of a checkpoint, over a cache of NaN with room for these rows."""
     scored, found = resolve_pair(target, path, (None, None), (None, None))
     assert isinstance(found, HeadCheckpoint)
     assert isinstance(found.spec, DFlashSpec)
-    ops, options = ops_for(device), {"dtype": dtype, "device": device, "progress": False}
+    ops, options = ops or ops_for(device), {"dtype": dtype, "device": device, "progress": False}
     shared = load_weights(scored, ops=ops, **options)
     pending = allocate_head(found, shared, ops=ops, **options)
     pending.fill()
@@ -94,11 +103,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("target"), "qwen3", vocab_size=VOCAB)
 
 
-def error(target: Path, path: Path, head: Head, rules: definition.Rules, device: str) -> float:
-    lengths, last, n = [253, 30], [3, 7], 7  # the first block lies in two blocks of keys
-    features = torch.randn(2, 253, 2, head.hidden, generator=torch.Generator().manual_seed(1))
+def error(
+    target: Path, path: Path, head: Head, rules: definition.Rules, device: str, ops: Ops | None = None, most: int = 253
+) -> float:
+    """The largest difference of a logit; with 253 tokens of context a block lies in two blocks of keys."""
+    lengths, last, n = [most, 30], [3, 7], 7
+    features = torch.randn(2, most, 2, head.hidden, generator=torch.Generator().manual_seed(1))
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    made = built(target, path, on, torch.float32, lengths, n)
+    made = built(target, path, on, torch.float32, lengths, n, ops)
     with torch.inference_mode():
         found = logits_of(made, features.to(on), lengths, last, n).cpu()
     worst = 0.0
@@ -135,6 +147,22 @@ def test_the_definition_with_another_rule_is_another(
     head = replace(HEAD, **changes)
     path = WRITERS[layout](tmp_path, head)
     assert error(target, path, head, replace(definition.full(head), **rules | other), "cpu") > 10 * TOLERANCE
+
+
+def test_kernels_agree_in_the_interpreter(target: Path, tmp_path: Path) -> None:
+    """The kernels that store heads and attend, with the torch definitions of all else."""
+    triton_ops = pytest.importorskip("fastspec.kernels.triton_ops")
+    if torch.cuda.is_available():
+        pytest.skip("kernels run for real there")
+
+    def attend(*tensors: Any, work: Any, product: object = None, tiling: object = None, **options: Any) -> Tensor:
+        return triton_ops.attend_paged(*tensors, work=work.attend, **options)
+
+    ops = replace(TORCH_OPS, workspace=triton_ops.workspace, attend=attend, store_heads=triton_ops.store_heads)
+    layout, changes, rules = CASES["a window, and no causality"]  # and a layer without a window
+    head = replace(HEAD, **changes)
+    path = WRITERS[layout](tmp_path, head)
+    assert error(target, path, head, replace(definition.full(head), **rules), "cpu", ops, most=45) < TOLERANCE
 
 
 @pytest.mark.gpu
