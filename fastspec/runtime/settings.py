@@ -194,7 +194,9 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
 
 def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
     if compile and head:
-        raise ValueError(f"compile=True is for draft models, and {head.name} is an {head.spec.found}: leave it unset")
+        raise ValueError(
+            f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
+        )
     if compile and exact:
         raise ValueError(
             "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "

@@ -246,3 +246,18 @@ def test_more_drafts_than_a_block_has_are_refused(target: Path, tmp_path: Path) 
         FastSpecGenerator(target, path, num_speculative_tokens=6, device="cpu", progress=False)
     with generator(target, path, k="auto") as made:
         assert engine_of(made).max_drafts == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"compile": True, "exact": False}, r"compile=True .* is a head \(DFlash head"),
+        ({"draft_quantization": "fp8"}, r"draft_quantization='fp8'.*\(DFlash head"),
+    ],
+)
+def test_what_heads_have_no_use_for_is_refused(
+    options: dict[str, Any], match: str, target: Path, tmp_path: Path
+) -> None:
+    path = WRITERS["z-lab"](tmp_path, HEAD)
+    with pytest.raises(ValueError, match=match):
+        FastSpecGenerator(target, path, device="cpu", progress=False, **options)
