@@ -90,7 +90,7 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens)
+    drafts = _drafts(num_speculative_tokens, draft)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = _device(device, target), checked(verification)
@@ -150,13 +150,17 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str) -> int:
+def _drafts(asked: int | str, draft: ModelSource | None) -> int:
     """Drafts per step that there must be room for."""
+    most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST
-    return check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+        return MOST if most is None else min(MOST, most)
+    drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    if draft is not None and most is not None and drafts > most:
+        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
+    return drafts
 
 
 def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
@@ -190,7 +194,9 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
 
 def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
     if compile and head:
-        raise ValueError(f"compile=True is for draft models, and {head.name} is an {head.spec.found}: leave it unset")
+        raise ValueError(
+            f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
+        )
     if compile and exact:
         raise ValueError(
             "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "
