@@ -65,8 +65,8 @@ class DFlashDrafts:
         ids = f", drafts {drafted} of {self._target_vocab} ids" if self._map else ""
         return f"a {head.found} that reads boundaries {described(head.readings[0])} of the target{ids}"
 
-    def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """As `FeatureReader.take_in`; nothing is kept but keys and values."""
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
+        """As `FeatureReader.take_features`; nothing is kept but keys and values."""
         self.model.store_context(features, rows)
 
     def propose(

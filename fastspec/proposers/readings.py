@@ -37,7 +37,7 @@ class HasReadings(Protocol):
 
         Args:
             features: [B, Q, layers, hidden] of the positions.
-            rows: as `FeatureReader.take_in` has them.
+            rows: as `FeatureReader.take_features` has them.
         """
 
 

@@ -157,14 +157,14 @@ def causal(self: DFlash, rows: ForwardBatch, original: Any = DFlash.block) -> Te
 
 
 def only_prompts(
-    self: DFlashDrafts, state: Any, shape: Any, features: Tensor, rows: Any, original: Any = DFlashDrafts.take_in
+    self: DFlashDrafts, state: Any, shape: Any, features: Tensor, rows: Any, original: Any = DFlashDrafts.take_features
 ) -> None:
     if rows.positions.shape[1] > 16:
         original(self, state, shape, features, rows)
 
 
 def not_plain_steps(
-    self: DFlashDrafts, state: Any, shape: Any, features: Tensor, rows: Any, original: Any = DFlashDrafts.take_in
+    self: DFlashDrafts, state: Any, shape: Any, features: Tensor, rows: Any, original: Any = DFlashDrafts.take_features
 ) -> None:
     if rows.positions.shape[1] > 1:
         original(self, state, shape, features, rows)
@@ -180,8 +180,8 @@ def wrong_boundary(self: DFlashDrafts, *given: Any, original: Any = DFlashDrafts
     [
         (DFlash, "store_context", shifted),
         (DFlash, "block", causal),
-        (DFlashDrafts, "take_in", only_prompts),  # keys of earlier blocks are seen as the context's
-        (DFlashDrafts, "take_in", not_plain_steps),
+        (DFlashDrafts, "take_features", only_prompts),  # keys of earlier blocks are seen as the context's
+        (DFlashDrafts, "take_features", not_plain_steps),
         (DFlashDrafts, "__init__", wrong_boundary),
     ],
     ids=["position off by one", "causal", "stale block", "plain steps left out", "wrong boundary"],

@@ -137,12 +137,12 @@ def test_drafts_of_two_layers_and_all_flags(pair: tuple[Path, Path], tmp_path: P
 
 
 def _shifted_features(drafts: Eagle3Drafts) -> None:
-    take_in = drafts.take_in
+    take_features = drafts.take_features
 
     def wrong(state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        return take_in(state, shape, features.roll(1, dims=1), rows)
+        return take_features(state, shape, features.roll(1, dims=1), rows)
 
-    drafts.take_in = wrong  # type: ignore[method-assign]
+    drafts.take_features = wrong  # type: ignore[method-assign]
 
 
 def _shifted_positions(drafts: Eagle3Drafts) -> None:
@@ -166,23 +166,23 @@ def _stale_cache(drafts: Eagle3Drafts) -> None:
 
 
 def _wrong_pairing(drafts: Eagle3Drafts) -> None:
-    take_in = drafts.take_in
+    take_features = drafts.take_features
 
     def wrong(state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        return take_in(state, shape, features, replace(rows, ids=state.tokens.gather(1, rows.positions)))
+        return take_features(state, shape, features, replace(rows, ids=state.tokens.gather(1, rows.positions)))
 
-    drafts.take_in = wrong  # type: ignore[method-assign]
+    drafts.take_features = wrong  # type: ignore[method-assign]
 
 
 def _lost_in_plain_steps(drafts: Eagle3Drafts) -> None:
-    take_in = drafts.take_in
+    take_features = drafts.take_features
 
     def wrong(state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         if features.shape[1] == 1:
             return drafts.model.condense(features, rows.tiling)
-        return take_in(state, shape, features, rows)
+        return take_features(state, shape, features, rows)
 
-    drafts.take_in = wrong  # type: ignore[method-assign]
+    drafts.take_features = wrong  # type: ignore[method-assign]
 
 
 def _recycles_the_first(drafts: Eagle3Drafts) -> None:

@@ -120,7 +120,7 @@ class Told:
         self.rows: list[tuple[int, int, int, Tensor]] = []  # page, position, token behind it, hidden states
         self.newest: list[tuple[int, int, int]] = []  # length, emitted, what is kept
 
-    def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         for row, place in rows.write_mask.nonzero().tolist():
             at = int(rows.positions[row, place]), int(rows.ids[row, place])
             self.rows.append((int(rows.block_table[row, 0]), *at, features[row, place]))
