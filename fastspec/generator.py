@@ -156,6 +156,11 @@ class FastSpecGenerator:
         return self._target.spec.vocab_size
 
     @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Options that the target's checkpoint brings, which hold where a call says nothing; None: none."""
+        return self._target.generation_config
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The target's tokenizer, loaded on first use; None when the checkpoint brings none."""
         if self._tokenizer is None:
