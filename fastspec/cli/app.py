@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, cast
@@ -18,9 +18,10 @@ import fastspec
 from fastspec.adaptive.controller import AUTO
 from fastspec.cli import flags
 from fastspec.cli.doctor import diagnose
+from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
+from fastspec.cli.quantize import quantize
 from fastspec.demo import demo_pair
-from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
 from fastspec.text.stop_strings import StoppedWriter
@@ -128,7 +129,7 @@ def generate(
         progress.stage(None)  # text shows itself
         _write(piece)
 
-    with _errors_in_one_line(), Progress() as progress:
+    with errors_in_one_line(), Progress() as progress:
         progress.stage(_LOADING)
         with _opened(context, target, draft, num_speculative_tokens, options) as generator:
             progress.stage("decoding")
@@ -156,7 +157,7 @@ def demo(
     """
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
-    with _errors_in_one_line(), Progress() as progress, ExitStack() as opened:
+    with errors_in_one_line(), Progress() as progress, ExitStack() as opened:
         progress.stage(_LOADING)
         generator = opened.enter_context(_opened(context, target, draft, num_speculative_tokens, options))
         loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
@@ -199,6 +200,9 @@ def doctor(
         report = diagnose(device, tell=progress.stage)
     _write(f"{report.to_json() if as_json else report}\n")
     raise typer.Exit(0 if report.ok else 1)
+
+
+app.command()(quantize)
 
 
 class _Runs:
@@ -274,12 +278,3 @@ def _write(text: str) -> None:
         text = escape_control(text)
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
-        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
