@@ -141,7 +141,8 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
 
 def _check_key(request: Request, key: str | None) -> None:
     given = request.headers.get("authorization", "")
-    if key is not None and not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+    # headers are bytes, read as latin-1 on the way
+    if key is not None and not secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
         raise Refusal(
             "this server wants its API key: send the header Authorization: Bearer KEY",
             status=401,
