@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.models.vocab import shared_vocab
-from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import load_tokenizer
-from fastspec.output import GenerateOutput, Stats
+from fastspec.output import GenerateOutput
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
-from fastspec.runtime import calls
 from fastspec.runtime.build import build
-from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
-from fastspec.runtime.draft_plan import Choice, DraftPlan
+from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration
+from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
-from fastspec.runtime.request import lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.settings import announce, check_range, settings_of
-from fastspec.runtime.warmup import decode, filling, warm_up_for
-from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
+from fastspec.runtime.settings import announce, check_range
+from fastspec.runtime.warmup import filling
+from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
+from fastspec.session import calls
+from fastspec.session.handle import Handle
+from fastspec.session.options import PlanOptions, Source, checked
+from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
 from fastspec.surroundings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
-
-Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+    from typing_extensions import Unpack
 
 
 class FastSpecGenerator:
@@ -46,7 +43,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -61,6 +58,8 @@ class FastSpecGenerator:
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
             what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
+        feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
+            Default: what its config names (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
@@ -102,25 +101,24 @@ class FastSpecGenerator:
         nvtx: bool = False,
         progress: bool = True,
     ) -> None:
-        self._lock = threading.Lock()
         check(proposer, with_draft=draft is not None)
-        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
-        self._target, self._draft = resolve_pair(target, draft, revisions, quantization, feature_layers)
-        self._settings = settings_of(
-            self._target,
-            self._draft,
-            num_speculative_tokens=num_speculative_tokens,
-            max_batch_size=max_batch_size,
-            max_length=max_length,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            exact=exact,
-            graphs=graphs,
-            compile=compile,
-            verification=verification,
-            proposer=proposer,
-        )
+        options: PlanOptions = {
+            "proposer": proposer,
+            "verification": verification,
+            "num_speculative_tokens": num_speculative_tokens,
+            "max_batch_size": max_batch_size,
+            "max_length": max_length,
+            "page_size": page_size,
+            "dtype": dtype,
+            "device": device,
+            "target_revision": target_revision,
+            "draft_revision": draft_revision,
+            "target_quantization": target_quantization,
+            "draft_quantization": draft_quantization,
+            "feature_layers": feature_layers,
+        }
+        how = {"exact": exact, "graphs": graphs, "compile": compile}
+        self._target, self._draft, self._settings = checked(target, draft, options, **how)
         announce_synthetic(verification)
         if progress:
             announce(self._settings)
@@ -130,7 +128,6 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._progress = progress
         engine, weights = build(
             self._settings,
             self._target,
@@ -141,52 +138,31 @@ class FastSpecGenerator:
             nvtx=nvtx,
             progress=progress,
         )
-        self._scheduler: Scheduler | None = Scheduler(engine)
+        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress)
         with filling(weights, self.device) as loaded:
-            self._warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
+            self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
 
     @classmethod
-    def plan(
-        cls,
-        target: Source,
-        draft: Source | None = None,
-        *,
-        proposer: Proposer | None = None,
-        verification: Verification = BLOCK,
-        num_speculative_tokens: int | str = 4,
-        max_batch_size: int = 8,
-        max_length: int | None = None,
-        page_size: int = 64,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        target_revision: str | None = None,
-        draft_revision: str | None = None,
-        target_quantization: str | None = None,
-        draft_quantization: str | None = None,
-        feature_layers: Sequence[int] | None = None,
-    ) -> MemoryPlan:
+    def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
         """The memory that a generator made with the same arguments needs; loads and allocates nothing.
+
+        Args:
+            target, draft, **options: the constructor's, but for those that take no memory.
 
         Raises:
             MemoryError: it does not fit; the message names what does.
         """
-        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
-        return settings_of(
-            *resolve_pair(target, draft, revisions, quantization, feature_layers),
-            num_speculative_tokens=num_speculative_tokens,
-            max_batch_size=max_batch_size,
-            max_length=max_length,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            verification=verification,
-            proposer=proposer,
-        ).memory
+        return checked(target, draft, options)[2].memory
 
     @property
     def vocab_size(self) -> int:
         """Width of the target's logits; prompts hold ids below it."""
         return self._target.spec.vocab_size
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Options that the target's checkpoint brings, which hold where a call says nothing; None: none."""
+        return self._target.generation_config
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -224,7 +200,7 @@ class FastSpecGenerator:
             UnsupportedOption: an option outside the supported list.
             InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
                 first, and the error's `output` holds them.
-            RuntimeError: the generator is closed, or in use by another call.
+            RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
@@ -236,17 +212,17 @@ class FastSpecGenerator:
             raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
-        start = time.perf_counter()
+        session, start = self._open(), time.perf_counter()
         try:
-            for emitted in self._run(call):
+            for emitted in session.run(call):
                 if streamer is not None and emitted.get(0):
                     streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(call, self._stats(call, start))
+            error.output = calls.output_of(call, session.stats(call, start, time.perf_counter()))
             raise
         if streamer is not None:
             streamer.end()
-        stats = self._stats(call, start)
+        stats = session.stats(call, start, time.perf_counter())
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
@@ -264,7 +240,32 @@ class FastSpecGenerator:
         With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
-        return self._run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+        return self._open().run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+
+    def submit(self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Any) -> Handle:
+        """Continues one prompt beside whatever runs: calls, and other handles. From any thread, at any time.
+
+        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on; each row's
+        text is what it is alone. Requests that find no free row or pages wait, first come first served.
+
+        Args:
+            prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or what `generate` takes for one prompt.
+            generation_config, **keywords: as in `generate`.
+
+        Returns:
+            A Handle: iterate over it for the tokens, ask for its `result()`, or `await` it; `cancel()` ends it.
+
+        Raises:
+            ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
+            OutOfPages: it needs more pages than there are.
+            RuntimeError: the generator is closed.
+        """
+        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
+        if len(call.requests) != 1:
+            raise UnsupportedOption(
+                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
+            )
+        return self._open().submit(call)
 
     def calibrate(
         self,
@@ -289,12 +290,7 @@ class FastSpecGenerator:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
-        requests, chosen = call.requests, call.chosen
-        choice = self._drafting.every(chosen)
-        with self._in_use() as scheduler:
-            rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            return calibrate(scheduler, requests, chosen.stop_ids, choice)
+        return self._open().calibrate(call)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -315,14 +311,7 @@ class FastSpecGenerator:
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         length = check_range("length", length, 0, self.max_length)
-        self._warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
-
-    def _warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
-        options: dict[str, Any] = {"progress": self._progress, "loaded": loaded}
-        with self._in_use() as scheduler:
-            engine, rows = scheduler.engine, self._settings.layout.batch
-            for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                warm_up_for(engine, rows, choice, length, shortest, prompts=not shortest, **options)
+        self._open().warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
 
     def _prepare(
         self,
@@ -339,39 +328,9 @@ class FastSpecGenerator:
         self._drafting.of(call.chosen)
         return call
 
-    @contextmanager
-    def _in_use(self) -> Iterator[Scheduler]:
-        """The scheduler, for one call at a time."""
-        scheduler = self._open()
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; wait for it, or make one per thread")
-        try:
-            yield scheduler
-        finally:
-            self._lock.release()
-
-    def _run(self, call: calls.Prepared) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end under the lock."""
-        requests, chosen = call.requests, call.chosen
-        choice = self._drafting.of(chosen)
-        with self._in_use() as scheduler:
-            rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            yield from decode(scheduler, requests, chosen.stop_ids, choice)
-        calls.check_whole(requests, chosen.copies)
-
-    def _stats(self, call: calls.Prepared, start: float) -> Stats:
-        """What happened since `start`."""
-        rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
-        choice, settings = self._drafting.of(call.chosen), self._settings
-        synthetic, threads = synthetic_name(settings.verification), self._open().engine.threads
-        now = threads.now if threads else None
-        return Stats.of(rows, choice.k, seconds, synthetic, choice.note, settings.exact, now)
-
-    def _open(self) -> Scheduler:
-        if self._scheduler is None:
-            raise RuntimeError("this generator is closed; make a new one")
-        return self._scheduler
+    def _open(self) -> Session:
+        self._session.check_open()
+        return self._session
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
@@ -381,17 +340,12 @@ class FastSpecGenerator:
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.
 
+        Requests of handles that go on are cancelled first: their `finish_reason` says so.
+
         Raises:
-            RuntimeError: a call is still running.
+            RuntimeError: a call of `generate` or `stream` is still running.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; close it after that call")
-        try:
-            if self._scheduler is not None:
-                self._scheduler.engine.finish()
-            self._scheduler = None
-        finally:
-            self._lock.release()
+        self._session.close()
 
     def __enter__(self) -> FastSpecGenerator:
         return self

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.step import Record, record_logprobs
 from fastspec.models.interface import CausalModel
-from fastspec.proposers.features import take_in_prompt, take_in_step
+from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
@@ -66,7 +66,7 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
         verify_and_commit(parts, state, shape, draws, logits)
     if features is not None:
         with parts.mark("take in"):
-            take_in_step(parts.proposer, state, shape, features, parts.features)
+            hand_over_step(parts.proposer, state, shape, features, parts.features)
 
 
 def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -178,4 +178,4 @@ def prefill(
     rows = ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling)
     _, features = _fed(parts, rows)
     if features is not None:
-        take_in_prompt(parts.proposer, state, shape, features, rows, kept)
+        hand_over_prompt(parts.proposer, state, shape, features, rows, kept)

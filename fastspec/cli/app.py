@@ -1,12 +1,12 @@
-"""The command line: `fastspec generate` streams text, `demo` compares, `doctor` examines the machine."""
+"""The command line: `fastspec generate` streams text, `demo` compares; others have files of their own."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, cast
@@ -15,12 +15,14 @@ import torch
 import typer
 
 import fastspec
-from fastspec.adaptive.controller import AUTO
 from fastspec.cli import flags
+from fastspec.cli.chat import chat
 from fastspec.cli.doctor import diagnose
+from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
+from fastspec.cli.quantize import quantize
+from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
-from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
 from fastspec.text.stop_strings import StoppedWriter
@@ -38,29 +40,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
-MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-
-
-def _drafts(text: object) -> int | str:
-    """A number of drafts, or "auto"."""
-    if str(text) == AUTO:
-        return AUTO
-    try:
-        return int(str(text))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor {AUTO!r}") from None
-
-
-Drafts = Annotated[
-    Any,  # int | str, of which typer makes no option by itself
-    typer.Option(
-        parser=_drafts,
-        metavar="INTEGER|auto",
-        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,8 +67,8 @@ def generate(
     target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
     draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
-    max_new_tokens: MaxNewTokens = 128,
-    num_speculative_tokens: Drafts = 4,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    num_speculative_tokens: flags.Drafts = 4,
     temperature: flags.Temperature = 0.0,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
@@ -107,7 +86,7 @@ def generate(
     verification: flags.Rule = None,
     proposer: flags.Drafter = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    device: Device = None,
+    device: flags.Device = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
@@ -128,7 +107,7 @@ def generate(
         progress.stage(None)  # text shows itself
         _write(piece)
 
-    with _errors_in_one_line(), Progress() as progress:
+    with errors_in_one_line(), Progress() as progress:
         progress.stage(_LOADING)
         with _opened(context, target, draft, num_speculative_tokens, options) as generator:
             progress.stage("decoding")
@@ -144,10 +123,10 @@ def generate(
 def demo(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
-    max_new_tokens: MaxNewTokens = 128,
-    num_speculative_tokens: Drafts = 4,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    num_speculative_tokens: flags.Drafts = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
-    device: Device = None,
+    device: flags.Device = None,
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
@@ -156,7 +135,7 @@ def demo(
     """
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
-    with _errors_in_one_line(), Progress() as progress, ExitStack() as opened:
+    with errors_in_one_line(), Progress() as progress, ExitStack() as opened:
         progress.stage(_LOADING)
         generator = opened.enter_context(_opened(context, target, draft, num_speculative_tokens, options))
         loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
@@ -199,6 +178,11 @@ def doctor(
         report = diagnose(device, tell=progress.stage)
     _write(f"{report.to_json() if as_json else report}\n")
     raise typer.Exit(0 if report.ok else 1)
+
+
+app.command()(quantize)
+app.command()(chat)
+app.command()(serve)
 
 
 class _Runs:
@@ -274,12 +258,3 @@ def _write(text: str) -> None:
         text = escape_control(text)
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
-        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None

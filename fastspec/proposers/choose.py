@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.proposers.combined import LookupThenModel, TakesGiven
-from fastspec.proposers.interface import Proposer, features_of, is_deterministic, takes_in
+from fastspec.proposers.interface import Proposer, features_of, is_deterministic, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -69,8 +69,8 @@ class Guarded:
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, is_deterministic(proposer)
         self.features = features_of(proposer)
-        if takes_in(proposer):
-            self.take_in, self.kept = proposer.take_in, proposer.kept  # type: ignore[attr-defined]
+        if takes_features(proposer):
+            self.take_features, self.kept = proposer.take_features, proposer.kept  # type: ignore[attr-defined]
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fastspec.proposers.interface import Proposer, features_of, takes_in
+from fastspec.proposers.interface import Proposer, features_of, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -37,8 +37,8 @@ class LookupThenModel:
     def __init__(self, lookup: NGram, model: TakesGiven) -> None:
         self.lookup, self.model = lookup, model
         self.max_length = model.max_length
-        if takes_in(model):
-            self.take_in, self.kept = model.take_in, model.kept  # type: ignore[attr-defined]
+        if takes_features(model):
+            self.take_features, self.kept = model.take_features, model.kept  # type: ignore[attr-defined]
 
     @property
     def features(self) -> tuple[int, ...]:

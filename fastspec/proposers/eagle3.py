@@ -80,8 +80,8 @@ class Eagle3Drafts:
         ids = f", drafts {drafted} of {self._target.vocab_size} ids" if self._map else ""
         return f"an {self.model.head.found} that reads boundaries {described(self.readings[0])} of the target{ids}"
 
-    def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """As `FeatureReader.take_in`; g of every position is returned, that of the newest is kept."""
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
+        """As `FeatureReader.take_features`; g of every position is returned, that of the newest is kept."""
         g = self.model.condense(features, rows.tiling)
         self.model.absorb(g, rows)
         return g
@@ -100,7 +100,7 @@ class Eagle3Drafts:
         Args:
             state, shape, draws: as there.
             given: as `DraftModel.propose` has it.
-            features: [B, hidden], what `take_in` left of each row's newest position.
+            features: [B, hidden], what `take_features` left of each row's newest position.
         """
         state.draft_counts.copy_(torch.where(state.lengths > 1, shape.num_drafts, 0))
         g = features[:, None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastspec.proposers.interface import Proposer, takes_in
+from fastspec.proposers.interface import Proposer, takes_features
 from fastspec.shapes import ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
 
-def take_in_step(
+def hand_over_step(
     proposer: Proposer | None, state: DecodeState, shape: StepShape, features: Tensor, buffer: Tensor | None
 ) -> None:
     """Hands over what a step found, after its commit.
@@ -21,14 +21,14 @@ def take_in_step(
         features: [B, k+1, layers, hidden] of the positions that the step fed.
         buffer: as `feature_buffer` makes it, of at least these rows.
     """
-    if takes_in(proposer):
+    if takes_features(proposer):
         _tell(proposer, state, shape, features, _emitted(state, shape), buffer)
     elif buffer is not None:
         kept = buffer[: state.batch, : features.shape[1]]
         kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
 
 
-def take_in_prompt(
+def hand_over_prompt(
     proposer: Proposer | None,
     state: DecodeState,
     shape: StepShape,
@@ -36,12 +36,12 @@ def take_in_prompt(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Hands over what a pass over a piece of a prompt found; arguments as those of `take_in_step`, for one row.
+    """Hands over what a pass over a piece of a prompt found; arguments as those of `hand_over_step`, for one row.
 
     Args:
         rows: what the pass fed.
     """
-    if takes_in(proposer):
+    if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
         told = ForwardBatch(
             following, rows.positions, rows.write_mask, rows.block_table, rows.num_blocks, rows.tiling, rows.first_block
@@ -71,7 +71,7 @@ def _tell(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    found = proposer.take_in(state, shape, features, rows)  # type: ignore[attr-defined]
+    found = proposer.take_features(state, shape, features, rows)  # type: ignore[attr-defined]
     if buffer is not None:
         _keep_newest(found, rows.write_mask, buffer[: state.batch])
 

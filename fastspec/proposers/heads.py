@@ -12,10 +12,13 @@ from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.dflash import DFlash, mask_embedding
+from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
 from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.combined import TakesGiven
+from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.proposers.eagle3 import Eagle3Drafts
 
 
@@ -48,6 +51,10 @@ def build_head(
     spec, device = checkpoint.spec, cache.keys.device
     pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)
     vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
+    if isinstance(spec, DFlashSpec):
+        mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
+        block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
+        return DFlashDrafts(block, ops, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)

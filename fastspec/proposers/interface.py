@@ -17,7 +17,7 @@ class Proposer(Protocol):
 
     Attributes:
         max_length: tokens of a row, from the first, that the proposer wants to be fed by `catch_up`; 0 for one that
-            keeps nothing of its own, or that `take_in` tells all.
+            keeps nothing of its own, or that `take_features` tells all.
         deterministic: drafts are a function of the row's tokens (and features), with nothing drawn: their
             distribution is one on them, and draft_probs is neither written nor read.
 
@@ -25,17 +25,18 @@ class Proposer(Protocol):
         features: tuple of target layers, counted from 0, whose residual stream the proposer reads. -1 is the
             embedding, and the number of layers is the stream behind the final norm.
 
-    A proposer with features and without `take_in` is called as propose(..., features=buffer [B, K+1, layers, hidden]),
-    in the target's dtype. Of a row whose last step emitted n = state.emitted tokens, entry i < n belongs to position
-    lengths - 1 - n + i; entries from n on are those of refused drafts. Before a row's first step n is 1, and entry 0
-    belongs to the last position but one of its prompt; of a prompt of one token there is no such position, and n is 0.
+    A proposer with features and without `take_features` is called as propose(..., features=buffer), a buffer
+    [B, K+1, layers, hidden] in the target's dtype. Of a row whose last step emitted n = state.emitted tokens, entry
+    i < n belongs to position lengths - 1 - n + i; entries from n on are those of refused drafts. Before a row's first
+    step n is 1, and entry 0 belongs to the last position but one of its prompt; of a prompt of one token there is no
+    such position, and n is 0.
 
     Optional, for one with a K/V cache, or other knowledge, of its own:
-        take_in(state, shape, features, rows): called with features [B, Q, layers, hidden] of every position of a row
-            but the last, once each, in order: inside the pass that found them, over a piece of a prompt or at the end
-            of a step, plain steps as well. See `FeatureReader`.
+        take_features(state, shape, features, rows): called with features [B, Q, layers, hidden] of every position of a
+            row but the last, once each, in order: inside the pass that found them, over a piece of a prompt or at the
+            end of a step, plain steps as well. See `FeatureReader`.
         kept: shape of what is kept of a row between steps; (): nothing. propose is then called with
-            features=buffer [B, *kept], what `take_in` returned for the newest position it was told of.
+            features=buffer [B, *kept], what `take_features` returned for the newest position it was told of.
     """
 
     max_length: int
@@ -64,7 +65,9 @@ class FeatureReader(Proposer, Protocol):
     features: tuple[int, ...]
     kept: tuple[int, ...]
 
-    def take_in(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor | None:
+    def take_features(
+        self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch
+    ) -> Tensor | None:
         """Takes in what the target made of some positions of each row.
 
         Runs inside a step or a pass over a prompt: no host read, no data-dependent shape.
@@ -91,9 +94,9 @@ def is_deterministic(proposer: object) -> bool:
     return bool(proposer.deterministic if hasattr(proposer, "deterministic") else getattr(proposer, "certain", False))
 
 
-def takes_in(proposer: object) -> bool:
+def takes_features(proposer: object) -> bool:
     """Whether a proposer is a `FeatureReader`."""
-    return hasattr(proposer, "take_in")
+    return hasattr(proposer, "take_features")
 
 
 def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, 
     layers = features_of(proposer)
     if not layers:
         return ()
-    kept: tuple[int, ...] = proposer.kept if takes_in(proposer) else (max_drafts + 1, len(layers), hidden)  # type: ignore[attr-defined]
+    kept: tuple[int, ...] = proposer.kept if takes_features(proposer) else (max_drafts + 1, len(layers), hidden)  # type: ignore[attr-defined]
     return kept
 
 

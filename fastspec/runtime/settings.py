@@ -18,7 +18,7 @@ from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
-from fastspec.sampling.rules import Verification, checked, needs_draft_probs
+from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
@@ -67,17 +67,17 @@ def settings_of(
     target: ModelSource,
     draft: ModelSource | None,
     *,
-    num_speculative_tokens: int | str,
-    max_batch_size: int,
-    max_length: int | None,
-    page_size: int,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
+    num_speculative_tokens: int | str = 4,
+    max_batch_size: int = 8,
+    max_length: int | None = None,
+    page_size: int = 64,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
     exact: bool = True,
     graphs: bool | None = None,
     compile: bool = False,
-    verification: object,
-    proposer: object | None,
+    verification: object = BLOCK,
+    proposer: object | None = None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
@@ -90,7 +90,7 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens)
+    drafts = _drafts(num_speculative_tokens, draft)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = _device(device, target), checked(verification)
@@ -150,13 +150,17 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str) -> int:
+def _drafts(asked: int | str, draft: ModelSource | None) -> int:
     """Drafts per step that there must be room for."""
+    most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST
-    return check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+        return MOST if most is None else min(MOST, most)
+    drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    if draft is not None and most is not None and drafts > most:
+        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
+    return drafts
 
 
 def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
@@ -190,7 +194,9 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
 
 def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
     if compile and head:
-        raise ValueError(f"compile=True is for draft models, and {head.name} is an {head.spec.found}: leave it unset")
+        raise ValueError(
+            f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
+        )
     if compile and exact:
         raise ValueError(
             "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -10,11 +10,12 @@ import torch
 from tqdm import tqdm
 
 from fastspec.models.interface import Pending
+from fastspec.proposers.readings import settle_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.readings import settle_reading
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
+from fastspec.shapes import GREEDY
 
 
 def warm_up_for(
@@ -48,7 +49,7 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
     loaded()
-    settle_reading(engine)
+    _settle_reading(engine)
     engine.choose_threads()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():
@@ -58,6 +59,15 @@ def warm_up_for(
             engine.capture_prompts()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
+
+
+def _settle_reading(engine: Engine) -> None:
+    """`settle_reading` of an engine's head, before anything is captured or admitted."""
+    chunk, pages = engine.chunks[0], engine.state.block_table.shape[1]
+    shape = engine.chunk_shape(chunk, chunk, GREEDY)
+    with engine.on_device():
+        free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
+        settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
 
 
 @contextmanager
@@ -86,7 +96,7 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 def decode(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
-) -> Iterator[dict[int, list[int]]]:
+) -> Generator[dict[int, list[int]], None, None]:
     """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
     if choice.controller is not None:
         choice.controller.begin()

@@ -10,12 +10,13 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
-from fastspec import FastSpecGenerator
 from fastspec.graphs.results import RowResult
-from fastspec.runtime import admission, calls
+from fastspec.runtime import admission
 from fastspec.runtime.request import Request
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
+from fastspec.session import calls
+from fastspec.session.loop import Loop
 from fastspec.state import IDLE, DecodeState
 from fastspec.text.stop_strings import StopWatch
 from tests.e2e.test_fuzz import fuzz, fuzz_calls
@@ -102,17 +103,8 @@ def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Request, "record", planted)
 
 
-def the_lock_is_kept(plant: pytest.MonkeyPatch) -> None:
-    run = FastSpecGenerator._run
-
-    def planted(self: FastSpecGenerator, *arguments: Any) -> Any:
-        try:
-            yield from run(self, *arguments)
-        except GeneratorExit:
-            self._lock.acquire(blocking=False)
-            raise
-
-    plant.setattr(FastSpecGenerator, "_run", planted)
+def a_call_that_was_left_goes_on(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Loop, "leave", lambda self, requests: None)
 
 
 def counts_outlive_their_row(plant: pytest.MonkeyPatch) -> None:
@@ -209,7 +201,7 @@ IN_SEQUENCES = [
     seeds_depend_on_the_place,
     pages_are_shared,
     dropped_drafts_are_not_counted,
-    the_lock_is_kept,
+    a_call_that_was_left_goes_on,
 ]
 IN_CALLS = [
     counts_outlive_their_row,

@@ -164,8 +164,8 @@ def without_bias(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, D
 
 
 def without_qk_norm(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:
-    layers = tuple(dataclasses.replace(layer, q_norm=None, k_norm=None) for layer in weights.layers)
-    return spec, dataclasses.replace(weights, layers=layers)
+    plans = tuple(dataclasses.replace(plan, qk_norm=None) for plan in spec.plans)
+    return dataclasses.replace(spec, plans=plans), weights
 
 
 def without_window(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:

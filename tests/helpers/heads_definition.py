@@ -119,3 +119,23 @@ class Definition:
             drafted.append(int(token))
             g, following = torch.cat((g, self.feature(x))), torch.cat((following, token))
         return drafted, margins
+
+
+def learn(head: Definition, texts: list[tuple[Tensor, Tensor, Tensor]], steps: int = 60) -> None:
+    """Lets a head learn texts by heart.
+
+    Args:
+        head: its tensors are changed.
+        texts: (features [n, read, hidden], the tokens that follow [n], what is to be drafted behind those [n]).
+    """
+    tensors = head.tensors
+    learnt = [tensor.requires_grad_() for tensor in tensors.values() if tensor.is_floating_point()]
+    optimiser = torch.optim.Adam(learnt, lr=0.02)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        for features, following, wanted in texts:
+            g = head.condense(features)
+            F.cross_entropy(head.logits(head.behind(g, following)), wanted).backward()
+        optimiser.step()
+    for tensor in learnt:
+        tensor.requires_grad_(False)

@@ -16,6 +16,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.heads.config import check_verifier
+from fastspec.models.heads.dflash_spec import dflash_spec
 from fastspec.models.heads.eagle3_spec import eagle3_spec
 from fastspec.models.heads.recognise import HeadKind, Recognised, recognise, says_head
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
@@ -35,7 +36,7 @@ SAMPLE: Final = """The water cycle describes how water moves between the oceans,
 turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
 form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
 len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
-READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec}
+READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

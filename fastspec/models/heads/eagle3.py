@@ -60,34 +60,47 @@ class Eagle3(Decoder):
             g: [B, Q, hidden], from `condense` or `feature`.
             rows: positions of g, with the tokens that follow them.
         """
-        last = len(self.weights.layers) - 1
-        x, attended = self._upto(last, g, rows)
-        return self._behind(last, x, attended, rows)[0]
+        x, qkv = self._upto_last(g, rows)
+        return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of all layers, and computes no more than they need."""
-        self._upto(len(self.weights.layers) - 1, g, rows)
+        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention."""
+        last, (_, qkv) = self.spec.num_layers - 1, self._upto_last(g, rows)
+        layer, norms = self.weights.layers[last], None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm, self.spec.rms_eps
+        self.ops.store_heads(
+            qkv,
+            *self._tables[0],
+            self.cache.keys[last],
+            self.cache.values[last],
+            rows.block_table,
+            rows.positions,
+            rows.write_mask,
+            num_heads=self.spec.num_heads,
+            norms=norms,
+        )
 
     def feature(self, x: Tensor) -> Tensor:
         """What stands for g at the position behind, of what `drafted` returned."""
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
-    def _upto(self, last: int, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream in front of a layer, and what its attention gave."""
+    def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream in front of the last layer, and that layer's q, k and v."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
         e = self.ops.norm(self.ops.embed(self.weights.embed, rows.ids), layer.input_norm, eps)
         h = self.ops.norm(g.contiguous(), self._hidden_norm, eps)
         x = h if self.head.norm_before_residual else g
-        qkv: Tensor | None = self.ops.linear(torch.cat((e, h), dim=-1), layer.qkv, layer.qkv_bias, rows.tiling)
-        for index in range(last + 1):
-            assert qkv is not None, "only the last layer leaves none"
-            attended = self._attend(index, self.weights.layers[index], qkv, rows)
-            if index < last:
-                x, qkv = self._behind(index, x, attended, rows)
-        return x, attended
+        qkv = self.ops.linear(torch.cat((e, h), dim=-1), layer.qkv, layer.qkv_bias, rows.tiling)
+        for index in range(self.spec.num_layers - 1):
+            x, following = self._layer(index, x, qkv, rows)
+            assert following is not None, "only the last layer leaves none"
+            qkv = following
+        return x, qkv
 
-    def _behind(self, index: int, x: Tensor, attended: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        layers = self.weights.layers
+    def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
+        layers, tail = self.weights.layers, self.ops.layer_tail
+        attended = self._attend(index, layers[index], qkv, rows)
         following = layers[index + 1] if index + 1 < len(layers) else None
-        tail = self.ops.layer_tail
         return tail(self.ops.linear, attended, x, layers[index], following, self.spec.rms_eps, rows.tiling)

@@ -69,6 +69,16 @@ class HeadSpec:
         return ()
 
     @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a step at most; None: any number."""
+        return None
+
+    @property
+    def joined(self) -> Mapping[str, tuple[str, ...]]:
+        """What is loaded once more, or at all, as one: under a new name, the tensors that stand in it side by side."""
+        return {}
+
+    @property
     def feature_layers(self) -> int:
         """Hidden states of the target that are read at each position."""
         return len(self.readings[0])

@@ -101,6 +101,8 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
             continue
         if name not in ("embed_tokens.weight", "norm.weight", "lm_head.weight"):
             others[name] = loader.weight(name) if len(shape) == 2 else loader.tensor(name)
+    for name, parts in spec.joined.items():
+        others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
     return HeadWeights(decoder, others)
 
 

@@ -38,8 +38,8 @@ def resolve_pair(
     if head is not None:
         if quantization[1] is not None:
             raise UnsupportedOption(
-                f"draft_quantization={quantization[1]!r}, and {draft} is an {head[2]}: it runs in the target's dtype; "
-                "leave the option out"
+                f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
+                "target's dtype; leave the option out"
             )
         return found, resolve_head(head, str(draft), found, feature_layers)
     if feature_layers is not None:

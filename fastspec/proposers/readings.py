@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastspec.models.heads.boundaries import described
+from fastspec.models.interface import CausalModel
 from fastspec.proposers.combined import LookupThenModel
-from fastspec.runtime.engine import Engine
-from fastspec.shapes import GREEDY, ForwardBatch
+from fastspec.shapes import ForwardBatch, StepShape, Tiling
 
 
 @runtime_checkable
@@ -37,59 +37,60 @@ class HasReadings(Protocol):
 
         Args:
             features: [B, Q, layers, hidden] of the positions.
-            rows: as `FeatureReader.take_in` has them.
+            rows: as `FeatureReader.take_features` has them.
         """
 
 
-def settle_reading(engine: Engine) -> None:
+def settle_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
     """Lets a head read what makes its first drafts best, and says so; does nothing where there is one way only.
 
-    Waits for the device. No row may have been admitted yet.
+    Waits for the device.
+
+    Args:
+        target: the model that it drafts for.
+        proposer: the head, or lookup before it.
+        shape: of a pass over a piece of a prompt of `shape.tiling.queries` tokens.
+        tiling: of products of a step.
+        pages: int64 [1, P], pages that nobody has.
     """
-    proposer = engine.parts.proposer
-    if isinstance(proposer, LookupThenModel):
-        proposer = proposer.model
-    if not isinstance(proposer, HasReadings) or len(proposer.readings) < 2:
+    head = proposer.model if isinstance(proposer, LookupThenModel) else proposer
+    if not isinstance(head, HasReadings) or len(head.readings) < 2:
         return
-    with engine.on_device():
-        shares = _accepted(engine, proposer)
+    shares = _accepted(target, head, shape, tiling, pages)
     best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equals
     tried = "; ".join(
-        f"boundaries {described(reading)}: {share:.0%}"
-        for reading, share in zip(proposer.readings, shares, strict=True)
+        f"boundaries {described(reading)}: {share:.0%}" for reading, share in zip(head.readings, shares, strict=True)
     )
-    chosen = proposer.readings[best]
-    proposer.read(chosen)
+    chosen = head.readings[best]
+    head.read(chosen)
     warnings.warn(
         f"the head's config names layers of its target, and engines differ in how they count them. First drafts taken "
         f"on a short text: {tried}. Boundaries {described(chosen)} are read; feature_layers={list(chosen)} says so "
         "without a trial",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
-def _accepted(engine: Engine, proposer: HasReadings) -> list[float]:
+def _accepted(target: CausalModel, head: HasReadings, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
     """By reading, the share of places of the text where the first draft is what the target picks there."""
-    parts, device = engine.parts, engine.state.lengths.device
-    chunk = engine.chunks[0]
-    text = proposer.sample[:chunk]
+    chunk = shape.tiling.queries
+    assert chunk is not None, "passes over prompts have a size"
+    text = head.sample[:chunk]
     count = len(text)
-    shape = engine.chunk_shape(chunk, chunk, GREEDY)
-    ids = torch.tensor([[*text, *[0] * (chunk - count)]], dtype=torch.int64, device=device)
-    places = torch.arange(chunk, device=device)[None]
-    pages = torch.arange(1, engine.state.block_table.shape[1] + 1, device=device)[None]  # nobody has them yet
+    ids = torch.tensor([[*text, *[0] * (chunk - count)]], dtype=torch.int64, device=pages.device)
+    places = torch.arange(chunk, device=pages.device)[None]
 
     def rows(ids: Tensor, upto: int) -> ForwardBatch:
         mask = places < upto
         return ForwardBatch(ids, torch.where(mask, places, 0), mask, pages, shape.num_blocks, shape.tiling)
 
-    wanted = [proposer.layers_of(reading) for reading in proposer.readings]
+    wanted = [head.layers_of(reading) for reading in head.readings]
     layers = tuple(dict.fromkeys(layer for each in wanted for layer in each))
-    hidden, features = parts.target.hidden_with_features(rows(ids, count), layers)
-    picks = parts.target.logits(hidden.transpose(0, 1), engine.decode_tiling)[:, 0].argmax(-1)
+    hidden, features = target.hidden_with_features(rows(ids, count), layers)
+    picks = target.logits(hidden.transpose(0, 1), tiling)[:, 0].argmax(-1)
     found = []
     for each in wanted:
         read = features[:, :, [layers.index(layer) for layer in each]]
-        drafts = proposer.first_drafts(read, rows(ids.roll(-1, 1), count - 1))[0]
+        drafts = head.first_drafts(read, rows(ids.roll(-1, 1), count - 1))[0]
         found.append(float((drafts[: count - 2] == picks[1 : count - 1]).float().mean()))
     return found

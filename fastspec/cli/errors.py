@@ -1,0 +1,21 @@
+"""Errors of a command, as one line on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import typer
+
+from fastspec.errors import InvalidLogits, OutOfPages
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """What a user can mend becomes one line and exit code 2; everything else stays an error."""
+    try:
+        yield
+    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
+        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,32 @@
+"""`fastspec quantize`: a quantised copy of a checkpoint, for fastspec and for others that read compressed-tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.progress import Progress
+from fastspec.models.weights.quantised.write import write_quantised
+
+_MIB = 2**20
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="Directory or Hub id of a checkpoint in 16 or 32 bits.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make.")],
+    form: Annotated[str, typer.Option("--format", help="int4, int8 or fp8.")] = "int4",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+) -> None:
+    """Writes a copy of a checkpoint whose layers' matrices are quantised, in the layout of compressed-tensors.
+
+    Matrices are rounded to nearest, without calibration data. As a draft such a copy changes no text; as a target it
+    is another model.
+    """
+    with errors_in_one_line(), Progress() as progress:
+        write_quantised(source, destination, form, revision=revision, tell=lambda file: progress.stage(f"file {file}"))
+        progress.stage(None)
+        size = sum(path.stat().st_size for path in destination.glob("*.safetensors"))
+        typer.echo(f"{destination}: {size / _MIB:.1f} MiB of weights in {form}")

@@ -1,0 +1,251 @@
+"""The session of a generator: its scheduler, and who uses it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fastspec.output import Stats
+from fastspec.runtime.calibrate import Calibration, calibrate
+from fastspec.runtime.draft_plan import Choice, DraftPlan
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.request import lengths_of
+from fastspec.runtime.scheduler import Scheduler
+from fastspec.runtime.settings import Settings
+from fastspec.runtime.warmup import decode, warm_up_for
+from fastspec.sampling.rules import synthetic_name
+from fastspec.session.calls import Prepared, check_whole
+from fastspec.session.delivery import Delivery
+from fastspec.session.handle import Handle
+from fastspec.session.loop import Joining, Loop
+
+Emitted = dict[int, list[int]]
+
+
+class Session:
+    """Runs calls on one scheduler, from the making of a generator to its close.
+
+    A call that is there alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
+    call that comes while another one runs, a thread makes all steps (`Loop`), and calls and handles go on together.
+
+    Args:
+        scheduler: what runs them.
+        settings: that the generator was made with.
+        drafting: how many drafts the steps of a call make.
+        progress: show progress bars.
+
+    Attributes:
+        running: the scheduler; None once the session is closed.
+        loop: the thread that steps.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: Settings, drafting: DraftPlan, progress: bool) -> None:
+        self.running: Scheduler | None = scheduler
+        self.settings, self.drafting, self.progress = settings, drafting, progress
+        rows = self.rows
+        # for calls that others may join; the loop does not know of this object, which would else outlive its last user
+        self.loop = Loop(scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress))
+        self._joining = threading.Lock()  # nothing joins while the session is being closed
+        self._calls: set[Delivery] = set()  # that callers of `run` wait for
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What runs the calls.
+
+        Raises:
+            RuntimeError: the session is closed.
+        """
+        self.check_open()
+        assert self.running is not None, "it is open"
+        return self.running
+
+    def check_open(self) -> None:
+        """Raises RuntimeError where the session is closed."""
+        if self.running is None:
+            raise RuntimeError("this generator is closed; make a new one")
+
+    @property
+    def engine(self) -> Engine:
+        """What the scheduler runs on."""
+        return self.scheduler.engine
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a call or a handle is not at its end."""
+        return bool(self._calls) or not self.loop.idle
+
+    @contextmanager
+    def alone(self) -> Iterator[Scheduler]:
+        """The scheduler, for who needs the device alone.
+
+        Raises:
+            RuntimeError: a call or a handle goes on, or the session is closed.
+        """
+        scheduler = self.scheduler
+        if not self.loop.turn.acquire(blocking=False):
+            raise RuntimeError("this generator is in use by another call; wait for it")
+        try:
+            if self.in_use:
+                raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
+            yield scheduler
+        finally:
+            self.loop.turn.release()
+
+    def submit(self, call: Prepared) -> Handle:
+        """Lets a call of one prompt join what runs; from any thread.
+
+        Raises:
+            OutOfPages: it needs more pages than there are.
+            RuntimeError: the session is closed.
+        """
+        delivery = Delivery(call.requests)
+        self._join(call, delivery)
+
+        def stats() -> Stats:
+            return self.stats(call, delivery.started, delivery.ended or time.perf_counter())
+
+        return Handle(call, delivery, lambda: self.loop.leave(call.requests), stats)
+
+    def _join(self, call: Prepared, delivery: Delivery) -> None:
+        joining = Joining(call, self.drafting.of(call.chosen), delivery)
+        with self._joining:
+            for request in call.requests:
+                self.scheduler.check(request)
+            self.loop.join(joining)
+
+    def warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
+        """Captures the steps that calls with such drafts may come to.
+
+        Args:
+            choice: drafts of the calls.
+            length: tokens of the longest row.
+            loaded: waits for weights that another thread still fills.
+        """
+        with self.alone() as scheduler:
+            for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
+                warm_up_for(
+                    scheduler.engine,
+                    self.rows,
+                    choice,
+                    length,
+                    shortest,
+                    progress=self.progress,
+                    prompts=not shortest,
+                    loaded=loaded,
+                )
+
+    def run(self, call: Prepared) -> Iterator[Emitted]:
+        """Runs a call to its end; yields what each step, or a few, emitted, by the row's index.
+
+        Raises:
+            RuntimeError: the session is closed, or a step failed.
+            InvalidLogits: a row has failed; the others are whole.
+        """
+        delivery = Delivery(call.requests)
+        with self._joining:
+            self.check_open()
+            here = not self.in_use and not self.loop.running
+            self._calls.add(delivery)
+        try:
+            if here:
+                yield from self._step_here(call, delivery)
+            else:
+                self._join(call, delivery)
+                yield from _follow(delivery, 0)
+        finally:
+            self._calls.discard(delivery)
+            self.loop.leave(call.requests)
+        check_whole(call.requests, call.chosen.copies)
+
+    def _step_here(self, call: Prepared, delivery: Delivery) -> Iterator[Emitted]:
+        """Makes the steps of a call, until the loop's thread does."""
+        choice, steps = self.drafting.of(call.chosen), None
+        try:
+            while True:
+                with self.loop.turn:
+                    if self.loop.running:
+                        break
+                    if steps is None:
+                        self._make_ready(call, choice)
+                        steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
+                        self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
+                    emitted = next(steps, None)
+                if emitted is None:
+                    return
+                yield emitted
+            if steps is None:
+                self._join(call, delivery)
+            yield from _follow(delivery, 0 if steps is None else delivery.wait(0))
+        finally:
+            if steps is not None:
+                steps.close()
+
+    def calibrate(self, call: Prepared) -> Calibration:
+        """Tries every k on a call's prompts."""
+        choice = self.drafting.every(call.chosen)
+        with self.alone() as scheduler:
+            self._make_ready(call, choice)
+            return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
+
+    def _make_ready(self, call: Prepared, choice: Choice) -> None:
+        rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress)
+
+    @property
+    def rows(self) -> int:
+        """At once."""
+        return self.settings.layout.batch
+
+    def stats(self, call: Prepared, start: float, end: float) -> Stats:
+        """What a call has done, and how long it took: times of `time.perf_counter`."""
+        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
+        synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
+        now = threads.now if threads else None
+        return Stats.of(rows, choice.k, end - start, synthetic, choice.note, self.settings.exact, now)
+
+    def close(self) -> None:
+        """Cancels handles, waits for the device and lets the scheduler go, with all its buffers.
+
+        Closing twice is fine.
+
+        Raises:
+            RuntimeError: a call is still running.
+        """
+        with self._joining:
+            if self.running is None:
+                return
+            if self._calls or not (self.loop.running or self.loop.turn.acquire(blocking=False)):
+                raise RuntimeError("this generator is in use by another call; close it after that call")
+            scheduler, self.running = self.running, None
+        try:
+            self.loop.stop()
+            scheduler.engine.finish()
+        finally:
+            if not self.loop.running:
+                self.loop.turn.release()
+
+
+def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
+    """What others' steps emit for a call, from that version on."""
+    shown = list(delivery.begun)
+    while True:
+        counts = list(delivery.counts)
+        emitted = {
+            index: request.new_tokens[shown[index] : counts[index]]
+            for index, request in enumerate(delivery.requests)
+            if counts[index] > shown[index]
+        }
+        if emitted:
+            shown = counts
+            yield emitted
+        elif delivery.done:
+            delivery.check()
+            return
+        else:
+            version = delivery.wait(version)
+
+
+def _make_ready(scheduler: Scheduler, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
+    warm_up_for(scheduler.engine, rows, choice, *lengths, progress=progress)
