@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,8 @@ class Target:
                 f"each from 1 to {layers - 1}."
             )
         self.model, self.boundaries = model.eval().requires_grad_(False), tuple(boundaries)
-        self.embedding: Tensor = model.get_input_embeddings().weight
-        self.head: Tensor = model.get_output_embeddings().weight
+        self.embedding = cast("Tensor", model.get_input_embeddings().weight)
+        self.head = cast("Tensor", model.get_output_embeddings().weight)
         self._check_head()
 
     @property
@@ -127,7 +128,8 @@ def _ids_that_end(model: PreTrainedModel) -> list[int]:
 
 def load_target(folder: str | Path, boundaries: Sequence[int] | None, device: str, dtype: torch.dtype) -> Target:
     """Loads a local folder or a name on the Hub."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device)
     return Target(model, boundaries or default_boundaries(model.config.num_hidden_layers))
 
 
