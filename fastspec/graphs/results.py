@@ -47,6 +47,8 @@ class ResultRing:
     Attributes:
         outbox: what steps write to.
         launched: sequence number of the last step that was launched.
+        watch: called now and then while a result is waited for; raises where others have failed that the device waits
+            for.
     """
 
     def __init__(self, batch: int, max_drafts: int, num_top: int, device: torch.device, *, pinned: bool) -> None:
@@ -60,6 +62,7 @@ class ResultRing:
         self.outbox = Outbox(entries, details, torch.zeros(1, dtype=torch.int64, device=device))
         self._words: NDArray[np.int64] | None = None
         self.launched = 0
+        self.watch: Callable[[], None] = _nothing
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
@@ -94,6 +97,7 @@ class ResultRing:
         while not self.ready(sequence):
             time.sleep(0)  # lets other threads run
             if time.monotonic() > deadline:
+                self.watch()
                 self._check_alive(sequence)
                 deadline = time.monotonic() + PATIENCE
         words = self._entry(sequence)[1 : 1 + rows * self._row_width].reshape(rows, -1).tolist()
@@ -130,3 +134,7 @@ class ResultRing:
                 f"the device finished its work, but step {sequence} left no result (the last one there is "
                 f"{int(self.outbox.counter)}); this generator cannot go on: close it and make a new one"
             )
+
+
+def _nothing() -> None:
+    """There are no others."""

@@ -18,8 +18,11 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel
+from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import PendingWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.world import World
 from fastspec.proposers.choose import choose
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer, feature_buffer
@@ -40,6 +43,7 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, list[PendingWeights]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
@@ -50,6 +54,7 @@ def build(
         shared_vocab: ids below this mean the same to draft and target.
         release_source, progress: as in `allocate_weights`.
         nvtx: name steps and their phases to a profiler.
+        ranks: that share the models.
 
     Raises:
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
@@ -98,15 +103,16 @@ def build(
             dtype=dtype,
             device=device,
         )
-        return kind(
-            spec,
-            allocated.weights,
-            cache,
-            inside,
-            **sizes,
-        )
+        if checkpoint.sliced is not None and exchange is not None:
+            part = {"sliced": checkpoint.sliced, "exchange": exchange}
+            return ParallelDecoder(spec, allocated.weights, cache, inside, **part, **sizes)
+        return kind(spec, allocated.weights, cache, inside, **sizes)
 
     with runner.on():
+        exchange = None
+        if ranks is not None and ranks.asked:
+            widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
+            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"], widest)
         model = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)
@@ -125,6 +131,8 @@ def build(
         places = layout.batch, layout.max_drafts, layout.target.hidden_size
         features = feature_buffer(proposer, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
+        if ranks is not None and ranks.size > 1:
+            ring.watch = ranks.world.check
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -146,13 +154,14 @@ def build(
         ring=ring,
         verification=settings.verification,
         mean_weight=_mean_weight(settings, target),
+        share_seconds=(Ranks(World.alone()) if ranks is None else ranks).world.share_seconds,
     )
     return engine, pending
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
     """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
-    if settings.device.type != "cpu" or settings.compiled:
+    if settings.device.type != "cpu" or settings.compiled or target.ranks > 1:
         return None
     dtype = settings.layout.target_dtype
     return target.spec.weight_bytes(dtype) / dtype.itemsize / (4 * target.spec.num_layers + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -10,14 +11,19 @@ import torch
 from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
+from fastspec.errors import UnsupportedOption
 from fastspec.inputs.values import scalar
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.interface import ModelInfo, ModelSource
+from fastspec.models.weights.sliced import fingerprint, sliced
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
+from fastspec import __version__
 
 MAX_DRAFTS = 16
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
@@ -42,6 +48,7 @@ class Settings:
         memory: the plan.
         verification: how drafts are judged.
         auto: calls that say nothing choose k while they decode.
+        ranks: who else has a part of the model, in words; empty for none.
     """
 
     device: torch.device
@@ -54,11 +61,59 @@ class Settings:
     memory: MemoryPlan
     verification: Verification
     auto: bool = False
+    ranks: str = ""
 
     @property
     def exact(self) -> bool:
         """Whether a row's bits are promised to depend on that row alone."""
         return self.decode_tiling.rows is not None
+
+
+def settled(
+    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | None]], **asked: Any
+) -> tuple[Checkpoint, Checkpoint | None, Settings]:
+    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
+
+    Args:
+        pair: finds target and draft.
+        **asked: as in `settings_of`.
+
+    Raises:
+        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
+    """
+    asked["device"] = ranks.device(asked["device"])
+
+    def make() -> tuple[Checkpoint, Checkpoint | None, Settings]:
+        whole, draft_whole = pair()
+        on_cpu = _device(asked["device"], whole).type == "cpu"
+        target, draft = (
+            None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole)
+        )
+        assert target is not None, "there is a target"
+        if ranks.asked and asked.get("compile"):
+            raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
+        return target, draft, settings_of(target, draft, **asked)
+
+    def of_all(made: tuple[Checkpoint, Checkpoint | None, Settings]) -> dict[str, object]:
+        same = {name: value for name, value in asked.items() if name != "device"}
+        models = [None if each is None else fingerprint(each) for each in made[:2]]
+        return {"version of fastspec or torch": (__version__, torch.__version__), "checkpoint": models, "option": same}
+
+    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
+    if (shortest := min(lengths)) < made.max_length:
+        made = replace(
+            settings_of(target, draft, **{**asked, "max_length": shortest}), length_reason="what all ranks have room for"
+        )
+    share = None if target.sliced is None else target.sliced.share
+    splits = share is None or share.splits_vocab(target.spec.vocab_size)
+    return target, draft, replace(made, ranks=ranks.describe(share, splits))
+
+
+def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a checkpoint."""
+    draft = checkpoint.role == "draft"
+    share = ranks.share(checkpoint.spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
+    return checkpoint if share is None else sliced(checkpoint, share)
 
 
 def settings_of(
@@ -106,9 +161,9 @@ def settings_of(
         feature_layers=len(features_of(proposer)),
     )
     layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
-    length, reason = _max_length(max_length, layout, on)
+    length, reason = _max_length(max_length, layout, on, _free_bytes(on, target))
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
-    memory = layout.plan(length, free_bytes(on))
+    memory = layout.plan(length, _free_bytes(on, target))
     _check_compile(compile, exact, on)
     _check_hosted(target, draft, compile, layout.feature_layers)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
@@ -209,12 +264,16 @@ def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.devic
     return cast("torch.dtype", named)
 
 
-def _max_length(asked: int | None, layout: Layout, device: torch.device) -> tuple[int, str]:
+def _free_bytes(device: torch.device, target: ModelSource) -> int:
+    """Memory free for this process: each GPU has its own, and the ranks of a host share its memory."""
+    return free_bytes(device) // (target.ranks if device.type == "cpu" else 1)
+
+
+def _max_length(asked: int | None, layout: Layout, device: torch.device, free: int) -> tuple[int, str]:
     """The length of rows, and the reason for it."""
     # by default both models can take in a whole row; when asked for more, rows go on without drafts
     context = layout.target.max_length
     preferred = min(context, layout.draft.max_length) if layout.draft else context
-    free = free_bytes(device)
     allowed = int(free * FREE_SHARE)
     if asked is not None:
         asked = check_range("max_length", asked, 2, context)
