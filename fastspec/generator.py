@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.models.vocab import shared_vocab
-from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import load_tokenizer
-from fastspec.output import GenerateOutput, Stats
+from fastspec.output import GenerateOutput
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
-from fastspec.runtime import calls
 from fastspec.runtime.build import build
-from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
-from fastspec.runtime.draft_plan import Choice, DraftPlan
+from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration
+from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
-from fastspec.runtime.request import lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.settings import announce, check_range, settings_of
-from fastspec.runtime.warmup import decode, filling, warm_up_for
-from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
+from fastspec.runtime.settings import announce, check_range
+from fastspec.runtime.warmup import filling
+from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
+from fastspec.session import calls
+from fastspec.session.options import PlanOptions, Source, checked
+from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
 from fastspec.surroundings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
-
-Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+    from typing_extensions import Unpack
 
 
 class FastSpecGenerator:
@@ -101,25 +97,23 @@ class FastSpecGenerator:
         nvtx: bool = False,
         progress: bool = True,
     ) -> None:
-        self._lock = threading.Lock()
         check(proposer, with_draft=draft is not None)
-        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
-        self._target, self._draft = resolve_pair(target, draft, revisions, quantization)
-        self._settings = settings_of(
-            self._target,
-            self._draft,
-            num_speculative_tokens=num_speculative_tokens,
-            max_batch_size=max_batch_size,
-            max_length=max_length,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            exact=exact,
-            graphs=graphs,
-            compile=compile,
-            verification=verification,
-            proposer=proposer,
-        )
+        options: PlanOptions = {
+            "proposer": proposer,
+            "verification": verification,
+            "num_speculative_tokens": num_speculative_tokens,
+            "max_batch_size": max_batch_size,
+            "max_length": max_length,
+            "page_size": page_size,
+            "dtype": dtype,
+            "device": device,
+            "target_revision": target_revision,
+            "draft_revision": draft_revision,
+            "target_quantization": target_quantization,
+            "draft_quantization": draft_quantization,
+        }
+        how = {"exact": exact, "graphs": graphs, "compile": compile}
+        self._target, self._draft, self._settings = checked(target, draft, options, **how)
         announce_synthetic(verification)
         if progress:
             announce(self._settings)
@@ -129,7 +123,6 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._progress = progress
         engine, weights = build(
             self._settings,
             self._target,
@@ -140,46 +133,21 @@ class FastSpecGenerator:
             nvtx=nvtx,
             progress=progress,
         )
-        self._scheduler: Scheduler | None = Scheduler(engine)
+        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress)
         with filling(weights, self.device) as loaded:
-            self._warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
+            self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
 
     @classmethod
-    def plan(
-        cls,
-        target: Source,
-        draft: Source | None = None,
-        *,
-        proposer: Proposer | None = None,
-        verification: Verification = BLOCK,
-        num_speculative_tokens: int | str = 4,
-        max_batch_size: int = 8,
-        max_length: int | None = None,
-        page_size: int = 64,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        target_revision: str | None = None,
-        draft_revision: str | None = None,
-        target_quantization: str | None = None,
-        draft_quantization: str | None = None,
-    ) -> MemoryPlan:
+    def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
         """The memory that a generator made with the same arguments needs; loads and allocates nothing.
+
+        Args:
+            target, draft, **options: the constructor's, but for those that take no memory.
 
         Raises:
             MemoryError: it does not fit; the message names what does.
         """
-        revisions, quantization = (target_revision, draft_revision), (target_quantization, draft_quantization)
-        return settings_of(
-            *resolve_pair(target, draft, revisions, quantization),
-            num_speculative_tokens=num_speculative_tokens,
-            max_batch_size=max_batch_size,
-            max_length=max_length,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-            verification=verification,
-            proposer=proposer,
-        ).memory
+        return checked(target, draft, options)[2].memory
 
     @property
     def vocab_size(self) -> int:
@@ -234,17 +202,17 @@ class FastSpecGenerator:
             raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
-        start = time.perf_counter()
+        session, start = self._open(), time.perf_counter()
         try:
-            for emitted in self._run(call):
+            for emitted in session.run(call):
                 if streamer is not None and emitted.get(0):
                     streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(call, self._stats(call, start))
+            error.output = calls.output_of(call, session.stats(call, start))
             raise
         if streamer is not None:
             streamer.end()
-        stats = self._stats(call, start)
+        stats = session.stats(call, start)
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
@@ -262,7 +230,7 @@ class FastSpecGenerator:
         With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
-        return self._run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+        return self._open().run(self._prepare(input_ids, attention_mask, generation_config, keywords))
 
     def calibrate(
         self,
@@ -287,12 +255,7 @@ class FastSpecGenerator:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
-        requests, chosen = call.requests, call.chosen
-        choice = self._drafting.every(chosen)
-        with self._in_use() as scheduler:
-            rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            return calibrate(scheduler, requests, chosen.stop_ids, choice)
+        return self._open().calibrate(call)
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -313,14 +276,7 @@ class FastSpecGenerator:
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         length = check_range("length", length, 0, self.max_length)
-        self._warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
-
-    def _warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
-        options: dict[str, Any] = {"progress": self._progress, "loaded": loaded}
-        with self._in_use() as scheduler:
-            engine, rows = scheduler.engine, self._settings.layout.batch
-            for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
-                warm_up_for(engine, rows, choice, length, shortest, prompts=not shortest, **options)
+        self._open().warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
 
     def _prepare(
         self,
@@ -337,39 +293,9 @@ class FastSpecGenerator:
         self._drafting.of(call.chosen)
         return call
 
-    @contextmanager
-    def _in_use(self) -> Iterator[Scheduler]:
-        """The scheduler, for one call at a time."""
-        scheduler = self._open()
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; wait for it, or make one per thread")
-        try:
-            yield scheduler
-        finally:
-            self._lock.release()
-
-    def _run(self, call: calls.Prepared) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end under the lock."""
-        requests, chosen = call.requests, call.chosen
-        choice = self._drafting.of(chosen)
-        with self._in_use() as scheduler:
-            rows = min(len(requests), self._settings.layout.batch)
-            warm_up_for(scheduler.engine, rows, choice, *lengths_of(requests), progress=self._progress)
-            yield from decode(scheduler, requests, chosen.stop_ids, choice)
-        calls.check_whole(requests, chosen.copies)
-
-    def _stats(self, call: calls.Prepared, start: float) -> Stats:
-        """What happened since `start`."""
-        rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
-        choice, settings = self._drafting.of(call.chosen), self._settings
-        synthetic, threads = synthetic_name(settings.verification), self._open().engine.threads
-        now = threads.now if threads else None
-        return Stats.of(rows, choice.k, seconds, synthetic, choice.note, settings.exact, now)
-
-    def _open(self) -> Scheduler:
-        if self._scheduler is None:
-            raise RuntimeError("this generator is closed; make a new one")
-        return self._scheduler
+    def _open(self) -> Session:
+        self._session.check_open()
+        return self._session
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
@@ -382,14 +308,7 @@ class FastSpecGenerator:
         Raises:
             RuntimeError: a call is still running.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; close it after that call")
-        try:
-            if self._scheduler is not None:
-                self._scheduler.engine.finish()
-            self._scheduler = None
-        finally:
-            self._lock.release()
+        self._session.close()
 
     def __enter__(self) -> FastSpecGenerator:
         return self

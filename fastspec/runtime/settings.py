@@ -21,7 +21,7 @@ from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
-from fastspec.sampling.rules import Verification, checked, needs_draft_probs
+from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 from fastspec import __version__
 
@@ -120,17 +120,17 @@ def settings_of(
     target: ModelSource,
     draft: ModelSource | None,
     *,
-    num_speculative_tokens: int | str,
-    max_batch_size: int,
-    max_length: int | None,
-    page_size: int,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
+    num_speculative_tokens: int | str = 4,
+    max_batch_size: int = 8,
+    max_length: int | None = None,
+    page_size: int = 64,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
     exact: bool = True,
     graphs: bool | None = None,
     compile: bool = False,
-    verification: object,
-    proposer: object | None,
+    verification: object = BLOCK,
+    proposer: object | None = None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 

@@ -237,7 +237,7 @@ class Calls(RuleBasedStateMachine):
 
     @invariant()
     def no_call_is_left_running(self) -> None:
-        assert not self.gen._lock.locked()
+        assert not self.gen._session._lock.locked()
 
 
 def calls_to(pair: Pair, how: How, max_rows: int = 4, *, copies: bool = True) -> st.SearchStrategy[Call]:

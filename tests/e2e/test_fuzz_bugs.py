@@ -10,12 +10,13 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
-from fastspec import FastSpecGenerator
 from fastspec.graphs.results import RowResult
-from fastspec.runtime import admission, calls
+from fastspec.runtime import admission
 from fastspec.runtime.request import Request
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
+from fastspec.session import calls
+from fastspec.session.session import Session
 from fastspec.state import IDLE, DecodeState
 from fastspec.text.stop_strings import StopWatch
 from tests.e2e.test_fuzz import fuzz, fuzz_calls
@@ -103,16 +104,16 @@ def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
 
 
 def the_lock_is_kept(plant: pytest.MonkeyPatch) -> None:
-    run = FastSpecGenerator._run
+    run = Session.run
 
-    def planted(self: FastSpecGenerator, *arguments: Any) -> Any:
+    def planted(self: Session, *arguments: Any) -> Any:
         try:
             yield from run(self, *arguments)
         except GeneratorExit:
             self._lock.acquire(blocking=False)
             raise
 
-    plant.setattr(FastSpecGenerator, "_run", planted)
+    plant.setattr(Session, "run", planted)
 
 
 def counts_outlive_their_row(plant: pytest.MonkeyPatch) -> None:

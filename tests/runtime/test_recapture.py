@@ -75,9 +75,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def recorded(pair: Pair, verification: str, proposer: str) -> tuple[FastSpecGenerator, Recorder]:
     """A generator that has captured what its calls may come to."""
     gen = pair.generator(page_size=16, batch=4, verification=verification, proposer=proposer)
-    assert gen._scheduler is not None
-    runner = Recorder()
-    gen._scheduler.engine = replace(gen._scheduler.engine, runner=runner)
+    runner, scheduler = Recorder(), gen._open().scheduler
+    scheduler.engine = replace(scheduler.engine, runner=runner)
     for sampler in (GREEDY, FULL):
         gen.warmup(sampler=sampler)
     return gen, runner
@@ -193,7 +192,7 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     """`warmup` of a length has both kinds that calls of such rows may come to."""
     gen = pair.generator(page_size=16, batch=1)
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
-    with mock.patch.object(gen, "_scheduler", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
+    with mock.patch.object(gen._open(), "running", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
         assert len(engine.missing(1, {0}, GREEDY, None, 9000)) == 1
         gen.warmup(0, length=9000)

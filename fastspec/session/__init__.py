@@ -1,0 +1,1 @@
+"""Calls of a user on one running scheduler: what they bring in, how they run, and what they hand back."""

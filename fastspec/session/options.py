@@ -1,0 +1,56 @@
+"""The constructor's arguments on their way: which checkpoints they name, and the settings that come of them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import torch
+
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.proposers.interface import Proposer
+from fastspec.runtime.settings import Settings, settings_of
+from fastspec.sampling.rules import Verification
+
+if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
+    from transformers import PreTrainedModel
+
+Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+
+
+class PlanOptions(TypedDict, total=False):
+    """Arguments of `FastSpecGenerator` that memory depends on: what `plan` takes. Defaults are `settings_of`'s."""
+
+    proposer: Proposer | None
+    verification: Verification
+    num_speculative_tokens: int | str
+    max_batch_size: int
+    max_length: int | None
+    page_size: int
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    target_revision: str | None
+    draft_revision: str | None
+    target_quantization: str | None
+    draft_quantization: str | None
+
+
+def checked(
+    target: Source, draft: Source | None, options: PlanOptions, **how: Any
+) -> tuple[Checkpoint, Checkpoint | None, Settings]:
+    """Target and draft, and the settings of a generator of them; nothing is loaded or allocated.
+
+    Args:
+        target, draft, options: arguments of the constructor.
+        **how: those of `settings_of` that no memory depends on.
+
+    Raises:
+        As the constructor.
+    """
+    sizes: dict[str, Any] = {**options}
+    revisions, quantization = (
+        (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
+    )
+    one, other = resolve_pair(target, draft, revisions, quantization)
+    return one, other, settings_of(one, other, **sizes, **how)

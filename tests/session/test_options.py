@@ -1,0 +1,30 @@
+"""The constructor's arguments on their way: one list of names, one list of defaults."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from fastspec import FastSpecGenerator, demo_pair
+from fastspec.runtime.settings import settings_of
+from fastspec.session.options import PlanOptions
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+
+def test_a_plan_has_the_defaults_of_a_generator() -> None:
+    ours, theirs = defaults(FastSpecGenerator), defaults(settings_of)
+    assert ours.keys() >= PlanOptions.__annotations__.keys()
+    shared = ours.keys() & theirs.keys() - {"target", "draft"}
+    assert len(shared) == 11
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+    assert {name for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None} == set()
+
+
+def test_a_plan_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
+        FastSpecGenerator.plan(*demo_pair(), page_sise=3)  # type: ignore[call-arg]
