@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fastspec.errors import UnsupportedOption
@@ -14,6 +15,16 @@ from fastspec.parallel.world import STARTING, World
 def digest(value: object) -> str:
     """A short hash of what `repr` says of a value."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def sources() -> str:
+    """A short hash of this package's own sources: ranks may have been started from different versions of it."""
+    found = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        found.update(str(file.relative_to(package)).encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def agree(

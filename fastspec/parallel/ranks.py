@@ -45,6 +45,11 @@ class Ranks:
     split_draft: bool = False
 
     @classmethod
+    def alone(cls) -> Ranks:
+        """One process, and nobody asked for more."""
+        return cls(World.alone())
+
+    @classmethod
     def of(cls, asked: int | str | None, draft: str | None) -> Ranks:
         """From the arguments of a generator.
 
@@ -56,11 +61,13 @@ class Ranks:
             UnsupportedOption: none of these, or there are not so many ranks.
         """
         if draft not in (None, REPLICATED, SPLIT):
-            raise UnsupportedOption(f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}")
+            raise UnsupportedOption(
+                f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}"
+            )
         if asked is None:
             if draft is not None:
                 raise UnsupportedOption(f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too")
-            return cls(World.alone())
+            return cls.alone()
         if isinstance(asked, bool) or asked not in ("auto", *SIZES):
             numbers = ", ".join(map(str, SIZES))
             raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")

@@ -89,9 +89,7 @@ def divides(sizes: Sizes, ranks: int) -> bool:
     """Whether so many ranks can share a layer of these sizes."""
     heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
     return (
-        heads % ranks == 0
-        and sizes.intermediate_size % ranks == 0
-        and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        heads % ranks == 0 and sizes.intermediate_size % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
     )
 
 

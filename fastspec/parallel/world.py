@@ -150,7 +150,7 @@ class World:
         self.doing(what)
         try:
             yield
-        except (*symmetric, GeneratorExit):
+        except tuple([*symmetric, GeneratorExit]):
             raise
         except BaseException as error:
             self.abort(error)

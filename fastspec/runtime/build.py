@@ -22,7 +22,6 @@ from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import PendingWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
-from fastspec.parallel.world import World
 from fastspec.proposers.choose import choose
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer, feature_buffer
@@ -43,7 +42,7 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
 ) -> tuple[Engine, list[PendingWeights]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
@@ -104,13 +103,13 @@ def build(
             device=device,
         )
         if checkpoint.sliced is not None and exchange is not None:
-            part = {"sliced": checkpoint.sliced, "exchange": exchange}
-            return ParallelDecoder(spec, allocated.weights, cache, inside, **part, **sizes)
+            part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
+            return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
         return kind(spec, allocated.weights, cache, inside, **sizes)
 
     with runner.on():
         exchange = None
-        if ranks is not None and ranks.asked:
+        if ranks.asked:
             widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
             exchange = ranks.exchange(device, layout.batch * sizes["max_queries"], widest)
         model = None
@@ -131,7 +130,7 @@ def build(
         places = layout.batch, layout.max_drafts, layout.target.hidden_size
         features = feature_buffer(proposer, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
-        if ranks is not None and ranks.size > 1:
+        if ranks.size > 1:
             ring.watch = ranks.world.check
     engine = Engine(
         parts=StepModules(
@@ -154,7 +153,7 @@ def build(
         ring=ring,
         verification=settings.verification,
         mean_weight=_mean_weight(settings, target),
-        share_seconds=(Ranks(World.alone()) if ranks is None else ranks).world.share_seconds,
+        share_seconds=ranks.world.share_seconds,
     )
     return engine, pending
 

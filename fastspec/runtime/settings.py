@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,19 +10,14 @@ import torch
 from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
-from fastspec.errors import UnsupportedOption
 from fastspec.inputs.values import scalar
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.interface import ModelInfo, ModelSource
-from fastspec.models.weights.sliced import fingerprint, sliced
-from fastspec.models.weights.sources import Checkpoint
-from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
-from fastspec import __version__
 
 MAX_DRAFTS = 16
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
@@ -69,53 +63,6 @@ class Settings:
         return self.decode_tiling.rows is not None
 
 
-def settled(
-    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | None]], **asked: Any
-) -> tuple[Checkpoint, Checkpoint | None, Settings]:
-    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
-
-    Args:
-        pair: finds target and draft.
-        **asked: as in `settings_of`.
-
-    Raises:
-        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
-    """
-    asked["device"] = ranks.device(asked["device"])
-
-    def make() -> tuple[Checkpoint, Checkpoint | None, Settings]:
-        whole, draft_whole = pair()
-        on_cpu = _device(asked["device"], whole).type == "cpu"
-        target, draft = (
-            None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole)
-        )
-        assert target is not None, "there is a target"
-        if ranks.asked and asked.get("compile"):
-            raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
-        return target, draft, settings_of(target, draft, **asked)
-
-    def of_all(made: tuple[Checkpoint, Checkpoint | None, Settings]) -> dict[str, object]:
-        same = {name: value for name, value in asked.items() if name != "device"}
-        models = [None if each is None else fingerprint(each) for each in made[:2]]
-        return {"version of fastspec or torch": (__version__, torch.__version__), "checkpoint": models, "option": same}
-
-    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
-    if (shortest := min(lengths)) < made.max_length:
-        made = replace(
-            settings_of(target, draft, **{**asked, "max_length": shortest}), length_reason="what all ranks have room for"
-        )
-    share = None if target.sliced is None else target.sliced.share
-    splits = share is None or share.splits_vocab(target.spec.vocab_size)
-    return target, draft, replace(made, ranks=ranks.describe(share, splits))
-
-
-def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a checkpoint."""
-    draft = checkpoint.role == "draft"
-    share = ranks.share(checkpoint.spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
-    return checkpoint if share is None else sliced(checkpoint, share)
-
-
 def settings_of(
     target: ModelSource,
     draft: ModelSource | None,
@@ -146,7 +93,7 @@ def settings_of(
     drafts = _drafts(num_speculative_tokens)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
-    on, rule = _device(device, target), checked(verification)
+    on, rule = device_of(device, target), checked(verification)
     layout = Layout(
         batch=max_batch_size,
         max_drafts=drafts if draft or proposer else 0,
@@ -202,7 +149,8 @@ def _drafts(asked: int | str) -> int:
     return check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
 
 
-def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
+def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
+    """The device that a generator of this target runs on, where `device` was asked for."""
     if device is None and target.module is not None:
         chosen = next(target.module.parameters()).device
     else:
@@ -214,7 +162,7 @@ def _device(device: torch.device | str | None, target: ModelSource) -> torch.dev
         raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")
     if chosen.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = chosen.index if chosen.index is not None else torch.cuda.current_device() if count else 0
+        index = chosen.index if chosen.index is not None else torch.cuda.currentdevice_of() if count else 0
         if index >= count:
             raise ValueError(f"device {chosen} is not there: torch sees {count} CUDA devices; use another, or 'cpu'")
         chosen = torch.device("cuda", index)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Settings, settings_of
 from fastspec.sampling.rules import Verification
+from fastspec.session.ranks import settled
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import PreTrainedModel
@@ -37,12 +40,13 @@ class PlanOptions(TypedDict, total=False):
 
 
 def checked(
-    target: Source, draft: Source | None, options: PlanOptions, **how: Any
+    target: Source, draft: Source | None, options: PlanOptions, ranks: Ranks | None = None, **how: Any
 ) -> tuple[Checkpoint, Checkpoint | None, Settings]:
     """Target and draft, and the settings of a generator of them; nothing is loaded or allocated.
 
     Args:
         target, draft, options: arguments of the constructor.
+        ranks: that share the models; None: this process is alone.
         **how: those of `settings_of` that no memory depends on.
 
     Raises:
@@ -52,5 +56,7 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
+    if ranks is not None and ranks.asked:
+        return settled(ranks, partial(resolve_pair, target, draft, revisions, quantization), **sizes, **how)
     one, other = resolve_pair(target, draft, revisions, quantization)
     return one, other, settings_of(one, other, **sizes, **how)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fastspec.output import Stats
+from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.calibrate import Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
@@ -29,12 +30,14 @@ class Session:
         settings: that the generator was made with.
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
+        ranks: that make every call alike.
     """
 
     running: Scheduler | None
     settings: Settings
     drafting: DraftPlan
     progress: bool
+    ranks: Ranks = field(default_factory=Ranks.alone)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -81,7 +84,7 @@ class Session:
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
         """
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("warming up"):
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
                 warm_up_for(
                     scheduler.engine,
@@ -102,7 +105,7 @@ class Session:
             InvalidLogits: a row has failed; the others are whole.
         """
         choice = self.drafting.of(call.chosen)
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("generating"):
             self._make_ready(call, choice)
             yield from decode(scheduler, call.requests, call.chosen.stop_ids, choice)
         check_whole(call.requests, call.chosen.copies)
@@ -110,7 +113,7 @@ class Session:
     def calibrate(self, call: Prepared) -> Calibration:
         """Tries every k on a call's prompts."""
         choice = self.drafting.every(call.chosen)
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("calibrating"):
             self._make_ready(call, choice)
             return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
 
@@ -137,5 +140,6 @@ class Session:
             if self.running is not None:
                 self.running.engine.finish()
             self.running = None
+            self.ranks.close()
         finally:
             self._lock.release()

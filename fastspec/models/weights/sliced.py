@@ -55,8 +55,8 @@ def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
     if checkpoint.spec.hosting or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         kind = "hosted" if checkpoint.spec.hosting else "quantised"
         raise UnsupportedOption(
-            f"{checkpoint.role}: {checkpoint.name} is {kind}, and tensor_parallel cuts 16-bit and fp32 weights of native "
-            "families alone; leave tensor_parallel out"
+            f"{checkpoint.role}: {checkpoint.name} is {kind}, and tensor_parallel cuts 16-bit and fp32 weights "
+            "of native families alone; leave tensor_parallel out"
         )
     whole = checkpoint.native
     return replace(checkpoint, spec=local_spec(whole, share), sliced=Sliced(share, whole))
@@ -115,8 +115,8 @@ def slices_of(spec: ModelSpec, share: Share) -> dict[str, Slice]:
     def by_rows(parts: tuple[str, ...], cuts: list[Cut], sizes: list[int], bias: bool) -> None:
         """Rows of tensors that hold a part each, or of one that holds all parts under each other."""
         if len(parts) == len(cuts):
-            each = [(cut,) for cut in cuts]
-        else:
+            each: list[tuple[Cut, ...]] = [(cut,) for cut in cuts]
+        else:  # one tensor
             starts = [sum(sizes[:index]) for index in range(len(sizes))]
             each = [tuple(Cut(start + cut.start, start + cut.stop) for start, cut in zip(starts, cuts, strict=True))]
         for part, rows in zip(parts, each, strict=True):
