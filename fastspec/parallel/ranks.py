@@ -116,7 +116,7 @@ class Ranks:
             return Alone()
         if device.type == "cpu":
             return OverHosts(self.world)
-        from fastspec.parallel.devices import OverDevices  # needs Triton
+        from fastspec.parallel.devices import OverDevices  # which needs Triton
 
         return OverDevices(self.world, device, rows * width)
 
@@ -178,7 +178,7 @@ class Ranks:
             return "1: as without tensor_parallel"
         same = (
             f"the same text on 1 to {share.parts} ranks"
-            if share.parts > self.size
+            if share.one_tree
             else "text may differ from that of another number of ranks in the last bits of sums"
         )
         head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"

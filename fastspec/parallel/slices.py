@@ -51,13 +51,15 @@ class Share:
 
     Attributes:
         rank, size: which of how many.
-        parts: into so many parts K of o and down is cut, whatever the number of ranks; their sums are added as one
-            binary tree, of which a rank holds a subtree. A multiple of `size`.
+        parts: into so many parts K of o and down is cut; their sums are added as one binary tree, of which a rank
+            holds a subtree. A multiple of `size`.
+        one_tree: there are as many parts whatever the number of ranks, so that it changes no bit.
     """
 
     rank: int
     size: int
     parts: int
+    one_tree: bool = False
 
     def cut(self, total: int) -> Cut:
         """This rank's range of `total` elements."""
@@ -116,4 +118,4 @@ def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:
             bit. Costs more, smaller products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
-    return Share(rank, ranks, max(parts, ranks))
+    return Share(rank, ranks, max(parts, ranks), one_tree)

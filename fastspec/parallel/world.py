@@ -130,6 +130,21 @@ class World:
         if self._failed is not None:
             raise RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
 
+    def launched(self) -> None:
+        """A step is launched; the others may ask how far this rank is."""
+        if self._monitor is not None:
+            self._monitor.exchanges += 1
+
+    def waiting(self, seconds: float) -> None:
+        """A step's result was waited for so long; raises RankFailed where a rank has failed, or is too late."""
+        self.check()
+        if seconds > self.patience:
+            self._give_up()
+
+    def meet(self) -> None:
+        """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
+        self.gather_bytes(b"", STARTING)
+
     def doing(self, what: str) -> None:
         """Says what this rank does now, for errors of others."""
         if self._monitor is not None:
@@ -150,10 +165,9 @@ class World:
         self.doing(what)
         try:
             yield
-        except tuple([*symmetric, GeneratorExit]):
-            raise
         except BaseException as error:
-            self.abort(error)
+            if not isinstance(error, (*symmetric, GeneratorExit)):
+                self.abort(error)
             raise
         finally:
             self.doing(f"past {what}")
@@ -185,11 +199,15 @@ class World:
                     raise self._broken(error) from error
             self.check()
             if time.monotonic() > end:
-                slowest = "another rank" if self._monitor is None else self._monitor.slowest()
-                self._failed = f"rank {self.rank} waited in vain for {slowest}; it hangs, or went another way"
-                if self._monitor is not None:
-                    self._monitor.abort(self._failed)
-                self.check()
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends it all because a rank is too late."""
+        slowest = "another rank" if self._monitor is None else self._monitor.slowest()
+        self._failed = f"rank {self.rank} waited in vain for {slowest}; it hangs, or went another way"
+        if self._monitor is not None:
+            self._monitor.abort(self._failed)
+        self.check()
 
     def _broken(self, error: RuntimeError) -> RankFailed:
         """The error for a connection that broke off."""

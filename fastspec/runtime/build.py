@@ -131,7 +131,7 @@ def build(
         features = feature_buffer(proposer, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
         if ranks.size > 1:
-            ring.watch = ranks.world.check
+            ring.watch = ranks.world
     engine = Engine(
         parts=StepModules(
             scoring,

@@ -94,7 +94,7 @@ class Session:
                     shortest,
                     progress=self.progress,
                     prompts=not shortest,
-                    loaded=loaded,
+                    loaded=lambda: self._all_ready(loaded),
                 )
 
     def run(self, call: Prepared) -> Iterator[dict[int, list[int]]]:
@@ -119,7 +119,12 @@ class Session:
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.settings.layout.batch), lengths_of(call.requests)
-        warm_up_for(self.engine, rows, choice, *lengths, progress=self.progress)
+        warm_up_for(self.engine, rows, choice, *lengths, progress=self.progress, loaded=self.ranks.world.meet)
+
+    def _all_ready(self, loaded: Callable[[], None]) -> None:
+        """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
+        loaded()
+        self.ranks.world.meet()
 
     def stats(self, call: Prepared, start: float) -> Stats:
         """What a call has done since `start`, a time of `time.perf_counter`."""
