@@ -162,9 +162,13 @@ class Decoder:
         """What the MLP's last product multiplies."""
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.gate_up, layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
-        if not plan.fused_gate:
-            inner = reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
-        return inner
+        return inner if plan.fused_gate else self._activated(plan, inner)
+
+    def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
+        """The MLP's activation of gate and up, where no product has it."""
+        if plan.fused_gate:
+            return reference.silu_mul(inner)
+        return reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""

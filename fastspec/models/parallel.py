@@ -14,7 +14,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
-from fastspec.models.weights.load import DecoderWeights
+from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.models.weights.sliced import Sliced
 from fastspec.parallel.exchange import Exchange, tree_sum
 from fastspec.parallel.slices import Cut, Share
@@ -39,8 +39,8 @@ class ParallelDecoder(Decoder):
     """One rank's part of a decoder. All ranks call it alike, and all get the same bits.
 
     K of o and down is cut into `Share.parts`; the sums of parts are one binary tree, of which this rank holds a
-    subtree. Where a rank has several parts, rows are multiplied in pieces as well, so that every product has the same
-    shape whatever the number of ranks.
+    subtree. Where the number of ranks is to change no bit, rows are multiplied in pieces as well, so that every product
+    has the same shape on any number of them.
 
     Args:
         spec: of this rank's part. weights, cache, ops, **sizes: as for Decoder.
@@ -73,8 +73,8 @@ class ParallelDecoder(Decoder):
         self._pieces[id(self._head)] = self._rows_of(self._head, rows)
 
     def _rows_of(self, weight: Weight, total: int) -> Pieces:
-        """A weight in pieces of total / parts rows; in one where this rank has one part."""
-        if self._share.own_parts == 1:
+        """A weight in pieces of total / parts rows; in one where nothing depends on that."""
+        if not self._share.one_tree:
             return Pieces((weight,), ())
         each = total // self._share.parts
         return Pieces(tuple(Weight(rows) for rows in weight.data.split(each)), ())
@@ -94,15 +94,41 @@ class ParallelDecoder(Decoder):
         pieces = self._pieces[id(weight)].rows
         if len(pieces) == 1:
             return self.ops.linear(x, weight, bias, tiling, **options)
-        norm, gated = options.pop("norm", None), options.pop("gated", False)
+        return torch.cat(self._products(x, weight, bias, tiling, **options), dim=-1)
+
+    def _products(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        tiling: Tiling,
+        norm: tuple[Tensor, float] | None = None,
+        **options: Any,
+    ) -> list[Tensor]:
+        """A product by the pieces of its weight's rows."""
+        pieces = self._pieces[id(weight)].rows
         if norm is not None:
             x = reference.rms_norm(x, *norm)
         biases = [None] * len(pieces) if bias is None else bias.split([piece.shape[0] for piece in pieces])
-        products = [
-            self.ops.linear(x, piece, part, tiling, **options) for piece, part in zip(pieces, biases, strict=True)
-        ]
-        product = torch.cat(products, dim=-1)
-        return reference.silu_mul(product) if gated else product
+        return [self.ops.linear(x, piece, part, tiling, **options) for piece, part in zip(pieces, biases, strict=True)]
+
+    def _inner(
+        self,
+        plan: LayerPlan,
+        x: Tensor,
+        norm: Tensor | None,
+        bias: Tensor | None,
+        layer: LayerWeights,
+        tiling: Tiling,
+    ) -> Tensor:
+        if not self._share.one_tree:
+            return super()._inner(plan, x, norm, bias, layer, tiling)
+        # activations by parts as well: a CPU may round an element at the end of a tensor otherwise than before
+        x, options = self._normed(plan, x, norm, bias)
+        products = self._products(x, layer.gate_up, layer.gate_up_bias, tiling, **options)
+        own = self._share.own_parts
+        parts = [torch.cat(products[part::own], dim=-1) for part in range(own)]  # its gate, then its up
+        return torch.cat([self._activated(plan, part) for part in parts], dim=-1)
 
     def _joined(
         self,
