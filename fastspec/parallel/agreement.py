@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from fastspec.errors import UnsupportedOption
 from fastspec.parallel.world import STARTING, World
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object without a `repr` of its own: another in each process
+
+
 def digest(value: object) -> str:
     """A short hash of what `repr` says of a value."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(_ADDRESS.sub("", repr(value)).encode()).hexdigest()[:16]
 
 
 def sources() -> str:

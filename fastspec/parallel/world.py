@@ -143,7 +143,7 @@ class World:
 
     def meet(self) -> None:
         """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
-        self.gather_bytes(b"", STARTING)
+        self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 
     def doing(self, what: str) -> None:
         """Says what this rank does now, for errors of others."""
