@@ -12,7 +12,6 @@ from typing import Any
 from fastspec.errors import UnsupportedOption
 from fastspec.parallel.world import STARTING, World
 
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object without a `repr` of its own: another in each process
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
 
 BEAT = 0.25  # seconds between two signs of life
-LOST = 5.0  # seconds without one after which a rank counts as dead
+LOST = 3.0  # seconds without one after which a rank counts as dead
 _ABORT = "abort"
 
 

@@ -38,10 +38,13 @@ class Processes:
 
     def run(self, task: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `task` gives on each rank, or what it raised, as "TypeOfError: text"; NOTHING of one that died."""
-        ranks = range(len(self._pipes))
-        for rank in ranks:
-            self._pipes[rank].send((task, arguments))
-        return [self.answer(rank) for rank in ranks]
+        for rank in range(len(self._pipes)):
+            self.send(rank, task, *arguments)
+        return [self.answer(rank) for rank in range(len(self._pipes))]
+
+    def send(self, rank: int, task: Callable[..., Any], *arguments: Any) -> None:
+        """Begins a task on one rank; `answer` has what it gives."""
+        self._pipes[rank].send((task, arguments))
 
     def answer(self, rank: int) -> Any:
         try:
@@ -71,9 +74,12 @@ class Rank:
 
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
+    import faulthandler
+
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=STARTED)

@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.errors import UnsupportedOption
-from fastspec.models import parallel
-from fastspec.models.parallel import ParallelDecoder, argmax_keys, ids_of_keys
+from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.sliced import sliced
 from fastspec.models.weights.sources import Checkpoint, resolve
-from fastspec.parallel import exchange
 from fastspec.parallel.exchange import Alone
 from fastspec.parallel.slices import share_of
 from fastspec.shapes import Tiling
@@ -39,7 +36,9 @@ def logits_on(checkpoint: Checkpoint, ranks: int) -> list[Tensor]:
     """The logits that each of so many ranks has."""
     if ranks == 1:
         return [logits_of(part_of(checkpoint, 0, 1, Alone()), IDS, tiling=TILING)]
-    return on_each(ranks, lambda rank, between: logits_of(part_of(checkpoint, rank, ranks, between), IDS, tiling=TILING))
+    return on_each(
+        ranks, lambda rank, between: logits_of(part_of(checkpoint, rank, ranks, between), IDS, tiling=TILING)
+    )
 
 
 def checkpoint_of(family: str, path: Path, **changes: object) -> Checkpoint:

@@ -63,7 +63,9 @@ def test_ranks_draw_alike_without_a_seed_and_choose_k_alike(pair: Pair, two: Pro
     assert first[0] != first[1], "which draws others for every call"
 
 
-def test_a_stream_that_all_ranks_leave_at_the_same_place_leaves_the_generator_usable(pair: Pair, two: Processes) -> None:
+def test_a_stream_that_all_ranks_leave_at_the_same_place_leaves_the_generator_usable(
+    pair: Pair, two: Processes
+) -> None:
     two.run(tasks.open_generator, "streams", {"pair": pair, "tensor_parallel": 2})
     first, second = two.run(tasks.streamed, "streams", 3)
     assert first == second
