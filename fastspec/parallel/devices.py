@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastspec.kernels.exchange import Room, blocks_of, exchange_added, exchange_gather
 from fastspec.parallel.exchange import add_rounded, tree_sum
 from fastspec.parallel.world import World
+
+if TYPE_CHECKING:  # it needs Triton, which is not everywhere
+    from fastspec.kernels.exchange import Room
 
 MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
 
@@ -28,7 +30,9 @@ class OverDevices:
     """
 
     def __init__(self, world: World, device: torch.device, elements: int) -> None:
-        self._world = world
+        from fastspec.kernels import exchange
+
+        self._world, self._kernels = world, exchange
         self._group: Any = dist.new_group(list(range(world.size)), backend="nccl")
         warm = torch.zeros(world.size, dtype=torch.float32, device=device)
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
@@ -44,13 +48,13 @@ class OverDevices:
     def sum(self, partial: Tensor) -> Tensor:
         """As in `Exchange`."""
         if (room := self._room_for(partial)) is not None:
-            return exchange_added(partial, None, None, room)
+            return self._kernels.exchange_added(partial, None, None, room)
         return tree_sum(self._gathered(partial))
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """As in `Exchange`."""
         if (room := self._room_for(partial)) is not None:
-            return exchange_added(partial, bias, residual, room)
+            return self._kernels.exchange_added(partial, bias, residual, room)
         rows, size = partial.view(-1, partial.shape[-1]), self._world.size
         if len(rows) % size:
             return add_rounded(tree_sum(self._gathered(partial)), bias, residual)
@@ -65,7 +69,7 @@ class OverDevices:
     def gather(self, part: Tensor) -> Tensor:
         """As in `Exchange`."""
         if (room := self._room_for(part)) is not None:
-            return exchange_gather(part, room)
+            return self._kernels.exchange_gather(part, room)
         return torch.cat(self._gathered(part), dim=-1)
 
     def _room_for(self, tensor: Tensor) -> Room | None:
@@ -109,7 +113,9 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     """Symmetric memory of torch, and where it lies on each rank. Plain peer access: no multicast."""
     import torch.distributed._symmetric_memory as symmetric
 
-    elements = blocks_of(elements) * 1024
+    from fastspec.kernels.exchange import BLOCK, Room, blocks_of
+
+    elements = blocks_of(elements) * BLOCK
     blocks = blocks_of(elements)
     buffer = symmetric.empty(2 * world.size * elements, dtype=torch.float32, device=device)
     buffers = symmetric.rendezvous(buffer, group)

@@ -116,7 +116,7 @@ class Ranks:
             return Alone()
         if device.type == "cpu":
             return OverHosts(self.world)
-        from fastspec.parallel.devices import OverDevices  # which needs Triton
+        from fastspec.parallel.devices import OverDevices  # which few machines need
 
         return OverDevices(self.world, device, rows * width)
 
