@@ -92,7 +92,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
             return
         try:
             answer = task(here, *arguments)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (the test judges it)
             traceback.print_exc()
             answer = f"{type(error).__name__}: {error}"
         pipe.send(answer)
