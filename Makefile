@@ -25,13 +25,14 @@ missing = $(PY) -c 'import sys; from importlib.util import find_spec; print(*(n 
 PARALLEL = $$([ -n "$$($(call missing,xdist))" ] || echo '-n auto --maxprocesses=4 --dist worksteal')
 QUICK := $(addprefix tests/,house kv_cache inputs text adaptive sampling step runtime/test_generator.py)
 
-.PHONY: help demo test test-quick lint unit docs newest format clean
+.PHONY: help demo test test-quick test-integrations lint unit docs newest format clean
 help:
 	@echo 'make demo        one prompt decoded plainly and speculatively, with the shipped pair of models'
 	@echo 'make test        linters, type check, import contracts and every test'
 	@echo 'make test-quick  two minutes of tests, and the names of those left out'
 	@echo 'make lint        linters, type check and import contracts alone'
 	@echo 'make unit        the tests alone; TESTS="tests/text -k stream" picks some'
+	@echo 'make test-integrations  fetches Ray and tests what runs on it'
 	@echo 'make docs        the pages of docs/ as a site'
 	@echo 'make newest      compiles some launches of every kernel with the newest Triton'
 	@echo 'make format      rewrites the sources in the house format'
@@ -61,6 +62,10 @@ test-quick: $(VENV)/.dev-$(KEY)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest --quick $(PARALLEL) $(QUICK)
 	@echo 'Left out, `make test` runs them: linters; what is named above;'
 	@echo 'all of $(filter-out $(QUICK) tests/helpers tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))'
+
+test-integrations: $(VENV)/.dev-$(KEY)
+	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray]'
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[docs]'

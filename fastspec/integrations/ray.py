@@ -1,0 +1,128 @@
+"""Many prompts on many machines, by Ray: a class for `Dataset.map_batches`. Needs the extra `ray`.
+
+One replica is one generator on one GPU (or on CPUs). Ray starts the replicas, hands them batches, shows the progress
+and gives a batch that a dead replica had to another one. Replicas know nothing of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.generator import FastSpecGenerator
+from fastspec.inputs.options import OWN, PER_ROW, SUPPORTED
+from fastspec.output import GenerateOutput
+
+Columns = dict[str, Any]
+
+
+class Generate:
+    """Continues the prompt of every row of a batch; for `ray.data.Dataset.map_batches`, format "numpy".
+
+    Added columns, one value a row: `generated_text` (where there is a tokenizer), `generated_ids` (the new tokens),
+    `finish_reason` ("stop", "length", or "error" where no token could be chosen), and the counts `new_tokens`,
+    `target_steps`, `drafted`, `accepted`; with the option `logprobs` also `logprobs`, those of the new tokens.
+
+    Args:
+        target, draft: directories or Hub ids that every machine can read.
+        prompt_column: column of texts; or of lists of token ids.
+        option_columns: columns that hold a generation option's value for each row, by the option's name: `seed`,
+            `temperature` and so on.
+        options: generation options of all rows.
+        generator_options: arguments of `FastSpecGenerator`. `max_batch_size` should be the size of Ray's batches, or a
+            divisor of it.
+
+    Raises:
+        UnsupportedOption: an option that `generate` does not know, or one that is given twice.
+        KeyError: a batch without one of these columns.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft: str | None = None,
+        *,
+        prompt_column: str = "prompt",
+        option_columns: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+        generator_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._prompts, self._columns, self._options = prompt_column, tuple(option_columns), dict(options or {})
+        _check(self._columns, self._options)
+        self._generator = FastSpecGenerator(target, draft, **{"progress": False, **(generator_options or {})})
+
+    def __call__(self, batch: Columns) -> Columns:
+        """The batch with the columns of the results."""
+        missing = [name for name in (self._prompts, *self._columns) if name not in batch]
+        if missing:
+            raise KeyError(f"a batch has no column {missing}; it has {list(batch)}")
+        prompts = [self._ids(prompt) for prompt in batch[self._prompts]]
+        of_rows = {name: [_plain(value) for value in batch[name]] for name in self._columns}
+        output = self._generate(prompts, {**self._options, **of_rows})
+        tokenizer = self._generator.tokenizer
+        added: Columns = {
+            "generated_ids": _objects([np.asarray(tokens, dtype=np.int64) for tokens in output.new_tokens]),
+            "finish_reason": np.asarray(output.finish_reasons),
+            "new_tokens": np.asarray([row.emitted for row in output.stats.rows]),
+            "target_steps": np.asarray([row.steps for row in output.stats.rows]),
+            "drafted": np.asarray([row.drafted for row in output.stats.rows]),
+            "accepted": np.asarray([row.accepted for row in output.stats.rows]),
+        }
+        if output.logprobs is not None:
+            added["logprobs"] = _objects([np.asarray(values, dtype=np.float32) for values in output.logprobs])
+        if tokenizer is not None:
+            decoded = (tokenizer.decode(ids, skip_special_tokens=True) for ids in output.new_tokens)
+            added["generated_text"] = _objects(output.texts or list(decoded))
+        return {**batch, **added}
+
+    def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> GenerateOutput:
+        """All rows; one that no token could be chosen for does not take the others with it."""
+        found: object
+        try:
+            found = self._generator.generate(prompts, return_dict_in_generate=True, **options)
+        except InvalidLogits as error:
+            found = error.output
+        assert isinstance(found, GenerateOutput)
+        return found
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        tokenizer = self._generator.tokenizer
+        if tokenizer is None:
+            raise ValueError("the target brings no tokenizer; give prompts as lists of token ids")
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        return ids
+
+
+def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Refuses what `generate` would refuse for every batch, before a model is loaded."""
+    known = {*SUPPORTED, *OWN} - {"return_dict_in_generate", "num_return_sequences"}
+    if unknown := sorted({*options} - known):
+        raise UnsupportedOption(
+            f"options {', '.join(unknown)} are not known, wanted some of {', '.join(sorted(known))}"
+        )
+    of_rows = {*PER_ROW, *OWN} - {"logprobs"}
+    if unknown := sorted({*columns} - of_rows):
+        raise UnsupportedOption(
+            f"option_columns {', '.join(unknown)}: no row has such an option of its own, wanted some of "
+            f"{', '.join(sorted(of_rows))}"
+        )
+    if twice := sorted({*columns} & {*options}):
+        raise UnsupportedOption(f"{', '.join(twice)}: given for all rows and as a column; leave one out")
+
+
+def _plain(value: Any) -> Any:
+    """A column's value as Python has it."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _objects(values: Sequence[Any]) -> Any:
+    """A column of values that numpy would make a matrix of where their lengths agree."""
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column
