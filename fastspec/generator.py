@@ -28,6 +28,7 @@ from fastspec.runtime.settings import announce, check_range
 from fastspec.runtime.warmup import filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
+from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
@@ -165,6 +166,11 @@ class FastSpecGenerator:
         return self._target.spec.vocab_size
 
     @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Options that the target's checkpoint brings, which hold where a call says nothing; None: none."""
+        return self._target.generation_config
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The target's tokenizer, loaded on first use; None when the checkpoint brings none."""
         if self._tokenizer is None:
@@ -200,7 +206,7 @@ class FastSpecGenerator:
             UnsupportedOption: an option outside the supported list.
             InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
                 first, and the error's `output` holds them.
-            RuntimeError: the generator is closed, or in use by another call.
+            RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
@@ -219,11 +225,11 @@ class FastSpecGenerator:
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(call, session.stats(call, start))
+            error.output = calls.output_of(call, session.stats(call, start, time.perf_counter()))
             raise
         if streamer is not None:
             streamer.end()
-        stats = session.stats(call, start)
+        stats = session.stats(call, start, time.perf_counter())
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
@@ -242,6 +248,32 @@ class FastSpecGenerator:
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
         return self._open().run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+
+    def submit(self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Any) -> Handle:
+        """Continues one prompt beside whatever runs: calls, and other handles. From any thread, at any time.
+
+        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on; each row's
+        text is what it is alone. Requests that find no free row or pages wait, first come first served.
+
+        Args:
+            prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or what `generate` takes for one prompt.
+            generation_config, **keywords: as in `generate`.
+
+        Returns:
+            A Handle: iterate over it for the tokens, ask for its `result()`, or `await` it; `cancel()` ends it.
+
+        Raises:
+            ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
+            OutOfPages: it needs more pages than there are.
+            RuntimeError: the generator is closed.
+        """
+        self._open().check_submits()
+        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
+        if len(call.requests) != 1:
+            raise UnsupportedOption(
+                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
+            )
+        return self._open().submit(call)
 
     def calibrate(
         self,
@@ -318,8 +350,10 @@ class FastSpecGenerator:
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.
 
+        Requests of handles that go on are cancelled first: their `finish_reason` says so.
+
         Raises:
-            RuntimeError: a call is still running.
+            RuntimeError: a call of `generate` or `stream` is still running.
         """
         self._session.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -84,7 +84,7 @@ def filling(pending: Sequence[PendingWeights], device: torch.device) -> Iterator
 
 def decode(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
-) -> Iterator[dict[int, list[int]]]:
+) -> Generator[dict[int, list[int]], None, None]:
     """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
     if choice.controller is not None:
         choice.controller.begin()
