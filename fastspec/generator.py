@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.build import build
@@ -26,6 +28,7 @@ from fastspec.runtime.settings import announce, check_range
 from fastspec.runtime.warmup import filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
+from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
@@ -67,6 +70,9 @@ class FastSpecGenerator:
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
         nvtx: name steps and their phases to a profiler, as NVTX ranges.
         progress: show progress bars and the chosen max_length on stderr.
+        tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
+            those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
+        draft_tensor_parallel: "split" shares the draft as well; by default every process has all of it.
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
@@ -99,6 +105,8 @@ class FastSpecGenerator:
         compile: bool = False,
         nvtx: bool = False,
         progress: bool = True,
+        tensor_parallel: int | str | None = None,
+        draft_tensor_parallel: str | None = None,
     ) -> None:
         check(proposer, with_draft=draft is not None)
         options: PlanOptions = {
@@ -116,7 +124,9 @@ class FastSpecGenerator:
             "draft_quantization": draft_quantization,
             "feature_layers": feature_layers,
         }
-        how = {"exact": exact, "graphs": graphs, "compile": compile}
+        ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
+        progress = progress and ranks.first
+        how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
         self._target, self._draft, self._settings = checked(target, draft, options, **how)
         announce_synthetic(verification)
         if progress:
@@ -136,8 +146,9 @@ class FastSpecGenerator:
             release_source=release_source,
             nvtx=nvtx,
             progress=progress,
+            ranks=ranks,
         )
-        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress)
+        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
         with filling(weights, self.device) as loaded:
             self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
 
@@ -157,6 +168,11 @@ class FastSpecGenerator:
     def vocab_size(self) -> int:
         """Width of the target's logits; prompts hold ids below it."""
         return self._target.spec.vocab_size
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Options that the target's checkpoint brings, which hold where a call says nothing; None: none."""
+        return self._target.generation_config
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -194,7 +210,7 @@ class FastSpecGenerator:
             UnsupportedOption: an option outside the supported list.
             InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
                 first, and the error's `output` holds them.
-            RuntimeError: the generator is closed, or in use by another call.
+            RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
@@ -208,15 +224,16 @@ class FastSpecGenerator:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
         try:
-            for emitted in session.run(call):
-                if streamer is not None and emitted.get(0):
-                    streamer.put(torch.tensor(emitted[0], device="cpu"))
+            with session.ranks.guarded("generating"):
+                for emitted in session.run(call):
+                    if streamer is not None and emitted.get(0):
+                        streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(call, session.stats(call, start))
+            error.output = calls.output_of(call, session.stats(call, start, time.perf_counter()))
             raise
         if streamer is not None:
             streamer.end()
-        stats = session.stats(call, start)
+        stats = session.stats(call, start, time.perf_counter())
         if advice := break_even_advice(stats, self._settings.layout):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
@@ -235,6 +252,32 @@ class FastSpecGenerator:
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
         return self._open().run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+
+    def submit(self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Any) -> Handle:
+        """Continues one prompt beside whatever runs: calls, and other handles. From any thread, at any time.
+
+        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on; each row's
+        text is what it is alone. Requests that find no free row or pages wait, first come first served.
+
+        Args:
+            prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or what `generate` takes for one prompt.
+            generation_config, **keywords: as in `generate`.
+
+        Returns:
+            A Handle: iterate over it for the tokens, ask for its `result()`, or `await` it; `cancel()` ends it.
+
+        Raises:
+            ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
+            OutOfPages: it needs more pages than there are.
+            RuntimeError: the generator is closed.
+        """
+        self._open().check_submits()
+        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
+        if len(call.requests) != 1:
+            raise UnsupportedOption(
+                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
+            )
+        return self._open().submit(call)
 
     def calibrate(
         self,
@@ -293,7 +336,9 @@ class FastSpecGenerator:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        call = calls.prepare(self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        make = partial(calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        ranks = self._session.ranks
+        call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)
         return call
 
@@ -309,8 +354,10 @@ class FastSpecGenerator:
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.
 
+        Requests of handles that go on are cancelled first: their `finish_reason` says so.
+
         Raises:
-            RuntimeError: a call is still running.
+            RuntimeError: a call of `generate` or `stream` is still running.
         """
         self._session.close()
 

@@ -1,4 +1,4 @@
-"""The command line: `fastspec generate` streams text, `demo` compares, `doctor` examines the machine."""
+"""The command line: `fastspec generate` streams text, `demo` compares; others have files of their own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import torch
 import typer
 
 import fastspec
-from fastspec.adaptive.controller import AUTO
 from fastspec.cli import flags
+from fastspec.cli.chat import chat
 from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
 from fastspec.cli.quantize import quantize
+from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
@@ -39,29 +40,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
-MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-
-
-def _drafts(text: object) -> int | str:
-    """A number of drafts, or "auto"."""
-    if str(text) == AUTO:
-        return AUTO
-    try:
-        return int(str(text))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor {AUTO!r}") from None
-
-
-Drafts = Annotated[
-    Any,  # int | str, of which typer makes no option by itself
-    typer.Option(
-        parser=_drafts,
-        metavar="INTEGER|auto",
-        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,8 +67,8 @@ def generate(
     target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
     draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
-    max_new_tokens: MaxNewTokens = 128,
-    num_speculative_tokens: Drafts = 4,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    num_speculative_tokens: flags.Drafts = 4,
     temperature: flags.Temperature = 0.0,
     top_k: flags.TopK = None,
     top_p: flags.TopP = None,
@@ -108,7 +86,7 @@ def generate(
     verification: flags.Rule = None,
     proposer: flags.Drafter = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    device: Device = None,
+    device: flags.Device = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
@@ -145,10 +123,10 @@ def generate(
 def demo(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
-    max_new_tokens: MaxNewTokens = 128,
-    num_speculative_tokens: Drafts = 4,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    num_speculative_tokens: flags.Drafts = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
-    device: Device = None,
+    device: flags.Device = None,
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
@@ -203,6 +181,8 @@ def doctor(
 
 
 app.command()(quantize)
+app.command()(chat)
+app.command()(serve)
 
 
 class _Runs:

@@ -8,10 +8,37 @@ from typing import Annotated, Any
 
 import typer
 
+from fastspec.adaptive.controller import AUTO
+from fastspec.demo import demo_pair
 from fastspec.inputs.row_options import NUMBERS
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
 
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+
+
+def _drafts(text: object) -> int | str:
+    """A number of drafts, or "auto"."""
+    if str(text) == AUTO:
+        return AUTO
+    try:
+        return int(str(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor {AUTO!r}") from None
+
+
+Drafts = Annotated[
+    Any,  # int | str, of which typer makes no option by itself
+    typer.Option(
+        parser=_drafts,
+        metavar="INTEGER|auto",
+        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
+    ),
+]
+Target = Annotated[str | None, typer.Argument(help="Directory or Hub id; else the shipped pair.")]
+Draft = Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")]
+MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]
@@ -99,3 +126,17 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
         except ValueError:
             raise typer.BadParameter(f"got {pair!r}, wanted ID=BIAS: 17=-2.5", param_hint="--logit-bias") from None
     return found
+
+
+def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
+    """The models that were asked for, or the shipped pair.
+
+    Raises:
+        typer.BadParameter: a draft without its target.
+    """
+    if target is not None:
+        return target, draft
+    if draft is not None:
+        raise typer.BadParameter("a draft needs its target: name that too", param_hint="--draft")
+    shipped, its_draft = demo_pair()
+    return str(shipped), str(its_draft)

@@ -101,9 +101,7 @@ class DraftPlan:
     def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
         """The controller of such calls; it lives as long as the generator."""
         key = (sampler, top_logprobs)
-        if key not in self.controllers:
-            self.controllers[key] = Controller(self.ks)
-        return self.controllers[key]
+        return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
     def ahead(self, asked: int | None, sampler: str) -> Choice:
         """What a call without further options may come to, and plain decoding: for `warmup`."""

@@ -25,6 +25,7 @@ class Call:
         policy: chooses instead of choose_k, and is told what every step did.
         lengths: tokens that the longest of its rows may get, and those of its shortest prompt.
         steps: launched so far with rows of it.
+        joined: requests join it while it runs, so that steps may come that were not captured before.
     """
 
     stop_ids: tuple[int, ...]
@@ -34,6 +35,7 @@ class Call:
     policy: DraftLengthPolicy | None = None
     lengths: tuple[int, int] = (0, 0)
     steps: int = 0
+    joined: bool = False
 
     @property
     def full(self) -> bool:

@@ -57,14 +57,18 @@ class Scheduler:
         Raises:
             OutOfPages: it needs more pages than there are.
         """
+        self.check(request)
+        request.begin(self.engine.max_drafts)
+        self._arrivals.put((request, call))
+
+    def check(self, request: Request) -> None:
+        """Raises OutOfPages where a request could never run."""
         pages = self.engine.pages
         if pages.pages_for(self._positions(request)) >= pages.num_pages:
             raise OutOfPages(
                 f"a row of {request.limit} tokens needs {pages.pages_for(self._positions(request))} pages, and the "
                 f"cache has {pages.num_pages - 1}; ask for fewer new tokens, or raise max_length"
             )
-        request.begin(self.engine.max_drafts)
-        self._arrivals.put((request, call))
 
     def cancel(self, request: Request) -> None:
         """Ends a request before its time; from any thread. One that has ended stays as it is."""
@@ -176,7 +180,7 @@ class Scheduler:
             passes = self._catch_up(drafting)
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
-        if len(calls) > 1 and not self.engine.ready(rows, shape):
+        if (len(calls) > 1 or any(call.joined for call in calls)) and not self.engine.ready(rows, shape):
             if self._in_flight:
                 return False  # a capture runs steps of its own: results in flight are read first
             self.engine.capture(rows, shape)
@@ -351,7 +355,7 @@ class Scheduler:
             return
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
-        quiet = seconds if step.timed else None
+        quiet = self.engine.share_seconds(seconds if step.timed else None)
         policy.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -96,7 +96,7 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 def decode(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
-) -> Iterator[dict[int, list[int]]]:
+) -> Generator[dict[int, list[int]], None, None]:
     """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
     if choice.controller is not None:
         choice.controller.begin()
@@ -117,4 +117,6 @@ def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], p
     with engine.on_device():
         for size, k in bar:
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
-            controller.know({(size, k): engine.seconds(size, shape, repeats)})
+            taken = engine.share_seconds(engine.seconds(size, shape, repeats))
+            assert taken is not None, "it was measured"
+            controller.know({(size, k): taken})

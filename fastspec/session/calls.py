@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits
 from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import Given, read
+from fastspec.inputs.values import is_list
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.output import GenerateOutput, Stats
 from fastspec.runtime.request import Request
@@ -97,6 +98,11 @@ def prepare(
     # the warning is the caller's of `generate`
     prompts = given.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
     return Prepared(requests_of(prompts, chosen, tokenizer, max_length), chosen, given)
+
+
+def one_prompt(ids: Any) -> Any:
+    """Ids of one prompt as `read` takes them: a plain list of ids is one row."""
+    return [ids] if isinstance(ids, list | tuple | range) and not any(is_list(one) for one in ids) else ids
 
 
 def requests_of(

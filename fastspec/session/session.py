@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
+from fastspec.errors import UnsupportedOption
 from fastspec.output import Stats
+from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.calibrate import Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
@@ -18,24 +19,47 @@ from fastspec.runtime.settings import Settings
 from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import synthetic_name
 from fastspec.session.calls import Prepared, check_whole
+from fastspec.session.delivery import Delivery
+from fastspec.session.handle import Handle
+from fastspec.session.loop import Joining, Loop
+
+Emitted = dict[int, list[int]]
 
 
-@dataclass(slots=True, eq=False)
 class Session:
-    """Runs calls on one scheduler, one at a time, from the making of a generator to its close.
+    """Runs calls on one scheduler, from the making of a generator to its close.
 
-    Attributes:
-        running: what runs them; None once it is closed.
+    A call that is there alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
+    call that comes while another one runs, a thread makes all steps (`Loop`), and calls and handles go on together.
+
+    Args:
+        scheduler: what runs them.
         settings: that the generator was made with.
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
+        ranks: that make every call alike; several make one call at a time.
+
+    Attributes:
+        running: the scheduler; None once the session is closed.
+        loop: the thread that steps.
     """
 
-    running: Scheduler | None
-    settings: Settings
-    drafting: DraftPlan
-    progress: bool
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: Settings,
+        drafting: DraftPlan,
+        progress: bool,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.running: Scheduler | None = scheduler
+        self.ranks = ranks or Ranks.alone()
+        self.settings, self.drafting, self.progress = settings, drafting, progress
+        rows = self.rows
+        # for calls that others may join; the loop does not know of this object, which would else outlive its last user
+        self.loop = Loop(scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress))
+        self._joining = threading.Lock()  # nothing joins while the session is being closed
+        self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
     @property
     def scheduler(self) -> Scheduler:
@@ -58,20 +82,57 @@ class Session:
         """What the scheduler runs on."""
         return self.scheduler.engine
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a call or a handle is not at its end."""
+        return bool(self._calls) or not self.loop.idle
+
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """The scheduler, for one call at a time.
+        """The scheduler, for who needs the device alone.
 
         Raises:
-            RuntimeError: another call has it, or the session is closed.
+            RuntimeError: a call or a handle goes on, or the session is closed.
         """
         scheduler = self.scheduler
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; wait for it, or make one per thread")
+        if not self.loop.turn.acquire(blocking=False):
+            raise RuntimeError("this generator is in use by another call; wait for it")
         try:
+            if self.in_use:
+                raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
             yield scheduler
         finally:
-            self._lock.release()
+            self.loop.turn.release()
+
+    def check_submits(self) -> None:
+        """Raises UnsupportedOption where several ranks share the model: requests would reach them at other times."""
+        if self.ranks.size > 1:
+            raise UnsupportedOption(
+                f"submit() and what stands on it do not go with tensor_parallel={self.ranks.size}: call generate() or "
+                "stream() with a batch, on every rank alike"
+            )
+
+    def submit(self, call: Prepared) -> Handle:
+        """Lets a call of one prompt join what runs; from any thread.
+
+        Raises:
+            OutOfPages: it needs more pages than there are.
+            RuntimeError: the session is closed.
+        """
+        delivery = Delivery(call.requests)
+        self._join(call, delivery)
+
+        def stats() -> Stats:
+            return self.stats(call, delivery.started, delivery.ended or time.perf_counter())
+
+        return Handle(call, delivery, lambda: self.loop.leave(call.requests), stats)
+
+    def _join(self, call: Prepared, delivery: Delivery) -> None:
+        joining = Joining(call, self.drafting.of(call.chosen), delivery)
+        with self._joining:
+            for request in call.requests:
+                self.scheduler.check(request)
+            self.loop.join(joining)
 
     def warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
         """Captures the steps that calls with such drafts may come to.
@@ -81,61 +142,145 @@ class Session:
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
         """
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("warming up"):
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
                 warm_up_for(
                     scheduler.engine,
-                    self.settings.layout.batch,
+                    self.rows,
                     choice,
                     length,
                     shortest,
                     progress=self.progress,
                     prompts=not shortest,
-                    loaded=loaded,
+                    loaded=lambda: self._all_ready(loaded),
                 )
 
-    def run(self, call: Prepared) -> Iterator[dict[int, list[int]]]:
-        """Runs a call to its end; yields what each step emitted, by the row's index.
+    def run(self, call: Prepared) -> Iterator[Emitted]:
+        """Runs a call to its end; yields what each step, or a few, emitted, by the row's index.
 
         Raises:
-            RuntimeError: another call is running.
+            RuntimeError: the session is closed, or a step failed.
             InvalidLogits: a row has failed; the others are whole.
         """
-        choice = self.drafting.of(call.chosen)
-        with self.alone() as scheduler:
-            self._make_ready(call, choice)
-            yield from decode(scheduler, call.requests, call.chosen.stop_ids, choice)
+        delivery = Delivery(call.requests)
+        with self._joining:
+            self.check_open()
+            here = not self.in_use and not self.loop.running
+            if not here and self.ranks.size > 1:
+                raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
+            self._calls.add(delivery)
+        try:
+            if here:
+                with self.ranks.guarded("generating"):
+                    yield from self._step_here(call, delivery)
+            else:
+                self._join(call, delivery)
+                yield from _follow(delivery, 0)
+        finally:
+            self._calls.discard(delivery)
+            self.loop.leave(call.requests)
         check_whole(call.requests, call.chosen.copies)
+
+    def _step_here(self, call: Prepared, delivery: Delivery) -> Iterator[Emitted]:
+        """Makes the steps of a call, until the loop's thread does."""
+        choice, steps = self.drafting.of(call.chosen), None
+        try:
+            while True:
+                with self.loop.turn:
+                    if self.loop.running:
+                        break
+                    if steps is None:
+                        self._make_ready(call, choice)
+                        steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
+                        self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
+                    emitted = next(steps, None)
+                if emitted is None:
+                    return
+                yield emitted
+            if steps is None:
+                self._join(call, delivery)
+            yield from _follow(delivery, 0 if steps is None else delivery.wait(0))
+        finally:
+            if steps is not None:
+                steps.close()
 
     def calibrate(self, call: Prepared) -> Calibration:
         """Tries every k on a call's prompts."""
         choice = self.drafting.every(call.chosen)
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("calibrating"):
             self._make_ready(call, choice)
             return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
-        rows, lengths = min(len(call.requests), self.settings.layout.batch), lengths_of(call.requests)
-        warm_up_for(self.engine, rows, choice, *lengths, progress=self.progress)
+        rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.meet)
 
-    def stats(self, call: Prepared, start: float) -> Stats:
-        """What a call has done since `start`, a time of `time.perf_counter`."""
-        rows, seconds = tuple(request.stats() for request in call.requests), time.perf_counter() - start
-        choice, threads = self.drafting.of(call.chosen), self.engine.threads
-        synthetic, now = synthetic_name(self.settings.verification), threads.now if threads else None
-        return Stats.of(rows, choice.k, seconds, synthetic, choice.note, self.settings.exact, now)
+    def _all_ready(self, loaded: Callable[[], None]) -> None:
+        """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
+        loaded()
+        self.ranks.world.meet()
+
+    @property
+    def rows(self) -> int:
+        """At once."""
+        return self.settings.layout.batch
+
+    def stats(self, call: Prepared, start: float, end: float) -> Stats:
+        """What a call has done, and how long it took: times of `time.perf_counter`."""
+        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
+        synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
+        now = threads.now if threads else None
+        return Stats.of(rows, choice.k, end - start, synthetic, choice.note, self.settings.exact, now)
 
     def close(self) -> None:
-        """Waits for the device and lets the scheduler go, with all its buffers. Closing twice is fine.
+        """Cancels handles, waits for the device and lets the scheduler go, with all its buffers.
+
+        Closing twice is fine.
 
         Raises:
             RuntimeError: a call is still running.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this generator is in use by another call; close it after that call")
+        with self._joining:
+            if self.running is None:
+                return
+            if self._calls or not (self.loop.running or self.loop.turn.acquire(blocking=False)):
+                raise RuntimeError("this generator is in use by another call; close it after that call")
+            scheduler, self.running = self.running, None
         try:
-            if self.running is not None:
-                self.running.engine.finish()
-            self.running = None
+            self.loop.stop()
+            scheduler.engine.finish()
         finally:
-            self._lock.release()
+            if not self.loop.running:
+                self.loop.turn.release()
+            self.ranks.close()
+
+
+def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
+    """What others' steps emit for a call, from that version on."""
+    shown = list(delivery.begun)
+    while True:
+        counts = list(delivery.counts)
+        emitted = {
+            index: request.new_tokens[shown[index] : counts[index]]
+            for index, request in enumerate(delivery.requests)
+            if counts[index] > shown[index]
+        }
+        if emitted:
+            shown = counts
+            yield emitted
+        elif delivery.done:
+            delivery.check()
+            return
+        else:
+            version = delivery.wait(version)
+
+
+def _make_ready(
+    scheduler: Scheduler,
+    rows: int,
+    choice: Choice,
+    lengths: tuple[int, int],
+    progress: bool,
+    loaded: Callable[[], None] = lambda: None,
+) -> None:
+    warm_up_for(scheduler.engine, rows, choice, *lengths, progress=progress, loaded=loaded)

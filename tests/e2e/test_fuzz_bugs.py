@@ -16,7 +16,7 @@ from fastspec.runtime.request import Request
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
 from fastspec.session import calls
-from fastspec.session.session import Session
+from fastspec.session.loop import Loop
 from fastspec.state import IDLE, DecodeState
 from fastspec.text.stop_strings import StopWatch
 from tests.e2e.test_fuzz import fuzz, fuzz_calls
@@ -103,17 +103,8 @@ def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Request, "record", planted)
 
 
-def the_lock_is_kept(plant: pytest.MonkeyPatch) -> None:
-    run = Session.run
-
-    def planted(self: Session, *arguments: Any) -> Any:
-        try:
-            yield from run(self, *arguments)
-        except GeneratorExit:
-            self._lock.acquire(blocking=False)
-            raise
-
-    plant.setattr(Session, "run", planted)
+def a_call_that_was_left_goes_on(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Loop, "leave", lambda self, requests: None)
 
 
 def counts_outlive_their_row(plant: pytest.MonkeyPatch) -> None:
@@ -210,7 +201,7 @@ IN_SEQUENCES = [
     seeds_depend_on_the_place,
     pages_are_shared,
     dropped_drafts_are_not_counted,
-    the_lock_is_kept,
+    a_call_that_was_left_goes_on,
 ]
 IN_CALLS = [
     counts_outlive_their_row,

@@ -250,10 +250,11 @@ def test_use_from_threads(gen: FastSpecGenerator) -> None:
     assert found == [before]
     stream = gen.stream(PROMPTS, max_new_tokens=12)
     next(stream)
-    with pytest.raises(RuntimeError, match="in use by another call"):
-        full(gen)
+    with pytest.raises(RuntimeError, match="in use by other calls"):
+        gen.warmup()
     with pytest.raises(RuntimeError, match="in use by another call"):
         gen.close()
+    assert full(gen).new_tokens == before, "calls go on together"
     stream.close()  # type: ignore[attr-defined]
     assert full(gen).new_tokens == before
 

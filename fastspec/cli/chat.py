@@ -1,0 +1,194 @@
+"""`fastspec chat`: a conversation on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from fastspec.cli import flags
+from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.progress import Progress
+from fastspec.errors import InvalidLogits
+from fastspec.generator import FastSpecGenerator
+from fastspec.text.text_stream import TextStream, escape_control
+
+_LOADING = "loading the models and making their steps ready"
+_HELP = "/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def chat(
+    context: typer.Context,
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_new_tokens: flags.MaxNewTokens = 512,
+    num_speculative_tokens: flags.Drafts = 4,
+    temperature: flags.Temperature = 0.0,
+    top_p: flags.TopP = None,
+    seed: flags.Seed = None,
+    proposer: flags.Drafter = None,
+    device: flags.Device = None,
+    max_length: flags.MaxLength = None,
+) -> None:
+    """Talks with the model, by its chat template. Without a template it continues what you write."""
+    source, drafter = flags.pair_of(target, draft)
+    options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
+    options["num_speculative_tokens"] = num_speculative_tokens
+    if proposer is not None:
+        options["proposer"] = flags.proposer_of(proposer)
+    asked: dict[str, Any] = {"temperature": temperature, "do_sample": True} if temperature else {"do_sample": False}
+    asked |= {name: value for name, value in {"top_p": top_p, "seed": seed}.items() if value is not None}
+    open_generator: Callable[..., FastSpecGenerator] = context.obj
+    with errors_in_one_line(), Progress() as progress:
+        progress.stage(_LOADING)
+        with open_generator(source, drafter, **options) as generator:
+            progress.stage(None)
+            talk = Conversation(generator, system, max_new_tokens, asked)
+            _note(f"{talk.manner}; {_HELP}")
+            for line in _lines():
+                if line == "/clear":
+                    talk.clear()
+                    _note("a new conversation")
+                elif line.startswith("/"):
+                    _note(f"{line} is no command: {_HELP}")
+                else:
+                    try:
+                        talk.answer(line, _write)
+                    except (ValueError, InvalidLogits) as error:
+                        _note(str(error))
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and how it goes on.
+
+    Attributes:
+        generator: of the answers.
+        system: what the model is told at first.
+        max_new_tokens: of an answer at most.
+        options: of `submit`.
+        said: what both sides have said, in turns.
+    """
+
+    generator: FastSpecGenerator
+    system: str | None
+    max_new_tokens: int
+    options: dict[str, Any]
+    said: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.generator.tokenizer
+        if tokenizer is None:
+            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+        self._tokenizer = tokenizer
+
+    @property
+    def templated(self) -> bool:
+        """Whether the checkpoint says how a conversation is written."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def manner(self) -> str:
+        """How the model takes what is said, for people."""
+        if self.templated:
+            return "a conversation by the checkpoint's chat template"
+        return "the checkpoint has no chat template: what you write is continued, not answered"
+
+    def clear(self) -> None:
+        """Forgets what was said."""
+        self.said = []
+
+    def answer(self, text: str, write: Callable[[str], object]) -> None:
+        """Writes an answer while it comes. Ctrl-C ends it; what was written of it counts as said."""
+        self.said.append(("user", text))
+        prompt = self._fitting()
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        room = min(self.max_new_tokens, self.generator.max_length - len(prompt))
+        handle = self.generator.submit(prompt, max_new_tokens=room, **self.options)
+        stream = TextStream(self._tokenizer, context=prompt)
+        try:
+            for token in handle:
+                show(stream.push([token]))
+            show(stream.finish())
+            note = str(handle.result().stats)
+        except KeyboardInterrupt:
+            handle.cancel()
+            note = "stopped"
+        self.said.append(("assistant", "".join(pieces)))
+        write("\n")
+        _note(note)
+
+    def _fitting(self) -> list[int]:
+        """Ids of the conversation, without its oldest turns where it has become too long.
+
+        Raises:
+            ValueError: the last thing said is too long by itself.
+        """
+        dropped = 0
+        while True:
+            prompt = self._ids()
+            if len(prompt) < self.generator.max_length - 1:
+                if dropped:
+                    _note(
+                        f"the conversation is too long for {self.generator.max_length} tokens: dropped its first turns"
+                    )
+                return prompt
+            if len(self.said) < 2:
+                self.said.clear()
+                raise ValueError(
+                    f"what was said has {len(prompt)} tokens, and max_length={self.generator.max_length}; say less, or "
+                    "raise --max-length"
+                )
+            del self.said[: 2 if len(self.said) > 2 else 1]
+            dropped += 1
+
+    def _ids(self) -> list[int]:
+        if not self.templated:
+            return list(
+                self._tokenizer((self.system or "") + "".join(f"{text}\n" for _, text in self.said))["input_ids"]
+            )
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*head, *({"role": role, "content": text} for role, text in self.said)]
+        made: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(made["input_ids"])
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, until the end of input."""
+    shown = sys.stdin.isatty()
+    if shown:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (the arrow keys work in input() once it is there)
+    while True:
+        try:
+            line = input(">>> " if shown else "").strip()
+        except KeyboardInterrupt:
+            _note(_HELP)
+            continue
+        except EOFError:
+            return
+        if line == "/bye":
+            return
+        if line:
+            yield line
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():
+        text = escape_control(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+
+
+def _note(text: str) -> None:
+    typer.echo(f"({text})", err=True)

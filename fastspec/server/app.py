@@ -1,0 +1,245 @@
+"""The routes: bodies in, answers out, at once or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+import fastspec
+from fastspec.server.errors import Refusal
+from fastspec.server.fields import Body, Chat, Completion, read
+from fastspec.server.service import Job, Service
+from fastspec.server.texts import Answer, Piece
+
+Route = Callable[[Request], Awaitable[Response]]
+
+
+class Envelope:
+    """What the answers of one request are wrapped in.
+
+    Args:
+        body: of the request.
+        service: says who answers.
+    """
+
+    def __init__(self, body: Body, service: Service) -> None:
+        self.chat = isinstance(body, Chat)
+        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._name, self._created = service.name, int(time.time())
+        self._lengths: dict[int, int] = {}  # characters of each answer so far
+
+    def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
+        shared |= {"system_fingerprint": f"fastspec-{fastspec.__version__}", "choices": choices}
+        return shared if usage is None else shared | {"usage": usage}
+
+    def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
+        """All answers at once, each with its text and the reason of its end."""
+        choices = []
+        for answer, text, reason in texts:
+            count = len(answer.request.new_tokens)
+            shared = {"index": answer.index, "finish_reason": reason}
+            if self.chat:
+                message = {"role": "assistant", "content": text, "refusal": None}
+                choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
+            else:
+                choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count, 0)})
+        return self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
+
+    def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
+        """What is sent of a piece: its text, then the end."""
+        choices: list[dict[str, Any]] = []
+        first = answer.index not in self._lengths
+        before = self._lengths.get(answer.index, 0)
+        self._lengths[answer.index] = before + len(piece.text)
+        shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
+        if self.chat:
+            delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
+            logprobs = answer.chat_logprobs(piece.start, piece.stop)
+            choices.append({**shared, "delta": delta, "logprobs": logprobs})
+            end: dict[str, Any] = {"delta": {}, "logprobs": None}
+        else:
+            logprobs = answer.text_logprobs(piece.start, piece.stop, before)
+            choices.append({**shared, "text": piece.text, "logprobs": logprobs})
+            end = {"text": "", "logprobs": None}
+        if not piece.text and piece.start == piece.stop and not first:
+            choices = []
+        if piece.reason is not None:
+            choices.append({**shared, **end, "finish_reason": piece.reason})
+        return [
+            self._whole("chat.completion.chunk" if self.chat else "text_completion", [one], None) for one in choices
+        ]
+
+    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """What is sent at the end where usage is asked for."""
+        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], usage)
+
+
+def app_of(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application.
+
+    Args:
+        service: what is served.
+        api_key: that clients must send; None: none. /health is open to all.
+    """
+    app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    meters = service.meters
+
+    def route(path: str, method: str, answer: Route, *, open_to_all: bool = False) -> None:
+        async def answered(request: Request) -> Response:
+            try:
+                if not open_to_all:
+                    _check_key(request, api_key)
+                response = await answer(request)
+            except Refusal as error:
+                retry = {"Retry-After": "1"} if error.status == 429 else None
+                response = JSONResponse(error.body, error.status, headers=retry)
+            meters.requests.labels(str(response.status_code)).inc()
+            return response
+
+        app.add_api_route(path, answered, methods=[method], response_model=None)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def described() -> dict[str, Any]:
+        return {"id": service.name, "object": "model", "created": service.created, "owned_by": "fastspec"}
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [described()]})
+
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(described())
+
+    async def complete(request: Request) -> Response:
+        return await _answer(service, request, Completion)
+
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, Chat)
+
+    route("/health", "GET", health, open_to_all=True)
+    route("/metrics", "GET", metrics)
+    route("/v1/models", "GET", models)
+    route("/v1/models/{name:path}", "GET", model)
+    route("/v1/completions", "POST", complete)
+    route("/v1/chat/completions", "POST", chat)
+    return app
+
+
+def _check_key(request: Request, key: str | None) -> None:
+    given = request.headers.get("authorization", "")
+    # headers are bytes, read as latin-1 on the way
+    if key is not None and not secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
+        raise Refusal(
+            "this server wants its API key: send the header Authorization: Bearer KEY",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+async def _data(request: Request, limit: int) -> bytes:
+    """The body, which may not be longer than that."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip()
+    if kind != "application/json":  # a page in a browser cannot send this to another site without being asked
+        raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise Refusal(f"the body has more than {limit} bytes; shorten it, or raise --max-body", status=413)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _answer(service: Service, request: Request, kind: type[Body]) -> Response:
+    try:
+        data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
+    except asyncio.TimeoutError:
+        raise Refusal("the body did not come in time; send it again", status=408) from None
+    body: Body = read(kind, data)
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise Refusal("stream_options needs stream=true", "stream_options")
+    job = await service.start(body)
+    envelope = Envelope(body, service)
+    if body.stream:
+        told = body.stream_options is not None and body.stream_options.include_usage
+        return _Events(job, _events(job, envelope, told))
+    try:
+        return await _whole(job, envelope, request)
+    finally:
+        job.close()
+
+
+async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
+    """All answers at once; a client that is gone ends them."""
+    texts = asyncio.ensure_future(_texts(job))
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait([texts, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not texts.done():
+            raise Refusal("the client is gone", status=499)
+        return JSONResponse(envelope.whole(texts.result(), job.usage()))
+    finally:
+        gone.cancel()
+        texts.cancel()
+
+
+async def _texts(job: Job) -> list[tuple[Answer, str, str]]:
+    return await asyncio.gather(*(_text(job, answer) for answer in job.answers))
+
+
+async def _text(job: Job, answer: Answer) -> tuple[Answer, str, str]:
+    pieces = [piece async for piece in job.pieces(answer)]
+    return answer, "".join(piece.text for piece in pieces), str(pieces[-1].reason)
+
+
+async def _gone(request: Request) -> None:
+    """Waits until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Events(StreamingResponse):
+    """Answers as server-sent events. Whatever ends the response ends what is still being written."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx holds nothing back
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.close()
+
+
+async def _events(job: Job, envelope: Envelope, with_usage: bool) -> AsyncIterator[bytes]:
+    try:
+        async for answer, piece in job.together():
+            for one in envelope.piece(answer, piece):
+                yield _event(one)
+        if with_usage:
+            yield _event(envelope.last(job.usage()))
+        yield b"data: [DONE]\n\n"
+    except Refusal as error:  # the status has been sent
+        yield _event(error.body)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

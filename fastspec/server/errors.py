@@ -1,0 +1,58 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# names of our options that a message may begin with -> the field that set them
+_FIELDS = {
+    "stop_strings": "stop",
+    "num_speculative_tokens": "speculative_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_return_sequences": "n",
+}
+
+
+class Refusal(Exception):
+    """A request that is not answered.
+
+    Args:
+        message: what was got, what was wanted, and the next step.
+        field: of the body.
+        status: of HTTP.
+        kind: OpenAI's type of the error.
+        code: OpenAI's code.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        field: str | None = None,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def of_option(error: Exception, fields: set[str]) -> Refusal:
+    """What `submit` has refused, with the name of the field that set the option."""
+    message = str(error)
+    found = re.match(r"(?:option )?(\w+)", message)
+    name = _FIELDS.get(found[1], found[1]) if found else ""
+    return Refusal(message, name if name in fields else None)
+
+
+def failed(error: Exception) -> Refusal:
+    """An error of the model or the device; later requests may be answered."""
+    return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
+
+
+def too_late(seconds: float) -> Refusal:
+    """The time of a request is over."""
+    message = f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or raise --timeout"
+    return Refusal(message, status=504, kind="timeout", code="timeout")

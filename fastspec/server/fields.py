@@ -1,0 +1,195 @@
+"""Bodies of requests: OpenAI's fields, checked. A closed list: what is not served is named and refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fastspec.server.errors import Refusal
+from fastspec.state import MAX_TOP_LOGPROBS
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of completion have in common.
+
+    Fields of other servers that this one shares: `top_k`, `min_p`, `repetition_penalty`. Its own: `speculative_tokens`,
+    drafts per step, or "auto".
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=64)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    # these say who asks, or what for, and change no answer
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer, and are no part of it."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def recorded(self) -> int | None:
+        """Most probable tokens to tell at each place; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that says how many tokens there may be, and what it says."""
+        return "max_tokens", self.max_tokens
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `submit` for what was given: all others keep the checkpoint's defaults."""
+        same = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        options: dict[str, Any] = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        if self.temperature is not None:
+            options |= (
+                {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+            )
+        elif {"top_p", "top_k", "min_p"} & options.keys():
+            options["do_sample"] = True
+        if self.logit_bias:
+            options["logit_bias"] = {_id(key): value for key, value in self.logit_bias.items()}
+        if self.stops:
+            options["stop_strings"] = self.stops
+        if self.speculative_tokens is not None:
+            options["num_speculative_tokens"] = self.speculative_tokens
+        if self.recorded is not None:
+            options["logprobs"] = self.recorded or True
+        return options
+
+
+class Completion(Body):
+    """Of POST /v1/completions."""
+
+    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def recorded(self) -> int | None:
+        """As in Body."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One for each text or list of ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        whole = all(isinstance(one, int) for one in self.prompt)
+        return [self.prompt] if whole else list(self.prompt)  # type: ignore[list-item, arg-type]
+
+
+class Chat(Body):
+    """Of POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise Refusal("max_tokens and max_completion_tokens are the same; give one", "max_completion_tokens")
+        return self
+
+    @property
+    def recorded(self) -> int | None:
+        """As in Body."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """As in Body."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them: contents are texts.
+
+        Raises:
+            Refusal: a message without a role, or with a content that is no text.
+        """
+        return [_message(index, dict(message)) for index, message in enumerate(self.messages)]
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    place = f"messages[{index}]"
+    if message.get("role") not in _ROLES:
+        raise Refusal(f"{place}.role must be one of {', '.join(_ROLES)}, got {message.get('role')!r}", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise Refusal(
+                f"{place}.content may have parts of type text alone; this server reads nothing else", "messages"
+            )
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise Refusal(f"{place}.content must be a text, got {content!r}", "messages")
+    return message | {"content": content or ""}
+
+
+def _id(key: str) -> int:
+    if not key.isdecimal():
+        raise Refusal(f"logit_bias must map token ids to numbers, got the key {key!r}", "logit_bias")
+    return int(key)
+
+
+def read(kind: type[Body], data: bytes) -> Any:
+    """The checked body of a request.
+
+    Raises:
+        Refusal: it is no JSON, lacks a field, or has one that is not served or out of range; the error names it.
+    """
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        names = [str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list[", "literal["))]
+        field = names[0] if names else None
+        if first["type"] == "extra_forbidden":
+            served = ", ".join(kind.model_fields)
+            raise Refusal(f"{'.'.join(names)} is not supported; leave it out. Supported: {served}", field) from None
+        given = "" if first["type"] in ("missing", "json_invalid") else f", got {str(first['input'])[:80]!r}"
+        raise Refusal(f"{field or 'the body'}: {first['msg']}{given}", field) from None

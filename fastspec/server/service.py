@@ -1,0 +1,289 @@
+"""One generator behind the protocol: requests become handles, within limits, and are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.errors import InvalidLogits, OutOfPages
+from fastspec.generator import FastSpecGenerator
+from fastspec.inputs.row_options import derive_seed
+from fastspec.output import RowStats
+from fastspec.server.errors import Refusal, failed, of_option, too_late
+from fastspec.server.fields import Body, Chat, Completion
+from fastspec.server.texts import Answer, Piece
+
+COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for, and how many there may be.
+
+    Attributes:
+        body: bytes of a request.
+        tokens: new tokens of an answer; None: what there is room for.
+        requests: answers that are waited for, of all clients together.
+        seconds: for all answers of a request.
+    """
+
+    body: int = 2**20
+    tokens: int | None = None
+    requests: int = 256
+    seconds: float = 600.0
+
+
+class Meters:
+    """What /metrics tells, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        to: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("fastspec_requests", "Requests answered, by HTTP status.", ["status"], **to)
+        self.running = Gauge("fastspec_answers_running", "Answers that are being written or wait.", **to)
+        self.tokens = Counter(
+            "fastspec_tokens", "Tokens: of prompts, of those cached; completed, drafted, accepted.", ["kind"], **to
+        )
+        self.first = Histogram("fastspec_first_token_seconds", "From a request to its first token.", **to)
+        self.whole = Histogram("fastspec_answer_seconds", "From a request to the end of its answer.", **to)
+
+    def count(self, usage: dict[str, Any]) -> None:
+        """Takes in what a request has used."""
+        drafts = usage["completion_tokens_details"]
+        accepted, rejected = drafts["accepted_prediction_tokens"], drafts["rejected_prediction_tokens"]
+        for kind, count in {
+            "prompt": usage["prompt_tokens"],
+            "cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion": usage["completion_tokens"],
+            "drafted": accepted + rejected,
+            "accepted": accepted,
+        }.items():
+            self.tokens.labels(kind).inc(count)
+
+
+class Job:
+    """The answers of one request, from their start to `close`; belongs to an event loop.
+
+    Args:
+        answers: that were submitted.
+        prompt_tokens: of all prompts.
+        seconds: after which they are stopped.
+        meters: told of tokens and times.
+        release: called at the end.
+    """
+
+    def __init__(
+        self, answers: list[Answer], prompt_tokens: int, seconds: float, meters: Meters, release: Callable[[], None]
+    ) -> None:
+        self.answers, self._seconds, self._meters, self._release = answers, seconds, meters, release
+        self._prompt_tokens, self._start, self._late = prompt_tokens, time.perf_counter(), False
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._stop)
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends what is still being written, and counts what was. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._timer.cancel()
+            self.cancel()
+            self._meters.count(self.usage())
+            self._release()
+
+    def _stop(self) -> None:
+        self._late = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends all answers."""
+        for answer in self.answers:
+            answer.handle.cancel()
+
+    async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
+        """Of one answer.
+
+        Raises:
+            Refusal: it could not be written to its end.
+        """
+        first = True
+        try:
+            async for piece in answer.pieces():
+                if piece.reason == "cancelled":
+                    raise too_late(self._seconds) if self._late else Refusal("the request was stopped", status=499)
+                if first:
+                    self._meters.first.observe(time.perf_counter() - self._start)
+                    first = False
+                yield piece
+        except (InvalidLogits, RuntimeError) as error:
+            raise failed(error) from error
+        self._meters.whole.observe(time.perf_counter() - self._start)
+
+    async def together(self) -> AsyncIterator[tuple[Answer, Piece]]:
+        """Of all answers, as they come. A slow reader holds up none of them: what comes meanwhile is one piece."""
+        queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
+
+        async def feed(answer: Answer) -> None:
+            try:
+                async for piece in self.pieces(answer):
+                    await queue.put((answer, piece))
+            except Refusal as error:
+                await queue.put((answer, error))
+
+        feeds = [asyncio.ensure_future(feed(answer)) for answer in self.answers]
+        left = len(feeds)
+        try:
+            while left:
+                answer, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.reason is not None
+                yield answer, piece
+        finally:
+            for one in feeds:
+                one.cancel()
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the request so far, in OpenAI's shape; accepted drafts are its accepted predictions."""
+        rows = [answer.request.stats() for answer in self.answers]
+        new, accepted = sum(row.emitted for row in rows), sum(row.accepted for row in rows)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self._prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": sum(_cached(row) for row in rows)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(row.drafted for row in rows) - accepted,
+            },
+        }
+
+
+def _cached(row: RowStats) -> int:
+    return int(getattr(row, "cached_tokens", 0))
+
+
+class Service:
+    """A generator and what is served of it.
+
+    Args:
+        generator: its tokenizer is needed.
+        name: of the model, in requests and answers.
+        limits: of requests.
+
+    Raises:
+        ValueError: the checkpoint brings no tokenizer.
+    """
+
+    def __init__(self, generator: FastSpecGenerator, name: str, limits: Limits | None = None) -> None:
+        if generator.tokenizer is None:
+            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+        self.generator, self.name, self.limits = generator, name, limits or Limits()
+        self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
+        self.meters = Meters()
+        self.created = int(time.time())
+        self._running = 0
+
+    def _admit(self, count: int) -> None:
+        if self._running + count > self.limits.requests:
+            raise Refusal(
+                f"{self._running} answers are waited for, and {self.limits.requests} may be; try again later",
+                status=429,
+                kind="rate_limit_error",
+                code="too_many_requests",
+            )
+        self._running += count
+        self.meters.running.set(self._running)
+
+    def _release(self, count: int) -> None:
+        self._running -= count
+        self.meters.running.set(self._running)
+
+    def check_model(self, name: str) -> None:
+        """Raises Refusal where another model is asked for."""
+        if name != self.name:
+            raise Refusal(
+                f"the model {name!r} is not here; this server has {self.name!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+
+    async def start(self, body: Body) -> Job:
+        """Begins with the answers of a request.
+
+        Raises:
+            Refusal: something in it is not served, or there is no room for it.
+        """
+        count = body.n * (len(body.prompts) if isinstance(body, Completion) else 1)
+        self._admit(count)
+        try:  # a long text takes a while to tokenize: other requests go on meanwhile
+            answers, tokens = await asyncio.to_thread(self._submit, body)
+            return Job(answers, tokens, self.limits.seconds, self.meters, lambda: self._release(count))
+        except BaseException:
+            self._release(count)
+            raise
+
+    def _submit(self, body: Body) -> tuple[list[Answer], int]:
+        """Answers of a request that are being written, and the tokens of its prompts."""
+        prompts = [self._templated(body)] if isinstance(body, Chat) else self._prompts(body)
+        answers: list[Answer] = []
+        for prompt in prompts:
+            options = self._options(body, len(prompt))
+            for copy in range(body.n):
+                if body.seed is not None:  # the rows of generate(num_return_sequences=n, seed=seed)
+                    options["seed"] = [derive_seed(body.seed, 0, copy)]
+                try:
+                    handle = self.generator.submit(prompt, **options)
+                except (ValueError, OutOfPages) as error:
+                    raise of_option(error, set(type(body).model_fields)) from None
+                answers.append(Answer(len(answers), handle, self.tokenizer, body.stops))
+        return answers, sum(map(len, prompts))
+
+    def _templated(self, body: Chat) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise Refusal(
+                f"{self.name} has no chat template, so it takes no messages; send a prompt to /v1/completions",
+                "messages",
+            )
+        messages = body.conversation()
+        tools: Any = None if body.tool_choice == "none" else body.tools
+        try:
+            made: Any = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None
+        return list(made["input_ids"])
+
+    def _prompts(self, body: Body) -> list[list[int]]:
+        assert isinstance(body, Completion), "there are two kinds"
+        ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in body.prompts]
+        if not all(ids):
+            raise Refusal("prompt has no tokens; give it at least one character", "prompt")
+        return ids
+
+    def _options(self, body: Body, prompt: int) -> dict[str, Any]:
+        options = body.options()
+        room = self.generator.max_length - prompt
+        most = room if self.limits.tokens is None else min(room, self.limits.tokens)
+        if room < 1:
+            raise Refusal(
+                f"the prompt has {prompt} tokens, and {self.generator.max_length} are all that prompt and answer may "
+                "have; shorten it",
+                "messages" if isinstance(body, Chat) else "prompt",
+                code="context_length_exceeded",
+            )
+        field, asked = body.limit
+        if asked is not None and asked > most:
+            raise Refusal(f"{field} must be at most {most} after a prompt of {prompt} tokens, got {asked}", field)
+        usual = most if isinstance(body, Chat) else min(most, COMPLETION_TOKENS)
+        defaults = self.generator.generation_config
+        if options.get("do_sample") and "top_k" not in options and (defaults is None or defaults.top_k is None):
+            options["top_k"] = 0  # who asks for a temperature in this protocol gets the whole distribution
+        return options | {"max_new_tokens": asked or usual}

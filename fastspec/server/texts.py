@@ -1,0 +1,134 @@
+"""From tokens to what a client sees: text without stop strings, and log-probabilities with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.session.handle import Handle
+from fastspec.text.text_stream import TextStream
+
+
+class Visible:
+    """The text of an answer while its tokens come, up to a stop string and without it.
+
+    What may be the beginning of a stop string is held back until that is known. The pieces joined are the same whether
+    tokens come one by one or all at once.
+
+    Args:
+        tokenizer: the target's.
+        prompt: ids before the answer.
+        stops: texts that end it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], stops: list[str]) -> None:
+        self._stream = TextStream(tokenizer, prompt)
+        self._stops, self._held, self._ended = stops, "", False
+
+    def push(self, tokens: list[int]) -> str:
+        """Takes new tokens; text that is final now."""
+        return self._release(self._stream.push(tokens), last=False)
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        return self._release(self._stream.finish(), last=True)
+
+    def _release(self, piece: str, *, last: bool) -> str:
+        if self._ended:
+            return ""
+        text = self._held + piece
+        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
+            self._ended, self._held = True, ""
+            return text[: min(ends)]
+        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What some steps gave.
+
+    Attributes:
+        text: possibly none.
+        start, stop: the new tokens, among all of the answer.
+        reason: "stop" or "length" at the end; None before.
+    """
+
+    text: str
+    start: int
+    stop: int
+    reason: str | None = None
+
+
+class Answer:
+    """One answer that is being written.
+
+    Args:
+        index: among those of its request.
+        handle: its tokens.
+        tokenizer: the target's.
+        stops: texts that end it.
+    """
+
+    def __init__(self, index: int, handle: Handle, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
+        self.index, self.handle, self._tokenizer, self._stops = index, handle, tokenizer, stops
+        self.request = handle.call.requests[0]
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Its text as it comes, the last piece with the reason of the end.
+
+        Raises:
+            InvalidLogits, RuntimeError: as `Handle.result`.
+        """
+        visible = Visible(self._tokenizer, self.request.prompt, self._stops)
+        shown, stop_ids = 0, self.handle.call.chosen.stop_ids
+        async for start, shown in self.handle.pieces_in_loop():
+            new = self.request.new_tokens[start:shown]
+            # the id that ends a text is no part of it, whether its tokenizer calls it special or not
+            yield Piece(visible.push(new[:-1] if new[-1] in stop_ids else new), start, shown)
+        yield Piece(visible.finish(), shown, shown, self.request.finish_reason)
+
+    def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
+        """Log-probabilities of some tokens as /v1/chat/completions tells them; None where none were asked for."""
+        if self.handle.call.chosen.top_logprobs is None:
+            return None
+        content = []
+        for place in range(start, stop):
+            tops = self.request.top_logprobs[place]
+            entry = self._entry(self.request.new_tokens[place], self.request.logprobs[place])
+            content.append(entry | {"top_logprobs": [self._entry(*top) for top in tops]})
+        return {"content": content, "refusal": None}
+
+    def text_logprobs(self, start: int, stop: int, offset: int) -> dict[str, Any] | None:
+        """The same as /v1/completions tells them; `offset`: characters of the text before."""
+        if self.handle.call.chosen.top_logprobs is None:
+            return None
+        names = [self._name(token) for token in self.request.new_tokens[start:stop]]
+        lengths = [0]
+        for name in names:
+            lengths.append(lengths[-1] + len(name))
+        tops = self.request.top_logprobs[start:stop]
+        return {
+            "tokens": names,
+            "token_logprobs": self.request.logprobs[start:stop],
+            "top_logprobs": [{self._name(token): value for token, value in pairs} for pairs in tops],
+            "text_offset": [offset + length for length in lengths[:-1]],
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._name(token)
+        whole = "\ufffd" not in name  # bytes of a character that is not whole are not to be had from a decoder
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
+
+    def _name(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))

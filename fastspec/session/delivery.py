@@ -1,0 +1,114 @@
+"""What steps emit for the requests of one call, on its way from the thread that steps to whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from fastspec.runtime.request import Request
+
+
+class Delivery:
+    """The requests of one call, seen from outside of the thread that steps.
+
+    That thread tells of every token and every end; nobody else changes a request meanwhile. Nothing is queued: tokens
+    lie in their requests, and a count says how many of them may be read.
+
+    Args:
+        requests: of the call.
+
+    Attributes:
+        counts: tokens of each request that may be read, their log-probabilities with them.
+        begun: tokens of each request that came before this thread made its steps.
+        error: what ended the requests, where it was an error of the device or of a step.
+        started, ended: by `time.perf_counter`; `ended` is None while some request goes on.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.counts = [0] * len(requests)
+        self.begun = [0] * len(requests)
+        self.error: BaseException | None = None
+        self.started = time.perf_counter()
+        self.ended: float | None = None
+        self._places = {request: index for index, request in enumerate(requests)}
+        self._left = len(requests)
+        self._version = 0
+        self._changed = threading.Condition()
+        self._wakers: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all requests have ended."""
+        return self.ended is not None
+
+    def take(self, request: Request) -> None:
+        """A step has emitted tokens of a request, or ended it."""
+        with self._changed:
+            self.counts[self._places[request]] = len(request.new_tokens)
+            self._left -= request.finish_reason is not None
+            self._tell(self._left == 0)
+
+    def begin(self) -> None:
+        """From now on that thread makes the steps; whoever made them so far has read what there is."""
+        with self._changed:
+            self.counts = [len(request.new_tokens) for request in self.requests]
+            self.begun = list(self.counts)
+            self._left = sum(request.finish_reason is None for request in self.requests)
+            self._tell(self._left == 0)
+
+    def fail(self, error: BaseException) -> None:
+        """An error has ended the requests."""
+        with self._changed:
+            self.error = error
+            self._tell(True)
+
+    def _tell(self, ended: bool) -> None:
+        if ended and self.ended is None:
+            self.ended = time.perf_counter()
+        self._version += 1
+        self._changed.notify_all()
+        wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    def check(self) -> None:
+        """Raises RuntimeError where an error has ended the requests."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"a step failed, and with it all requests that were there: {self.error}. Submit them again"
+            ) from self.error
+
+    def wait(self, version: int, timeout: float | None = None) -> int:
+        """Waits until there is more than at that version, or the end; returns the version there is now.
+
+        Raises:
+            TimeoutError: nothing came for so many seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
+                raise TimeoutError(f"no token came for {timeout} s; the request goes on, cancel() ends it")
+            return self._version
+
+    async def wait_in_loop(self, version: int) -> int:
+        """As `wait`, in an event loop, whose thread goes on."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            if self.done or self._version != version:
+                return self._version
+            self._wakers.append(wake)
+        try:
+            await woken.wait()
+        finally:
+            with self._changed, suppress(ValueError):
+                self._wakers.remove(wake)
+        return self._version

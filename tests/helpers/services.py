@@ -1,0 +1,32 @@
+"""A pair of tiny models with a tokenizer of bytes and a chat template, for tests of handles and of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastspec import FastSpecGenerator
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.tokenizers import byte_tokenizer
+
+END = 258
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | length }}\n{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def small_pair(folder: Path, *, template: bool = True) -> tuple[Path, Path]:
+    """Directories of (target, draft); greedy drafts are accepted now and then, and texts are noise without end."""
+    sizes: dict[str, Any] = {"vocab_size": END + 1, "eos_token_id": END, "bos_token_id": None, "std": 0.12}
+    pair = folder / "target", folder / "draft"
+    for path, layers in zip(pair, (2, 1), strict=True):
+        make_checkpoint(path, "llama2", seed=3, num_hidden_layers=layers, **sizes)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = TEMPLATE if template else None
+        tokenizer.save_pretrained(path)
+    return pair
+
+
+def opened(pair: tuple[Path, Path], **options: Any) -> FastSpecGenerator:
+    return FastSpecGenerator(*pair, **{"max_length": 160, "device": "cpu", "progress": False, **options})

@@ -1,0 +1,79 @@
+"""A tiny pair behind a server in a thread, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from fastspec import FastSpecGenerator
+from fastspec.server.run import Server, listening
+from fastspec.server.service import Limits, Service
+from tests.helpers.services import opened, small_pair
+
+
+@dataclass
+class Running:
+    """A server that answers.
+
+    Attributes:
+        url: of its /v1.
+        service: what it serves.
+        server: ends by `should_exit`.
+    """
+
+    url: str
+    service: Service
+    server: Server
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    @property
+    def port(self) -> int:
+        return int(self.root.rsplit(":", 1)[1])
+
+
+@contextmanager
+def running(
+    generator: FastSpecGenerator, *, name: str = "small", limits: Limits | None = None, api_key: str | None = None
+) -> Iterator[Running]:
+    up, service = threading.Event(), Service(generator, name, limits)
+    server = Server(service, api_key=api_key, started=up.set)
+    with listening("127.0.0.1", 0) as on:
+        thread = threading.Thread(target=server.serve_on, args=(on,))
+        thread.start()
+        try:
+            assert up.wait(60)
+            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}/v1", service, server)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return small_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def gen(pair: tuple[Path, Path]) -> Iterator[FastSpecGenerator]:
+    with opened(pair, max_batch_size=4, max_length=400) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def server(gen: FastSpecGenerator) -> Iterator[Running]:
+    with running(gen) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

@@ -1,0 +1,183 @@
+"""What a server refuses, and how it says so: OpenAI's shape, with the field's name."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastspec import FastSpecGenerator
+from fastspec.server.service import Limits
+from tests.helpers.services import opened, small_pair
+from tests.server.conftest import Running, running
+
+TEXT: dict[str, Any] = {"model": "small", "prompt": "the", "max_tokens": 4}
+CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+
+
+def post(
+    server: Running, body: Any, path: str = "completions", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", f"/v1/{path}", data, {"Content-Type": "application/json", **(headers or {})})
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+
+def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", path, headers=headers or {})
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("suffix", "x", "suffix is not supported"),
+        ("best_of", 2, "best_of is not supported"),
+        ("echo", True, "echo"),
+        ("n", 0, "n: .*greater than or equal to 1, got '0'"),
+        ("n", 65, "n"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_tokens", 10_000, "max_tokens must be at most"),
+        ("max_tokens", "4", "max_tokens: .*integer"),
+        ("temperature", 3, "temperature"),
+        ("top_p", 1.1, "top_p"),
+        ("logprobs", 21, "logprobs"),
+        ("logit_bias", {"x": 1}, "logit_bias"),
+        ("logit_bias", {"100000": 1}, "logit_bias must be"),
+        ("stop", "", "stop"),
+        ("stop", ["x"] * 17, "stop"),
+        ("seed", 2**63, "seed"),
+        ("speculative_tokens", 9, "speculative_tokens=9|num_speculative_tokens=9"),
+        ("prompt", "", "prompt has no tokens"),
+        ("prompt", [], "prompt"),
+        ("prompt", [100_000], "prompt"),
+        ("prompt", "x" * 500, "the prompt has 500 tokens"),
+        ("stream_options", {"include_usage": True}, "stream_options needs stream=true"),
+        ("store", True, "store"),
+    ],
+)
+def test_a_field_of_a_completion_is_named(server: Running, field: str, value: Any, says: str) -> None:
+    status, answer = post(server, {**TEXT, field: value})
+    assert (status, answer["error"]["type"], answer["error"]["param"]) == (400, "invalid_request_error", field)
+    assert re.search(says, answer["error"]["message"]), answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("audio", {}, "audio is not supported"),
+        ("functions", [], "functions is not supported"),
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("tool_choice", "required", "tool_choice"),
+        ("top_logprobs", 2, "top_logprobs needs logprobs=true"),
+        ("max_completion_tokens", 4, "are the same"),
+        ("messages", [], "messages"),
+        ("messages", [{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of"),
+        ("messages", [{"role": "user", "content": 3}], r"messages\[0\].content must be a text"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "parts of type text alone"),
+        ("messages", [{"role": "user", "content": "x" * 500}], "are all that prompt and answer may"),
+    ],
+)
+def test_a_field_of_a_chat_is_named(server: Running, field: str, value: Any, says: str) -> None:
+    status, answer = post(server, {**CHAT, field: value}, "chat/completions")
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert re.search(says, answer["error"]["message"]), answer["error"]["message"]
+
+
+def test_bodies_that_are_none(server: Running) -> None:
+    assert post(server, b"{")[0] == 400
+    assert post(server, b"[]")[0] == 400
+    missing = post(server, {"model": "small"})
+    assert (missing[0], missing[1]["error"]["param"]) == (400, "prompt")
+    other = post(server, {**TEXT, "model": "gpt"})
+    assert (other[0], other[1]["error"]["code"]) == (404, "model_not_found")
+    assert post(server, TEXT, headers={"Content-Type": "text/plain"})[0] == 415
+    assert get(server, "/v1/nothing")[0] == 404
+    assert post(server, TEXT)[0] == 200
+
+
+def test_limits(gen: FastSpecGenerator) -> None:
+    with running(gen, limits=Limits(body=2000, tokens=20, requests=3, seconds=60)) as server:
+        status, answer = post(server, {**TEXT, "user": "x" * 2000})
+        assert (status, "more than 2000 bytes" in answer["error"]["message"]) == (413, True)
+        assert post(server, {**TEXT, "max_tokens": 21})[1]["error"]["param"] == "max_tokens"
+        chat = post(server, {name: CHAT[name] for name in ("model", "messages")}, "chat/completions")
+        assert chat[1]["usage"]["completion_tokens"] == 20
+        status, answer = post(server, {**TEXT, "n": 4})
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        assert post(server, {**TEXT, "n": 3})[0] == 200, "there is room again, and always was"
+
+
+def test_time_is_limited(gen: FastSpecGenerator) -> None:
+    with running(gen, limits=Limits(seconds=1e-3)) as server:
+        server.service.limits = Limits(seconds=60)  # for the body; what the answer has is asked anew
+        assert post(server, TEXT)[0] == 200
+    with running(gen) as server:
+        start = server.service.start
+
+        async def hurried(body: Any) -> Any:
+            job = await start(body)
+            job._stop()
+            return job
+
+        server.service.start = hurried  # type: ignore[method-assign]
+        status, answer = post(server, {**TEXT, "max_tokens": 300})
+        assert (status, answer["error"]["type"]) == (504, "timeout")
+        assert server.service._running == 0
+
+
+def test_a_key(gen: FastSpecGenerator) -> None:
+    with running(gen, api_key="sésame") as server:
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sésame"}):
+            status, answer = post(server, TEXT, headers={k: v.encode().decode("latin-1") for k, v in headers.items()})
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert get(server, "/v1/models")[0] == get(server, "/metrics")[0] == 401
+        assert get(server, "/health") == (200, '{"status":"ok"}')
+        key = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
+        assert post(server, TEXT, headers=key)[0] == get(server, "/metrics", key)[0] == 200
+
+
+def test_metrics(server: Running) -> None:
+    def value(name: str) -> float:
+        lines = get(server, "/metrics")[1].splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    before = value('fastspec_tokens_total{kind="completion"}'), value('fastspec_requests_total{status="200"}')
+    status, answer = post(server, {**TEXT, "n": 2, "temperature": 1})
+    assert status == 200
+    after = value('fastspec_tokens_total{kind="completion"}'), value('fastspec_requests_total{status="200"}')
+    assert after[0] - before[0] == answer["usage"]["completion_tokens"]
+    assert after[1] - before[1] == 3, "this one, and those for metrics before and after it"
+    assert value("fastspec_answers_running") == 0
+    assert value("fastspec_first_token_seconds_count") > 0
+
+
+def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
+    with opened(small_pair(tmp_path, template=False)) as gen, running(gen) as server:
+        status, answer = post(server, CHAT, "chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "send a prompt to /v1/completions" in answer["error"]["message"]
+
+
+def test_an_error_of_the_device_is_the_servers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> Any:
+        raise RuntimeError("the device fell off")
+
+    with monkeypatch.context() as plant:
+        plant.setattr(server.service.generator._open().scheduler, "step", failing)
+        status, answer = post(server, TEXT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "fell off" in answer["error"]["message"]
+    assert post(server, TEXT)[0] == 200
