@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastspec.models.weights.pair import resolve_pair
+from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.build import build
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import settings_of
@@ -203,7 +204,7 @@ def engine_with(
         verification=verification,
         proposer=proposer,
     )
-    common = {"release_source": False, "nvtx": False, "progress": False}
+    common: dict[str, Any] = {"release_source": False, "nvtx": False, "progress": False, "ranks": Ranks.alone()}
     vocab = found.spec.vocab_size
     engine, pending = build(settings, found, drafting, proposer=proposer, shared_vocab=vocab, **common)
     for weights in pending:
