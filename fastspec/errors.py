@@ -26,3 +26,10 @@ class InvalidLogits(RuntimeError):
 
 class OutOfPages(RuntimeError):
     """The K/V cache has too few free pages for the rows that were asked for."""
+
+
+class RankFailed(RuntimeError):
+    """Another process of a tensor-parallel group died, raised or hangs. Names the rank and what is known of the cause.
+
+    No generator of this group can go on: end all its processes and start them again.
+    """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.build import build
@@ -68,6 +70,9 @@ class FastSpecGenerator:
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
         nvtx: name steps and their phases to a profiler, as NVTX ranges.
         progress: show progress bars and the chosen max_length on stderr.
+        tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
+            those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
+        draft_tensor_parallel: "split" shares the draft as well; by default every process has all of it.
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
@@ -100,6 +105,8 @@ class FastSpecGenerator:
         compile: bool = False,
         nvtx: bool = False,
         progress: bool = True,
+        tensor_parallel: int | str | None = None,
+        draft_tensor_parallel: str | None = None,
     ) -> None:
         check(proposer, with_draft=draft is not None)
         options: PlanOptions = {
@@ -117,7 +124,9 @@ class FastSpecGenerator:
             "draft_quantization": draft_quantization,
             "feature_layers": feature_layers,
         }
-        how = {"exact": exact, "graphs": graphs, "compile": compile}
+        ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
+        progress = progress and ranks.first
+        how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
         self._target, self._draft, self._settings = checked(target, draft, options, **how)
         announce_synthetic(verification)
         if progress:
@@ -137,8 +146,9 @@ class FastSpecGenerator:
             release_source=release_source,
             nvtx=nvtx,
             progress=progress,
+            ranks=ranks,
         )
-        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress)
+        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
         with filling(weights, self.device) as loaded:
             self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
 
@@ -214,9 +224,10 @@ class FastSpecGenerator:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
         try:
-            for emitted in session.run(call):
-                if streamer is not None and emitted.get(0):
-                    streamer.put(torch.tensor(emitted[0], device="cpu"))
+            with session.ranks.guarded("generating"):
+                for emitted in session.run(call):
+                    if streamer is not None and emitted.get(0):
+                        streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
             error.output = calls.output_of(call, session.stats(call, start, time.perf_counter()))
             raise
@@ -260,6 +271,7 @@ class FastSpecGenerator:
             OutOfPages: it needs more pages than there are.
             RuntimeError: the generator is closed.
         """
+        self._open().check_submits()
         call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
         if len(call.requests) != 1:
             raise UnsupportedOption(
@@ -324,7 +336,9 @@ class FastSpecGenerator:
         """Checks a call and turns it into requests; touches no device memory."""
         self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        call = calls.prepare(self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        make = partial(calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        ranks = self._session.ranks
+        call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)
         return call
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,26 @@ Pairs = list[tuple[int, float]]  # ids and their log-probabilities
 SLOTS = 64  # many more than steps are ever launched ahead
 PATIENCE = 2.0  # seconds without a result after which the device is asked whether it is still working
 _HEADER = 4  # emitted, accepted, drafted, finish
+
+
+class Watch(Protocol):
+    """Looks after others without whom a step does not end."""
+
+    def launched(self) -> None:
+        """A step is launched."""
+
+    def waiting(self, seconds: float) -> None:
+        """Its result was waited for so long already; raises if that is in vain."""
+
+
+class NoOthers:
+    """The watch of one process alone."""
+
+    def launched(self) -> None:
+        """Nobody asks."""
+
+    def waiting(self, seconds: float) -> None:
+        """The device alone decides."""
 
 
 class RowResult(NamedTuple):
@@ -47,6 +67,8 @@ class ResultRing:
     Attributes:
         outbox: what steps write to.
         launched: sequence number of the last step that was launched.
+        watch: is told of launches, and how long a result is waited for; raises where others that the device waits for
+            have failed.
     """
 
     def __init__(self, batch: int, max_drafts: int, num_top: int, device: torch.device, *, pinned: bool) -> None:
@@ -60,11 +82,13 @@ class ResultRing:
         self.outbox = Outbox(entries, details, torch.zeros(1, dtype=torch.int64, device=device))
         self._words: NDArray[np.int64] | None = None
         self.launched = 0
+        self.watch: Watch = NoOthers()
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
         """Launches one step; returns its sequence number."""
         self._unsettled = True
+        self.watch.launched()
         launch()
         self.launched += 1
         self._unsettled = False
@@ -90,10 +114,12 @@ class ResultRing:
         Raises:
             RuntimeError: the device failed, or the step ended without leaving results.
         """
-        deadline = time.monotonic() + PATIENCE
+        start = time.monotonic()
+        deadline = start + PATIENCE
         while not self.ready(sequence):
             time.sleep(0)  # lets other threads run
             if time.monotonic() > deadline:
+                self.watch.waiting(time.monotonic() - start)
                 self._check_alive(sequence)
                 deadline = time.monotonic() + PATIENCE
         words = self._entry(sequence)[1 : 1 + rows * self._row_width].reshape(rows, -1).tolist()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
@@ -87,7 +88,7 @@ class Decoder:
             attended = self._attend(index, layer, qkv, rows)
             next_layer = layers[index + 1] if index + 1 < len(layers) else None
             plan = self.spec.plans[index]
-            if plan.fused_tail:
+            if self._fuses(plan):
                 x, qkv = self.ops.layer_tail(
                     self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
                 )
@@ -100,11 +101,19 @@ class Decoder:
             features[len(layers)] = self._norm(self.spec.plans[-1], x, self.weights.norm, self.weights.norm_bias)
         return x
 
+    def _fuses(self, plan: LayerPlan) -> bool:
+        """Whether what follows attention in a layer is one op."""
+        return plan.fused_tail
+
     def _qkv(self, index: int, x: Tensor, tiling: Tiling) -> Tensor:
         """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         x, options = self._normed(plan, x, layer.input_norm, layer.input_norm_bias)
-        return self.ops.linear(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        return self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
+        """A product whose result lies here whole, or this rank's part of it."""
+        return self.ops.linear(x, weight, bias, tiling, **options)
 
     def _normed(
         self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -122,13 +131,25 @@ class Decoder:
     def _tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
         """The residual stream behind a layer, product by product; see `LayerPlan`."""
         before = x
-        added = self.ops.linear(attended, layer.o, layer.o_bias, tiling)
-        x = x + self._to_add(plan, added, layer.attended_norm)
+        x = self._joined(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
         if plan.parallel:
-            added = self._mlp(plan, before, layer.input_norm, layer.input_norm_bias, layer, tiling)
+            inner = self._inner(plan, before, layer.input_norm, layer.input_norm_bias, layer, tiling)
         else:
-            added = self._mlp(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
-        return x + self._to_add(plan, added, layer.mlp_norm)
+            inner = self._inner(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
+        return self._joined(plan, inner, layer.down, layer.down_bias, x, layer.mlp_norm, tiling)
+
+    def _joined(
+        self,
+        plan: LayerPlan,
+        given: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        x: Tensor,
+        norm: Tensor | None,
+        tiling: Tiling,
+    ) -> Tensor:
+        """x and what a part of a layer adds to it, by its last product. With several ranks, the place of a sum."""
+        return x + self._to_add(plan, self.ops.linear(given, weight, bias, tiling), norm)
 
     def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
         """What a part of a layer adds to x: its norm, if there is one, times the plan's factor."""
@@ -136,7 +157,7 @@ class Decoder:
             added = self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
 
-    def _mlp(
+    def _inner(
         self,
         plan: LayerPlan,
         x: Tensor,
@@ -145,23 +166,30 @@ class Decoder:
         layer: LayerWeights,
         tiling: Tiling,
     ) -> Tensor:
-        linear = self.ops.linear
+        """What the MLP's last product multiplies."""
         x, options = self._normed(plan, x, norm, bias)
-        inner = linear(x, layer.gate_up, layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
-        if not plan.fused_gate:
-            inner = reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
-        return linear(inner, layer.down, layer.down_bias, tiling)
+        inner = self._product(x, layer.gate_up, layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
+        return inner if plan.fused_gate else self._activated(plan, inner)
+
+    def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
+        """The MLP's activation of gate and up, where no product has it."""
+        if plan.fused_gate:
+            return reference.silu_mul(inner)
+        return reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
-        scales = self.spec.scales
-        x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
-        logits = self.ops.linear(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
+        scales, logits = self.spec.scales, self._raw_logits(hidden, tiling)
         if scales.logits != 1.0:
             logits = logits * scales.logits
         if scales.softcap is not None:
             logits = torch.tanh(logits / scales.softcap) * scales.softcap
         return logits
+
+    def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """fp32 logits [..., V] before they are scaled."""
+        x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
+        return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
@@ -169,6 +197,10 @@ class Decoder:
         if scales.logits != 1.0 or scales.softcap is not None:  # which may make two logits equal that were not
             out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
             return
+        self._raw_argmax(hidden, limit, tiling, out)
+
+    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As `argmax`, of logits that are not scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
 
@@ -201,7 +233,7 @@ class Decoder:
             rule=plan.rule,
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
-            product=layer.o if plan.fused_tail else None,
+            product=layer.o if self._fuses(plan) else None,
             tiling=rows.tiling,
         )
 

@@ -89,6 +89,10 @@ class ModelSource(Protocol):
     def stored(self) -> str:
         """How its matrices are stored where they are quantised; else empty."""
 
+    @property
+    def ranks(self) -> int:
+        """Processes that share it, each with its slices."""
+
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
 

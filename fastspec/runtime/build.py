@@ -20,8 +20,10 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending
+from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import allocate_weights
 from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import TakesGiven
 from fastspec.proposers.draft_model import DraftModel
@@ -44,6 +46,7 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
@@ -54,12 +57,14 @@ def build(
         shared_vocab: ids below this mean the same to draft and target.
         release_source, progress: as in `allocate_weights`.
         nvtx: name steps and their phases to a profiler.
+        ranks: that share the models; None: this process is alone.
 
     Raises:
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
+    ranks = ranks or Ranks.alone()
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
@@ -93,7 +98,11 @@ def build(
             ops=inside,
         )
         pending.append(allocated)
-        return kind(spec, allocated.weights, cache_of(spec, dtype), inside, **sizes)
+        cache = cache_of(spec, dtype)
+        if checkpoint.sliced is not None and exchange is not None:
+            part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
+            return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
+        return kind(spec, allocated.weights, cache, inside, **sizes)
 
     def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
         pages = layout.num_pages(length), layout.page_size
@@ -119,6 +128,10 @@ def build(
         return made
 
     with runner.on():
+        exchange = None
+        if ranks.asked:
+            widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
+            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"], widest)
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)
@@ -140,6 +153,8 @@ def build(
         chosen = choose(proposer, model, scoring.vocab_size)
         features = feature_buffer(chosen, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
+        if ranks.size > 1:
+            ring.watch = ranks.world
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -161,13 +176,14 @@ def build(
         ring=ring,
         verification=settings.verification,
         mean_weight=_mean_weight(settings, target),
+        share_seconds=ranks.world.share_seconds,
     )
     return engine, pending
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
     """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
-    if settings.device.type != "cpu" or settings.compiled:
+    if settings.device.type != "cpu" or settings.compiled or target.ranks > 1:
         return None
     dtype = settings.layout.target_dtype
     return target.spec.weight_bytes(dtype) / dtype.itemsize / (4 * target.spec.num_layers + 1)

@@ -237,7 +237,10 @@ def _parts(
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
-            found[k] = engine.part_seconds(bucket, shape, _REPEATS)
+            draft, score = map(engine.share_seconds, engine.part_seconds(bucket, shape, _REPEATS))
+            assert draft is not None, "both were measured"
+            assert score is not None, "both were measured"
+            found[k] = draft, score
     return found
 
 

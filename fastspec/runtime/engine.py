@@ -32,6 +32,11 @@ _MORE = 4  # times as many has each further kind of them
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
+def _as_measured(seconds: float | None) -> float | None:
+    """Of one process alone."""
+    return seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Everything a scheduler runs on; lives as long as the generator.
@@ -47,6 +52,7 @@ class Engine:
         ring: where steps leave their results.
         verification: how drafts are judged.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
+        share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
         threads: that work on a step, on the CPU; None: nobody has chosen.
         prefill_slot: where prompts pass through.
     """
@@ -61,6 +67,7 @@ class Engine:
     ring: ResultRing
     verification: Verification = REJECTION
     mean_weight: float | None = None
+    share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
     prefill_slot: PrefillSlot = field(init=False)
 

@@ -46,6 +46,7 @@ def explain(
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
+        *([f"ranks      {settings.ranks}"] if settings.ranks else []),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]

@@ -355,7 +355,7 @@ class Scheduler:
             return
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
-        quiet = seconds if step.timed else None
+        quiet = self.engine.share_seconds(seconds if step.timed else None)
         policy.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
 
 

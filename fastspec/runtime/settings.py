@@ -44,6 +44,7 @@ class Settings:
         memory: the plan.
         verification: how drafts are judged.
         auto: calls that say nothing choose k while they decode.
+        ranks: who else has a part of the model, in words; empty for none.
     """
 
     device: torch.device
@@ -56,6 +57,7 @@ class Settings:
     memory: MemoryPlan
     verification: Verification
     auto: bool = False
+    ranks: str = ""
 
     @property
     def exact(self) -> bool:
@@ -93,7 +95,7 @@ def settings_of(
     drafts = _drafts(num_speculative_tokens, draft)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
-    on, rule = _device(device, target), checked(verification)
+    on, rule = device_of(device, target), checked(verification)
     layout = Layout(
         batch=max_batch_size,
         max_drafts=drafts if draft or proposer else 0,
@@ -109,9 +111,9 @@ def settings_of(
     read, kept = _features(target, draft, proposer, drafts)
     layout = replace(layout, feature_layers=read, feature_elements=kept)
     layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
-    length, reason = _max_length(max_length, layout, on)
+    length, reason = _max_length(max_length, layout, on, _free_bytes(on, target))
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
-    memory = layout.plan(length, free_bytes(on))
+    memory = layout.plan(length, _free_bytes(on, target))
     _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
     _check_hosted(target, draft, compile, layout.feature_layers)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
@@ -163,7 +165,8 @@ def _drafts(asked: int | str, draft: ModelSource | None) -> int:
     return drafts
 
 
-def _device(device: torch.device | str | None, target: ModelSource) -> torch.device:
+def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
+    """The device that a generator of this target runs on, where `device` was asked for."""
     if device is None and target.module is not None:
         chosen = next(target.module.parameters()).device
     else:
@@ -229,12 +232,16 @@ def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.devic
     return cast("torch.dtype", named)
 
 
-def _max_length(asked: int | None, layout: Layout, device: torch.device) -> tuple[int, str]:
+def _free_bytes(device: torch.device, target: ModelSource) -> int:
+    """Memory free for this process: each GPU has its own, and the ranks of a host share its memory."""
+    return free_bytes(device) // (target.ranks if device.type == "cpu" else 1)
+
+
+def _max_length(asked: int | None, layout: Layout, device: torch.device, free: int) -> tuple[int, str]:
     """The length of rows, and the reason for it."""
     # by default both models can take in a whole row; when asked for more, rows go on without drafts
     context = layout.target.max_length
     preferred = min(context, layout.draft.max_length) if layout.draft else context
-    free = free_bytes(device)
     allowed = int(free * FREE_SHARE)
     if asked is not None:
         asked = check_range("max_length", asked, 2, context)

@@ -117,4 +117,6 @@ def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], p
     with engine.on_device():
         for size, k in bar:
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
-            controller.know({(size, k): engine.seconds(size, shape, repeats)})
+            taken = engine.share_seconds(engine.seconds(size, shape, repeats))
+            assert taken is not None, "it was measured"
+            controller.know({(size, k): taken})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
@@ -11,9 +12,11 @@ import torch
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Settings, settings_of
 from fastspec.sampling.rules import Verification
+from fastspec.session.ranks import settled
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import PreTrainedModel
@@ -40,12 +43,13 @@ class PlanOptions(TypedDict, total=False):
 
 
 def checked(
-    target: Source, draft: Source | None, options: PlanOptions, **how: Any
+    target: Source, draft: Source | None, options: PlanOptions, ranks: Ranks | None = None, **how: Any
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target and draft, and the settings of a generator of them; nothing is loaded or allocated.
 
     Args:
         target, draft, options: arguments of the constructor.
+        ranks: that share the models; None: this process is alone.
         **how: those of `settings_of` that no memory depends on.
 
     Raises:
@@ -55,5 +59,8 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
-    one, other = resolve_pair(target, draft, revisions, quantization, sizes.pop("feature_layers", None))
+    pair = partial(resolve_pair, target, draft, revisions, quantization, sizes.pop("feature_layers", None))
+    if ranks is not None and ranks.asked:
+        return settled(ranks, pair, **sizes, **how)
+    one, other = pair()
     return one, other, settings_of(one, other, **sizes, **how)

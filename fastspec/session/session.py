@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fastspec.errors import UnsupportedOption
 from fastspec.output import Stats
+from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.calibrate import Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
@@ -35,14 +37,23 @@ class Session:
         settings: that the generator was made with.
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
+        ranks: that make every call alike; several make one call at a time.
 
     Attributes:
         running: the scheduler; None once the session is closed.
         loop: the thread that steps.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, drafting: DraftPlan, progress: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: Settings,
+        drafting: DraftPlan,
+        progress: bool,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.running: Scheduler | None = scheduler
+        self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
         rows = self.rows
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
@@ -93,6 +104,14 @@ class Session:
         finally:
             self.loop.turn.release()
 
+    def check_submits(self) -> None:
+        """Raises UnsupportedOption where several ranks share the model: requests would reach them at other times."""
+        if self.ranks.size > 1:
+            raise UnsupportedOption(
+                f"submit() and what stands on it do not go with tensor_parallel={self.ranks.size}: call generate() or "
+                "stream() with a batch, on every rank alike"
+            )
+
     def submit(self, call: Prepared) -> Handle:
         """Lets a call of one prompt join what runs; from any thread.
 
@@ -123,7 +142,7 @@ class Session:
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
         """
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("warming up"):
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
                 warm_up_for(
                     scheduler.engine,
@@ -133,7 +152,7 @@ class Session:
                     shortest,
                     progress=self.progress,
                     prompts=not shortest,
-                    loaded=loaded,
+                    loaded=lambda: self._all_ready(loaded),
                 )
 
     def run(self, call: Prepared) -> Iterator[Emitted]:
@@ -147,10 +166,13 @@ class Session:
         with self._joining:
             self.check_open()
             here = not self.in_use and not self.loop.running
+            if not here and self.ranks.size > 1:
+                raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
             self._calls.add(delivery)
         try:
             if here:
-                yield from self._step_here(call, delivery)
+                with self.ranks.guarded("generating"):
+                    yield from self._step_here(call, delivery)
             else:
                 self._join(call, delivery)
                 yield from _follow(delivery, 0)
@@ -185,13 +207,18 @@ class Session:
     def calibrate(self, call: Prepared) -> Calibration:
         """Tries every k on a call's prompts."""
         choice = self.drafting.every(call.chosen)
-        with self.alone() as scheduler:
+        with self.alone() as scheduler, self.ranks.guarded("calibrating"):
             self._make_ready(call, choice)
             return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
-        _make_ready(self.scheduler, rows, choice, lengths, self.progress)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.meet)
+
+    def _all_ready(self, loaded: Callable[[], None]) -> None:
+        """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
+        loaded()
+        self.ranks.world.meet()
 
     @property
     def rows(self) -> int:
@@ -225,6 +252,7 @@ class Session:
         finally:
             if not self.loop.running:
                 self.loop.turn.release()
+            self.ranks.close()
 
 
 def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
@@ -247,5 +275,12 @@ def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
             version = delivery.wait(version)
 
 
-def _make_ready(scheduler: Scheduler, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
-    warm_up_for(scheduler.engine, rows, choice, *lengths, progress=progress)
+def _make_ready(
+    scheduler: Scheduler,
+    rows: int,
+    choice: Choice,
+    lengths: tuple[int, int],
+    progress: bool,
+    loaded: Callable[[], None] = lambda: None,
+) -> None:
+    warm_up_for(scheduler.engine, rows, choice, *lengths, progress=progress, loaded=loaded)

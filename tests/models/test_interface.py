@@ -50,6 +50,8 @@ class Source:
     stored: str = ""
     module: nn.Module | None = None
 
+    ranks = 1
+
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         return self.spec.weight_bytes(dtype)
 

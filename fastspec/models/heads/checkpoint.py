@@ -51,6 +51,7 @@ class HeadCheckpoint:
         sample: the target's ids of a short text, to try readings on.
         stored: empty: heads are not quantised.
         module: None: heads are read from files.
+        ranks: 1: several processes do not share a head.
     """
 
     name: str
@@ -60,6 +61,7 @@ class HeadCheckpoint:
     sample: tuple[int, ...]
     stored: str = ""
     module: None = None
+    ranks: int = 1
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, with activations of `dtype`."""

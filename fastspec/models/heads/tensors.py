@@ -13,7 +13,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.heads.recognise import plain_name
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.weights.load import listing
+from fastspec.models.weights.shapes import listing
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class HeadTensors:
     def read(self, name: str) -> Tensor:
         """As of `ShardTensors`, by the name here."""
         return self._source.read(self._stored[name])
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        return self._source.read_part(self._stored[name], rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """None: heads are not stored quantised."""

@@ -109,6 +109,10 @@ class ModuleTensors:
         """The parameter itself, detached; the caller copies it."""
         return self._parameters[name].detach()
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a parameter."""
+        return self.read(name)[(rows, columns)[: self.read(name).dim()]]
+
     def kind(self, name: str) -> None:
         """None: nothing is quantised here."""
 

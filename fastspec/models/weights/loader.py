@@ -48,6 +48,9 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor. Threads may call it."""
+
     def kind(self, name: str) -> CodesKind | None:
         """What a matrix is quantised to; None: it is not."""
 

@@ -45,6 +45,9 @@ class Stored(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor where it lies."""
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+
     def kind(self, name: str) -> CodesKind | None:
         """What a matrix is quantised to; None: it is not."""
 
@@ -105,6 +108,10 @@ class NamedTensors:
     def read(self, name: str) -> Tensor:
         """As of the source, by the parameter's name."""
         return self._source.read(self._stored[name])
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """As of the source, by the parameter's name."""
+        return self._source.read_part(self._stored[name], rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """As of the source, by the parameter's name."""

@@ -181,6 +181,15 @@ class ShardTensors:
             raise CheckpointError(f"{self.directory / file}: cannot read {name!r}: {error}") from error
         return tensor
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Rows and, of a matrix, columns of a tensor; nothing else of it is read."""
+        info = self._infos[name]
+        try:
+            part: torch.Tensor = self._open[info.where].get_slice(name)[(rows, columns)[: len(info.shape)]]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.directory / info.where}: cannot read {name!r}: {error}") from error
+        return part
+
     def kind(self, name: str) -> None:
         """None: nothing is quantised here."""
 

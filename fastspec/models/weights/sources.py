@@ -34,12 +34,13 @@ from fastspec.models.weights.generation import CONFIG, settings_of_directory, se
 from fastspec.models.weights.hub import download
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
-from fastspec.models.weights.load import check_no_others, check_tensors, listing, named, planned_bytes, tensor_shapes
+from fastspec.models.weights.load import named, planned_bytes
 from fastspec.models.weights.names import EMBED, HEAD, PREFIX, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
+from fastspec.models.weights.shapes import check_no_others, check_tensors, listing, tensor_shapes
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
     from fastspec.kernels.ops import Ops
     from fastspec.models.weights.shards import TensorInfo
+    from fastspec.models.weights.sliced import Sliced
 
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
@@ -75,6 +77,7 @@ class Checkpoint:
         stored: that in words.
         cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
         rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
+        sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Checkpoint:
     stored: str = ""
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
     rounded: CodeFormat | None = None
+    sliced: Sliced | None = None
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
@@ -95,12 +99,13 @@ class Checkpoint:
         return planned_bytes(self, dtype=dtype, device=device, ops=ops)
 
     @property
-    def native(self) -> ModelSpec:
-        """The spec of a model that our decoder runs.
+    def ranks(self) -> int:
+        """Processes that share it."""
+        return 1 if self.sliced is None else self.sliced.share.size
 
-        Raises:
-            UnsupportedModel: the model is hosted.
-        """
+    @property
+    def native(self) -> ModelSpec:
+        """The spec of a model that our decoder runs; UnsupportedModel where it is hosted."""
         if not isinstance(self.spec, ModelSpec):
             raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
         return self.spec

@@ -118,6 +118,10 @@ class QuantisedShards:
         codes = self.codes(name, torch.device("cpu"))
         return self._stored.read(name) if codes is None else codes.dequantise(torch.float32)
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Part of a tensor; all of a quantised matrix is read for it."""
+        return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+
     def kind(self, name: str) -> CodesKind | None:
         """What the codes of a tensor will be; None: it is not quantised."""
         matrix = self._matrices.get(name)

@@ -24,8 +24,8 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodeFormat, Codes
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
-from fastspec.models.weights.load import tensor_shapes
 from fastspec.models.weights.names import EMBED, HEAD, parameter
+from fastspec.models.weights.shapes import tensor_shapes
 from fastspec.models.weights.shards import INDEX, ShardTensors
 from fastspec.models.weights.sources import resolve
 

@@ -1,0 +1,235 @@
+"""Exchange between the GPUs of one host, inside a captured step: each rank pushes what it has into the others' memory.
+
+    added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 partial sums of rank r
+    gather:  out = x_0 | x_1 | ..                                   side by side in every row
+
+| argument | shape, dtype                             | notes                                                    |
+|----------|------------------------------------------|----------------------------------------------------------|
+| x        | [M, N] of 4 bytes an element             | contiguous, at most `Room.elements` in all               |
+| residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
+| bias     | [N], any float dtype                     | or None                                                  |
+
+Ranks are added as one binary tree, neighbours first, by every rank for itself: all get the same bits. A block of BLOCK
+elements has a flag for each rank and a number that counts its exchanges, its epoch. It pushes its elements, then its
+epoch, and waits for the epochs of the others: nobody waits for a whole tensor. Two halves of the room take turns: a
+rank that is one exchange ahead cannot overwrite what another still reads, for it has waited for that one's next push.
+
+A program that waits for longer than LIMIT stops the device with an error, so that nothing spins for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import has_pdl, launch
+
+BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
+LIMIT = 120_000_000_000  # nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory that the ranks of a host share.
+
+    Attributes:
+        rank, size: of this process.
+        elements: of 4 bytes, of the largest tensor.
+        buffers: int64 [size], where each rank's fp32 [2, size, elements] lies.
+        flags: int64 [size], where each rank's int32 [size, blocks] lies, zeros at first.
+        epochs: int32 [blocks], this rank's own, zeros at first.
+        held: the memory itself, kept alive.
+    """
+
+    rank: int
+    size: int
+    elements: int
+    buffers: Tensor
+    flags: Tensor
+    epochs: Tensor
+    held: tuple[object, ...] = ()
+
+
+def blocks_of(elements: int) -> int:
+    """Blocks of a tensor."""
+    return -(-elements // BLOCK)
+
+
+@triton.jit
+def _store_release(address, value):
+    """Stores behind all that this program has stored before, for every device to see."""
+    return tl.inline_asm_elementwise(
+        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, value], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _load_acquire(address):
+    """Loads; what is loaded afterwards is at least as new."""
+    return tl.inline_asm_elementwise("ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], tl.int32, False, 1)
+
+
+@triton.jit
+def _now(zero):
+    """Nanoseconds."""
+    return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
+
+
+@triton.jit
+def _stop_after(start, limit):
+    """Ends all work of the device with an error if `limit` nanoseconds have passed since `start`."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u64 t; .reg .pred late; mov.u64 t, %globaltimer; sub.u64 t, t, $1; setp.gt.u64 late, t, $2;"
+        " @late trap; mov.u32 $0, 0; }",
+        "=r,l,l",
+        [start, limit],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def _push_and_wait(
+    value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Gives a block to all other ranks, and waits for theirs; returns where they lie, a rank's behind the other's."""
+    buffers_ptr, flags_ptr, epochs_ptr = room
+    pid = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + pid) + 1
+    half = (epoch % 2).to(tl.int64) * SIZE * elements
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+            tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, value, mask=there)
+    tl.debug_barrier()
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            flag = tl.load(flags_ptr + peer) + (RANK * blocks + pid).to(tl.int64) * 4
+            _store_release(flag, epoch)
+    own_flags = tl.load(flags_ptr + RANK)
+    start = _now(pid)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            flag = own_flags + (peer * blocks + pid).to(tl.int64) * 4
+            while _load_acquire(flag) < epoch:
+                _stop_after(start, limit)
+    tl.debug_barrier()
+    tl.store(epochs_ptr + pid, epoch)
+    return tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
+
+
+@triton.jit
+def _of_rank(own, mine, at, there, elements, rank: tl.constexpr, RANK: tl.constexpr):
+    """A block of one rank: what was kept of this one's own, or what another pushed."""
+    if rank == RANK:
+        return own
+    else:
+        return tl.load(mine + rank * elements.to(tl.int64) + at, mask=there, other=0.0, volatile=True)
+
+
+@triton.jit
+def _tree(own, mine, at, there, elements, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
+    """The sum of COUNT ranks from FIRST on: 1, 2, 4 or 8 of them."""
+    if COUNT == 1:
+        return _of_rank(own, mine, at, there, elements, FIRST, RANK)
+    else:
+        left = _tree(own, mine, at, there, elements, FIRST, COUNT // 2, RANK)
+        right = _tree(own, mine, at, there, elements, FIRST + COUNT // 2, COUNT // 2, RANK)
+        return left + right
+
+
+@triton.jit
+def _added_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of the sum."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
+    total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of every rank's part."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
+    place = (at // width).to(tl.int64) * (SIZE * width) + at % width
+    for rank in tl.static_range(SIZE):
+        part = _of_rank(own, mine, at, there, elements, rank, RANK)
+        tl.store(out_ptr + place + rank * width, part, mask=there)
+
+
+def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
+    """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
+
+    Raises:
+        ValueError: x is not contiguous fp32, or has no room.
+    """
+    _check(x, room)
+    out = torch.empty_like(x if residual is None else residual)
+    residual = None if residual is None else residual.contiguous()
+    _launch(_added_kernel, x, (x, bias, residual, out), room)
+    return out
+
+
+def exchange_gather(x: Tensor, room: Room) -> Tensor:
+    """x [..., W] of every rank side by side: [..., size * W].
+
+    Raises:
+        ValueError: as `exchange_added`.
+    """
+    _check(x, room)
+    out = torch.empty(*x.shape[:-1], room.size * x.shape[-1], dtype=x.dtype, device=x.device)
+    _launch(_gather_kernel, x, (x, out), room)
+    return out
+
+
+def _launch(kernel: object, x: Tensor, tensors: tuple[Tensor | None, ...], room: Room) -> None:
+    pdl = has_pdl(x.device)
+    launch(
+        kernel,
+        (blocks_of(x.numel()),),
+        *tensors,
+        (room.buffers, room.flags, room.epochs),
+        *(x.numel(), x.shape[-1], room.elements, len(room.epochs), LIMIT),
+        RANK=room.rank,
+        SIZE=room.size,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+
+
+def _check(x: Tensor, room: Room) -> None:
+    if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() > room.elements:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}, contiguous: {x.is_contiguous()}; wanted contiguous float32 of at most "
+            f"{room.elements} elements"
+        )

@@ -1,0 +1,188 @@
+"""A rank's own slices of a checkpoint, by the names of the whole tensors: nothing else of them is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fastspec.errors import UnsupportedOption
+from fastspec.models.config import ModelSpec
+from fastspec.models.weights.names import HEAD
+from fastspec.models.weights.shards import TensorInfo
+from fastspec.parallel.slices import Cut, Share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastspec.kernels.common.codes import Codes
+    from fastspec.models.weights.loader import TensorSource
+    from fastspec.models.weights.sources import Checkpoint
+
+
+_SAMPLE, _SAMPLES = 4096, 256  # bytes of a file that are looked at, at how many places
+
+
+class Slice(NamedTuple):
+    """What is read of a tensor: ranges of rows, under each other, and one of columns; None: all columns."""
+
+    rows: tuple[Cut, ...]
+    columns: Cut | None = None
+
+
+class Sliced(NamedTuple):
+    """What of a checkpoint one rank loads.
+
+    Attributes:
+        share: its part.
+        spec: of the whole model.
+    """
+
+    share: Share
+    spec: ModelSpec
+
+
+def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
+    """The checkpoint as one rank sees it: with the sizes of its part, and only its slices to be read.
+
+    Raises:
+        UnsupportedOption: a model that is not cut.
+    """
+    if checkpoint.spec.hosting or checkpoint.quantisation is not None or checkpoint.rounded is not None:
+        kind = "hosted" if checkpoint.spec.hosting else "quantised"
+        raise UnsupportedOption(
+            f"{checkpoint.role}: {checkpoint.name} is {kind}, and tensor_parallel cuts 16-bit and fp32 weights "
+            "of native families alone; leave tensor_parallel out"
+        )
+    whole = checkpoint.native
+    return replace(checkpoint, spec=local_spec(whole, share), sliced=Sliced(share, whole))
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
+    whole = checkpoint.spec if checkpoint.sliced is None else checkpoint.sliced.spec
+    found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
+    if checkpoint.directory is not None:
+        for file in sorted(checkpoint.directory.glob("*.safetensors")):
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                    opened.seek(start)
+                    found.update(opened.read(_SAMPLE))
+    elif checkpoint.module is not None:
+        for name, tensor in checkpoint.module.named_parameters():
+            found.update(repr((name, tuple(tensor.shape), tensor.detach().flatten()[:8].tolist())).encode())
+    return found.hexdigest()[:16]
+
+
+def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
+    """The spec of what one rank runs: fewer heads, and a narrower MLP.
+
+    Raises:
+        UnsupportedOption: a layer's arithmetic needs what other ranks have, between its two sums.
+    """
+    if spec.plans[0].qk_norm == "projection" and share.size > 1:
+        raise UnsupportedOption(
+            f"tensor_parallel={share.size} does not go with {spec.family}, whose norm of queries and keys is over all "
+            "heads at once; use one GPU"
+        )
+    heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
+    inner = share.cut(spec.intermediate_size)
+    return replace(
+        spec,
+        num_heads=heads.stop - heads.start,
+        num_kv_heads=kv_heads.stop - kv_heads.start,
+        intermediate_size=inner.stop - inner.start,
+    )
+
+
+def slices_of(spec: ModelSpec, share: Share) -> dict[str, Slice]:
+    """What a rank reads of the tensors that are cut, by name; of all others it reads everything."""
+    names, plan, dim = spec.names, spec.plans[0], spec.head_dim
+    heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
+    inner = share.cut(spec.intermediate_size)
+
+    def scaled(cut: Cut, by: int, offset: int = 0) -> Cut:
+        return Cut(offset + cut.start * by, offset + cut.stop * by)
+
+    found: dict[str, Slice] = {}
+
+    def by_rows(parts: tuple[str, ...], cuts: list[Cut], sizes: list[int], bias: bool) -> None:
+        """Rows of tensors that hold a part each, or of one that holds all parts under each other."""
+        if len(parts) == len(cuts):
+            each: list[tuple[Cut, ...]] = [(cut,) for cut in cuts]
+        else:  # one tensor
+            starts = [sum(sizes[:index]) for index in range(len(sizes))]
+            each = [tuple(Cut(start + cut.start, start + cut.stop) for start, cut in zip(starts, cuts, strict=True))]
+        for part, rows in zip(parts, each, strict=True):
+            found[f"{part}.weight"] = Slice(rows)
+            if bias:
+                found[f"{part}.bias"] = Slice(rows)
+
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    keys = scaled(kv_heads, dim)
+    by_rows(names.qkv, [scaled(heads, dim), keys, keys], [q_rows, kv_rows, kv_rows], plan.qkv_bias)
+    halves = 2 if plan.gated else 1
+    by_rows(names.gate_up, [inner] * halves, [spec.intermediate_size] * halves, plan.mlp_bias)
+    every_row = (Cut(0, spec.hidden_size),)
+    found[f"{names.o}.weight"] = Slice(every_row, scaled(heads, dim))
+    found[f"{names.down}.weight"] = Slice(every_row, inner)
+    whole = {f"model.layers.{layer}.{name}": each for layer in range(spec.num_layers) for name, each in found.items()}
+    if not spec.tied:
+        whole[HEAD] = Slice((share.vocab_cut(spec.vocab_size),))
+    return whole
+
+
+class SlicedTensors:
+    """A source of whole tensors, seen through slices: shapes are those of the slices, and so is what is read."""
+
+    def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
+        self._source, self._slices = source, slices
+        self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Of every tensor, with the shape of its slice."""
+        return self._infos
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of the source."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """The slice of a tensor."""
+        if (each := self._slices.get(name)) is None:
+            return self._source.read(name)
+        columns = slice(None) if each.columns is None else slice(*each.columns)
+        parts = [self._source.read_part(name, slice(*rows), columns) for rows in each.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Part of the slice of a tensor."""
+        tensor = self.read(name)[rows]
+        return tensor if tensor.dim() == 1 else tensor[:, columns]
+
+    def kind(self, name: str) -> None:
+        """None: what is quantised is not cut."""
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """None: what is quantised is not cut."""
+        return None
+
+    def release(self, names: list[str]) -> None:
+        """As of the source."""
+        self._source.release(names)
+
+    def _cut(self, name: str, info: TensorInfo) -> TensorInfo:
+        each = self._slices.get(name)
+        if each is None:
+            return info
+        rows = sum(cut.stop - cut.start for cut in each.rows)
+        columns = info.shape[1:] if each.columns is None else (each.columns.stop - each.columns.start,)
+        return replace(info, shape=(rows, *columns))

@@ -1,0 +1,93 @@
+"""What ranks exchange inside a pass: sums of partial products, and parts of logits.
+
+Partial sums are fp32 and are added as one binary tree over ranks, by every rank for itself: all hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.parallel.world import World
+
+
+class Exchange(Protocol):
+    """Exchanges between the ranks of a model. All take part in the same order."""
+
+    def describe(self) -> str:
+        """How, for people."""
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over ranks of fp32 tensors of one shape."""
+
+    def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """residual + sum over ranks [+ bias], rounded once, in residual's dtype.
+
+        Args:
+            partial: fp32, of residual's shape.
+            bias: [N], of the last axis.
+        """
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[..., W] 4-byte elements of every rank side by side: [..., size * W]."""
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors: neighbours first, then neighbouring sums."""
+    level = list(parts)
+    while len(level) > 1:
+        level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + (total [+ bias]) in fp32, rounded to residual's dtype."""
+    if bias is not None:
+        total = total + bias.float()
+    return (residual.float() + total).to(residual.dtype)
+
+
+class Alone:
+    """The exchange of one rank: there is nothing to exchange."""
+
+    def describe(self) -> str:
+        """As in `Exchange`."""
+        return "none: one rank"
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return partial
+
+    def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return add_rounded(partial, bias, residual)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return part
+
+
+class OverHosts:
+    """Exchange of CPU tensors over gloo."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def describe(self) -> str:
+        """As in `Exchange`."""
+        return "gloo: partial sums gathered in fp32, added as one tree"
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return tree_sum(self._world.gather(partial.contiguous()))
+
+    def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return add_rounded(self.sum(partial), bias, residual)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """As in `Exchange`."""
+        return torch.cat(self._world.gather(part.contiguous()), dim=-1)

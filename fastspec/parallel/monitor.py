@@ -1,0 +1,124 @@
+"""Signs of life: each rank tells the others that it lives, where it is, and why it gave up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
+
+BEAT = 0.25  # seconds between two signs of life
+LOST = 3.0  # seconds without one after which a rank counts as dead
+_ABORT = "abort"
+
+
+class Status(NamedTuple):
+    """What a rank says of itself.
+
+    Attributes:
+        beat: counts up while the process lives.
+        exchanges: how many it has begun.
+        doing: in words.
+    """
+
+    beat: int
+    exchanges: int
+    doing: str
+
+
+class Monitor:
+    """One thread of each rank, and a store that rank 0 keeps.
+
+    Args:
+        rank, size: of this process.
+        port: of the store on this host; None: this rank keeps it.
+        others: whose signs this one looks for; a group of one has none, and no thread.
+
+    Attributes:
+        port: of the store.
+        exchanges: begun by this rank; the owner counts.
+        doing: what this rank does, for the others to read.
+    """
+
+    def __init__(self, rank: int, size: int, port: int | None) -> None:
+        self._rank, self._size = rank, size
+        self._store = TCPStore(
+            "127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False, timeout=timedelta(seconds=LOST)
+        )
+        self.port: int = self._store.port
+        self.exchanges, self.doing = 0, "starting"
+        self._seen: dict[int, tuple[Status, float]] = {}
+        self._cause: str | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="fastspec-ranks", daemon=True)
+        self._thread.start()
+
+    def abort(self, cause: str) -> None:
+        """Tells all ranks that this one cannot go on; the first cause that any rank tells stays."""
+        self._cause = self._cause or cause
+        try:
+            self._cause = self._store.compare_set(_ABORT, "", cause).decode()
+        except RuntimeError:
+            return  # who kept the store is gone, and the others see that themselves
+
+    @property
+    def cause(self) -> str | None:
+        """Why the group cannot go on; None while all is well."""
+        if self._cause is None:
+            now = time.monotonic()
+            for rank, (status, since) in list(self._seen.items()):
+                if now - since > LOST:
+                    return f"rank {rank} gave no sign of life for {LOST:.0f} s; it was {status.doing}"
+        return self._cause
+
+    def wait_for_cause(self, seconds: float) -> str | None:
+        """The cause, if one is told within some seconds."""
+        end = time.monotonic() + seconds
+        while self.cause is None and time.monotonic() < end:
+            time.sleep(BEAT / 4)
+        return self.cause
+
+    def slowest(self) -> str:
+        """Of the other ranks that have begun the fewest exchanges, in words."""
+        if not self._seen:
+            return "another rank"
+        rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))
+        return f"rank {rank}, which is {status.doing}, at exchange {status.exchanges}"
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join(LOST)
+
+    def _watch(self) -> None:
+        beat = 0
+        while not self._closed.is_set():
+            beat += 1
+            try:
+                self._exchange_signs(beat)
+            except RuntimeError as error:  # of the store, which has no narrower one
+                if not self._closed.is_set():
+                    text = str(error).splitlines()[0]
+                    self._cause = self._cause or f"rank 0 is gone, for its store does not answer ({text})"
+                return
+            self._closed.wait(BEAT)
+
+    def _exchange_signs(self, beat: int) -> None:
+        mine = Status(beat, self.exchanges, self.doing)
+        self._store.set(f"status/{self._rank}", json.dumps(mine))
+        if self._cause is None and self._store.check([_ABORT]):
+            self._cause = self._store.get(_ABORT).decode()
+        now = time.monotonic()
+        for rank in range(self._size):
+            key = f"status/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            status = Status(*json.loads(self._store.get(key)))
+            before = self._seen.get(rank)
+            if before is None or before[0].beat != status.beat:
+                self._seen[rank] = status, now
+            else:
+                self._seen[rank] = status, before[1]

@@ -1,0 +1,185 @@
+"""What a generator asks of the ranks: who it is, on which device, and that all are asked for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastspec.errors import InvalidLogits, OutOfPages, UnsupportedOption
+from fastspec.inputs.options import Options
+from fastspec.inputs.row_options import RowOptions
+from fastspec.parallel.agreement import agree
+from fastspec.parallel.exchange import Alone, Exchange, OverHosts
+from fastspec.parallel.slices import SIZES, Share, Sizes, check_divides, share_of
+from fastspec.parallel.world import World
+
+T = TypeVar("T")
+REPLICATED, SPLIT = "replicated", "split"
+SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
+
+
+class Row(Protocol):
+    """What ranks compare of a request."""
+
+    prompt: list[int]
+    options: RowOptions
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks of one generator.
+
+    Attributes:
+        world: them all, or this process alone.
+        asked: tensor_parallel was given, so that sums have the order that they have on any number of ranks.
+        split_draft: the draft model is cut as well; else every rank has all of it.
+    """
+
+    world: World
+    asked: bool = False
+    split_draft: bool = False
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One process, and nobody asked for more."""
+        return cls(World.alone())
+
+    @classmethod
+    def of(cls, asked: int | str | None, draft: str | None) -> Ranks:
+        """From the arguments of a generator.
+
+        Args:
+            asked: tensor_parallel: a number of ranks, "auto", or None.
+            draft: draft_tensor_parallel: "replicated" (None is that, too) or "split".
+
+        Raises:
+            UnsupportedOption: none of these, or there are not so many ranks.
+        """
+        if draft not in (None, REPLICATED, SPLIT):
+            raise UnsupportedOption(
+                f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}"
+            )
+        if asked is None:
+            if draft is not None:
+                raise UnsupportedOption(f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too")
+            return cls.alone()
+        if isinstance(asked, bool) or asked not in ("auto", *SIZES):
+            numbers = ", ".join(map(str, SIZES))
+            raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")
+        return cls(World.of(asked), True, draft == SPLIT)
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.world.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that talks to people."""
+        return self.world.rank == 0
+
+    def device(self, asked: Any) -> Any:
+        """The device of this rank where `asked` does not name one: of several GPUs that of its own number."""
+        wanted = asked is None or (str(asked) == "cuda")
+        if self.size == 1 or not wanted or not torch.cuda.is_available():
+            return asked
+        return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
+
+    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> Share | None:
+        """What this rank has of a model; None: all of it, computed as by a generator without ranks.
+
+        Args:
+            name: of the model, for messages.
+            on_cpu: the number of ranks changes no bit there; on a GPU that would take more launches.
+
+        Raises:
+            UnsupportedOption: it does not divide among so many.
+        """
+        if not self.asked or (draft and not self.split_draft):
+            return None
+        check_divides(sizes, self.size, name)
+        share = share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
+        return None if share.parts == 1 else share
+
+    def exchange(self, device: torch.device, rows: int, width: int) -> Exchange:
+        """How passes on a device exchange what they have.
+
+        Args:
+            rows, width: of the largest tensor of a step, of 4-byte elements.
+        """
+        if self.size == 1:
+            return Alone()
+        if device.type == "cpu":
+            return OverHosts(self.world)
+        from fastspec.parallel.devices import OverDevices  # which few machines need
+
+        return OverDevices(self.world, device, rows * width)
+
+    def agreed(
+        self,
+        make: Callable[[], T],
+        asked: Callable[[T], Mapping[str, object]],
+        told: Callable[[T], Any] = lambda made: None,
+        *,
+        starting: bool = False,
+    ) -> tuple[T, list[Any]]:
+        """What `make` makes, and what each rank tells of it, once all ranks have made it of the same arguments.
+
+        Raises:
+            UnsupportedOption: another rank could not, or was asked for something else. The error of `make` itself.
+        """
+        if self.size == 1:
+            made = make()
+            return made, [told(made)]
+        self.world.check()
+        try:
+            made = make()
+        except Exception as error:
+            agree(self.world, {}, None, error, starting=starting)
+            raise
+        return made, agree(self.world, asked(made), told(made), starting=starting)
+
+    def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
+        """A call that all ranks make alike; where it has no seed, its rows have rank 0's random ones."""
+
+        def asked(made: T) -> dict[str, object]:
+            rows, chosen = parts(made)
+            seeded = chosen.seeded
+            options = [row.options if seeded else replace(row.options, seed=0) for row in rows]
+            return {"prompts": [row.prompt for row in rows], "options": (options, replace(chosen, rows=()))}
+
+        def told(made: T) -> list[int]:
+            return [row.options.seed for row in parts(made)[0]]
+
+        made, seeds = self.agreed(make, asked, told)
+        for row, seed in zip(parts(made)[0], seeds[0], strict=True):
+            row.options = replace(row.options, seed=seed)
+        return made
+
+    def guarded(self, what: str) -> AbstractContextManager[None]:
+        """While it lasts, an error of this rank alone ends what the others do."""
+        return self.world.guarded(what, SYMMETRIC)
+
+    def close(self) -> None:
+        """Ends this rank's signs of life."""
+        self.world.close()
+
+    def describe(self, share: Share | None, splits_vocab: bool) -> str:
+        """How many ranks there are and what each has, for people; empty without any."""
+        if not self.asked:
+            return ""
+        draft = "split, too" if self.split_draft else "whole on every rank"
+        if share is None:
+            return "1: as without tensor_parallel"
+        same = (
+            f"the same text on 1 to {share.parts} ranks"
+            if share.one_tree
+            else "text may differ from that of another number of ranks in the last bits of sums"
+        )
+        head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"
+        return f"{self.size}, this is {self.world.rank}; sums in {share.parts} parts: {same}; draft {draft}{head}"

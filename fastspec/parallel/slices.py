@@ -1,0 +1,121 @@
+"""Which part of every matrix a rank owns: arithmetic on sizes alone.
+
+qkv, gate/up and the head are cut by output rows, o and down by columns, so that a layer has two sums over ranks
+(Megatron-LM, arXiv 1909.08053, section 3). Embedding and norms are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fastspec.errors import UnsupportedOption
+
+SIZES = (1, 2, 4, 8)  # numbers of ranks; powers of two, so that their sums are whole subtrees of one binary tree
+
+
+class Sizes(Protocol):
+    """What is cut of a model."""
+
+    @property
+    def family(self) -> str:
+        """The name of its architecture."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Elements between the products of the MLP."""
+
+
+class Cut(NamedTuple):
+    """A range of rows or columns, start..stop-1."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank owns of one model.
+
+    Attributes:
+        rank, size: which of how many.
+        parts: into so many parts K of o and down is cut; their sums are added as one binary tree, of which a rank
+            holds a subtree. A multiple of `size`.
+        one_tree: there are as many parts whatever the number of ranks, so that it changes no bit.
+    """
+
+    rank: int
+    size: int
+    parts: int
+    one_tree: bool = False
+
+    def cut(self, total: int) -> Cut:
+        """This rank's range of `total` elements."""
+        each = total // self.size
+        return Cut(self.rank * each, (self.rank + 1) * each)
+
+    def kv_cut(self, kv_heads: int) -> Cut:
+        """This rank's key heads; with fewer heads than ranks several ranks have the same one."""
+        if kv_heads >= self.size:
+            return self.cut(kv_heads)
+        head = self.rank * kv_heads // self.size
+        return Cut(head, head + 1)
+
+    def vocab_cut(self, vocab_size: int) -> Cut:
+        """This rank's rows of the head; all of them where they do not divide."""
+        return self.cut(vocab_size) if self.splits_vocab(vocab_size) else Cut(0, vocab_size)
+
+    def splits_vocab(self, vocab_size: int) -> bool:
+        """Whether the head is cut: into parts of whole 16 rows, as packed weights have them."""
+        return vocab_size % (16 * self.parts) == 0
+
+    @property
+    def own_parts(self) -> int:
+        """Parts of K on this rank."""
+        return self.parts // self.size
+
+
+def divides(sizes: Sizes, ranks: int) -> bool:
+    """Whether so many ranks can share a layer of these sizes."""
+    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+    return (
+        heads % ranks == 0 and sizes.intermediate_size % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    )
+
+
+def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
+    """Refuses a number of ranks that this model cannot be cut into.
+
+    Raises:
+        UnsupportedOption: names the sizes, and which numbers would do.
+    """
+    if ranks in SIZES and divides(sizes, ranks):
+        return
+    fine = ", ".join(str(each) for each in SIZES if divides(sizes, each))
+    raise UnsupportedOption(
+        f"tensor_parallel={ranks} does not divide {name}: {sizes.num_heads} heads, {sizes.num_kv_heads} key heads, "
+        f"intermediate_size {sizes.intermediate_size}; use one of {fine}"
+    )
+
+
+def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:
+    """The share of a rank.
+
+    Args:
+        one_tree: cut K as finely as the most ranks there may be would, so that the number of ranks never changes a
+            bit. Costs more, smaller products.
+    """
+    parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
+    return Share(rank, ranks, max(parts, ranks), one_tree)

@@ -1,0 +1,65 @@
+"""How the ranks of a generator settle on what they make: each its part of the models, all the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastspec.errors import UnsupportedOption
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.weights.sliced import fingerprint, sliced
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.agreement import sources
+from fastspec.parallel.ranks import Ranks
+from fastspec.runtime.settings import Settings, device_of, settings_of
+
+
+def settled(
+    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
+) -> tuple[Checkpoint, Checkpoint | None, Settings]:
+    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
+
+    Args:
+        pair: finds target and draft.
+        **asked: as in `settings_of`.
+
+    Raises:
+        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
+    """
+    asked["device"] = ranks.device(asked["device"])
+
+    def make() -> tuple[Checkpoint, Checkpoint | None, Settings]:
+        whole, draft_whole = pair()
+        if isinstance(draft_whole, HeadCheckpoint):
+            raise UnsupportedOption(
+                f"{draft_whole.name} is a head, and heads do not go with tensor_parallel; take a draft model or NGram()"
+            )
+        on_cpu = device_of(asked["device"], whole).type == "cpu"
+        target, draft = (None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole))
+        assert target is not None, "there is a target"
+        if ranks.asked and asked.get("compile"):
+            raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
+        return target, draft, settings_of(target, draft, **asked)
+
+    def of_all(made: tuple[Checkpoint, Checkpoint | None, Settings]) -> dict[str, object]:
+        same = {name: value for name, value in asked.items() if name != "device"}
+        models = [None if each is None else fingerprint(each) for each in made[:2]]
+        return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
+
+    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
+    if (shortest := min(lengths)) < made.max_length:
+        shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
+        made = replace(shorter, length_reason="what all ranks have room for")
+    share = None if target.sliced is None else target.sliced.share
+    splits = share is None or share.splits_vocab(target.spec.vocab_size)
+    return target, draft, replace(made, ranks=ranks.describe(share, splits))
+
+
+def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a checkpoint."""
+    draft = checkpoint.role == "draft"
+    share = ranks.share(checkpoint.spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
+    return checkpoint if share is None else sliced(checkpoint, share)

@@ -1,0 +1,84 @@
+"""What ranks are told to do: functions that a process can be sent."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from fastspec import FastSpecGenerator, NGram, demo_pair
+from tests.helpers.rank_processes import Rank
+
+PROMPTS = [[65, 30, 12, 7, 90], [4, 8, 15, 16, 23, 42, 8, 15], [5, 6]]
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
+
+
+def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
+    """Makes a generator and keeps it; what explain() says of ranks."""
+    target, draft_or_none = options.pop("pair", None) or map(str, demo_pair())
+    if options.pop("lookup", False):
+        options["proposer"] = NGram()
+    if options.pop("plain", False):
+        draft_or_none = None
+    options = {"max_length": 128, "max_batch_size": 2, "progress": False, "device": "cpu", **options}
+    generator = FastSpecGenerator(target, draft_or_none, **options)
+    here.kept[name] = generator
+    return next((line for line in generator.explain().splitlines() if line.startswith("ranks")), "")
+
+
+def texts(here: Rank, name: str, calls: list[dict[str, Any]]) -> list[Any]:
+    """The new tokens of each call."""
+    return [text(here, name, call) for call in calls]
+
+
+def text(here: Rank, name: str, call: dict[str, Any]) -> list[list[int]]:
+    """The new tokens of a call."""
+    options = {"prompts": 3, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **call}
+    output = here.kept[name].generate(PROMPTS[: options.pop("prompts")], return_dict_in_generate=True, **options)
+    found: list[list[int]] = output.new_tokens
+    return found
+
+
+def streamed(here: Rank, name: str, steps: int) -> list[dict[int, list[int]]]:
+    """What a stream gives in its first steps, which is then left, and what the next call makes of it."""
+    stream = here.kept[name].stream(PROMPTS[:2], max_new_tokens=12, eos_token_id=None, pad_token_id=0)
+    found = [next(stream) for _ in range(steps)]
+    stream.close()
+    return found
+
+
+def call_with(here: Rank, name: str, options_by_rank: list[dict[str, Any]]) -> list[list[int]]:
+    """A call with other options on each rank."""
+    return text(here, name, options_by_rank[here.rank])
+
+
+def open_with(here: Rank, options_by_rank: list[dict[str, Any]]) -> str:
+    """A generator with other options on each rank."""
+    return open_generator(here, "other", dict(options_by_rank[here.rank]))
+
+
+class Fails:
+    """A streamer that lets one rank fail in the middle of a text."""
+
+    def __init__(self, here: Rank, how: str) -> None:
+        self._here, self._how, self._calls = here, how, 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls < 3 or self._here.rank != 1:
+            return
+        if self._how == "die":
+            os._exit(3)
+        if self._how == "raise":
+            raise ZeroDivisionError("a streamer's own error")
+        self._here.wait()  # until the test says so
+
+    def end(self) -> None:
+        pass
+
+
+def fail(here: Rank, name: str, how: str, patience: float) -> list[list[int]]:
+    """A call in whose middle rank 1 fails."""
+    here.kept[name]._session.ranks.world.patience = patience
+    return text(here, name, {"prompts": 1, "max_new_tokens": 40, "streamer": Fails(here, how)})

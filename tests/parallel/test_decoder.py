@@ -1,0 +1,58 @@
+"""A decoder cut among ranks: the same bits on every rank, and on every number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.models.parallel import ParallelDecoder
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.sliced import sliced
+from fastspec.models.weights.sources import Checkpoint, resolve
+from fastspec.parallel.exchange import Alone
+from fastspec.parallel.slices import share_of
+from fastspec.shapes import Tiling
+from tests.helpers.families import FAMILIES, decoder, logits_of, make_family
+from tests.helpers.ranks import BetweenThreads, on_each
+
+TILING = Tiling(rows=8, queries=8)
+IDS = torch.tensor([[5, 9, 3, 77, 41]])
+OVER_ALL_HEADS = ("olmo2", "olmo3")  # one norm over all of them
+CUT = [family for family in FAMILIES if family not in OVER_ALL_HEADS and family != "phi3-long"]
+
+
+def part_of(checkpoint: Checkpoint, rank: int, ranks: int, between: BetweenThreads | Alone) -> ParallelDecoder:
+    """One rank's decoder."""
+    own = sliced(checkpoint, share_of(checkpoint.native, rank, ranks, one_tree=True))
+    weights = load_weights(own, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    options = {"sliced": own.sliced, "exchange": between}
+    return decoder(own.native, weights, ParallelDecoder, **options)  # type: ignore[return-value]
+
+
+def logits_on(checkpoint: Checkpoint, ranks: int) -> list[Tensor]:
+    """The logits that each of so many ranks has."""
+    if ranks == 1:
+        return [logits_of(part_of(checkpoint, 0, 1, Alone()), IDS, tiling=TILING)]
+    return on_each(
+        ranks, lambda rank, between: logits_of(part_of(checkpoint, rank, ranks, between), IDS, tiling=TILING)
+    )
+
+
+def checkpoint_of(family: str, path: Path, **changes: object) -> Checkpoint:
+    make_family(family, **changes).save_pretrained(path)
+    return resolve(path, role="target")
+
+
+@pytest.mark.parametrize("family", CUT)
+def test_every_family_has_the_same_bits_on_one_two_and_four_ranks(family: str, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(family, tmp_path)
+    whole = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    plain = logits_of(decoder(checkpoint.native, whole), IDS, tiling=TILING)
+    (one,) = logits_on(checkpoint, 1)
+    torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-4)  # K in parts: another order of the same sums
+    for ranks in (2, 4):
+        for found in logits_on(checkpoint, ranks):
+            assert torch.equal(found, one), (ranks, (found - one).abs().max())

@@ -1,0 +1,44 @@
+"""A rank that dies, raises or hangs in the middle of a call ends it on every rank, with its name and the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rank_processes import NOTHING, Processes
+from tests.parallel import tasks
+
+Pair = tuple[str, str]
+CAUSES = {
+    "die": "RankFailed: rank 1 gave no sign of life",
+    "raise": "RankFailed: rank 1 raised ZeroDivisionError: a streamer's own error",
+    "hang": "waited in vain for rank 1, which is generating",
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_path: Path) -> None:
+    ranks = Processes(4 if how == "raise" else 2, tmp_path / "meeting")
+    try:
+        said = ranks.run(tasks.open_generator, "fails", {"pair": pair, "tensor_parallel": "auto"})
+        assert all("ranks" in each for each in said), said
+        for pipe in range(len(said)):
+            ranks.send(pipe, tasks.fail, "fails", how, 600.0 if how != "hang" else 1.0)
+        others = [rank for rank in range(len(said)) if rank != 1]
+        found = [ranks.answer(rank) for rank in others]
+        for each in found:
+            assert CAUSES[how] in each, each
+            assert "No rank can go on" in each
+        if how == "hang":
+            ranks.tell(1, "go on")
+        own = ranks.answer(1)
+        assert {"die": NOTHING, "raise": "ZeroDivisionError", "hang": "RankFailed"}[how] in own, own
+        for rank in others:  # nothing is begun that could not end
+            ranks.send(rank, tasks.text, "fails", {})
+            assert ranks.answer(rank).startswith("RankFailed")
+        if how == "die":
+            ranks.processes[1].join()
+            assert ranks.processes[1].exitcode == 3
+    finally:
+        ranks.stop()

@@ -1,0 +1,102 @@
+"""Generators on 1, 2 and 4 processes over gloo: the same text, with every proposer, and with none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.rank_processes import Processes, Rank
+from tests.parallel import tasks
+
+CALLS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 0},
+    {"num_speculative_tokens": 4},
+    {"prompts": 1, "num_speculative_tokens": 2},
+    {**tasks.SAMPLED, "seed": 7},
+    {"repetition_penalty": 1.2, "logprobs": 2},
+]
+Pair = tuple[str, str]
+
+
+def one(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """What one rank gives, in this process."""
+    here = Rank(0, 1, None)  # type: ignore[arg-type]  # which waits for nobody
+    tasks.open_generator(here, "one", {"tensor_parallel": 1, **options})
+    found = tasks.texts(here, "one", calls)
+    here.kept["one"].close()
+    return found
+
+
+def test_two_and_four_ranks_give_the_text_of_one(pair: Pair, two: Processes, four: Processes) -> None:
+    want = one({"pair": pair}, CALLS)
+    assert want[0] == want[1], "drafts change nothing"
+    for ranks, processes in ((2, two), (4, four)):
+        said = processes.run(tasks.open_generator, "pair", {"pair": pair, "tensor_parallel": ranks})
+        assert all("the same text on 1 to 8 ranks; draft whole on every rank" in each for each in said), said
+        assert processes.run(tasks.texts, "pair", CALLS) == [want] * ranks
+
+
+OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a draft that is split": ({"draft_tensor_parallel": "split"}, {}),
+    "lookup alone": ({"lookup": True, "plain": True}, {}),
+    "lookup before the draft": ({"lookup": True}, {}),
+    "coupled": ({"verification": "coupled"}, {**tasks.SAMPLED, "seed": 3}),
+    "rejection": ({"verification": "rejection"}, {**tasks.SAMPLED, "seed": 3}),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_two_ranks_give_the_text_of_one_in_every_other_way(way: str, pair: Pair, two: Processes) -> None:
+    options, call = OTHER_WAYS[way]
+    (want,) = one({"pair": pair, **{k: v for k, v in options.items() if k != "draft_tensor_parallel"}}, [call])
+    two.run(tasks.open_generator, way, {"pair": pair, "tensor_parallel": "auto", **options})
+    assert two.run(tasks.text, way, call) == [want, want]
+
+
+def test_ranks_draw_alike_without_a_seed_and_choose_k_alike(pair: Pair, two: Processes) -> None:
+    two.run(tasks.open_generator, "auto", {"pair": pair, "tensor_parallel": 2, "num_speculative_tokens": "auto"})
+    first, second = two.run(tasks.text, "auto", {})
+    assert first == second, "k is chosen by the times of rank 0"
+    first, second = two.run(tasks.texts, "auto", [{**tasks.SAMPLED, "max_new_tokens": 30}] * 2)
+    assert first == second, "seeds are those of rank 0"
+    assert first[0] != first[1], "which draws others for every call"
+
+
+def test_a_stream_that_all_ranks_leave_at_the_same_place_leaves_the_generator_usable(
+    pair: Pair, two: Processes
+) -> None:
+    two.run(tasks.open_generator, "streams", {"pair": pair, "tensor_parallel": 2})
+    first, second = two.run(tasks.streamed, "streams", 3)
+    assert first == second
+    assert len(first) == 3
+    assert two.run(tasks.text, "streams", {}) == one({"pair": pair}, [{}]) * 2
+
+
+def test_an_argument_that_differs_on_one_rank_is_named_before_anything_is_launched(pair: Pair, two: Processes) -> None:
+    two.run(tasks.open_generator, "differs", {"pair": pair, "tensor_parallel": 2})
+    for options, named in (
+        ([{"prompts": 1}, {"prompts": 2}], "rank 1 was asked for another prompts"),
+        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 was asked for another options than rank 0"),
+    ):
+        for found in two.run(tasks.call_with, "differs", options):
+            assert named in found, found
+    first, second = two.run(tasks.call_with, "differs", [{}, {"top_p": 7.0}])
+    assert "rank 1 refused what this rank would do: ValueError" in first
+    assert second.startswith("ValueError: top_p")
+    assert two.run(tasks.text, "differs", {}) == one({"pair": pair}, [{}]) * 2, "it stays usable"
+
+
+def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two: Processes) -> None:
+    same = {"pair": pair, "tensor_parallel": 2}
+    for options, named in (
+        ([same, {**same, "pair": (pair[1], pair[1])}], "another checkpoint"),
+        ([same, {**same, "max_batch_size": 3}], "another option"),
+    ):
+        for found in two.run(tasks.open_with, options):
+            assert named in found, found
+    first, second = two.run(tasks.open_with, [same, {**same, "pair": ("/nowhere/at/all", None)}])
+    assert "rank 1 refused" in first
+    assert second.startswith("CheckpointError")
+    # the shorter rows of one rank are those of all
+    two.run(tasks.open_generator, "short", same)
