@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -60,6 +60,8 @@ class FastSpecGenerator:
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
             what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
+        feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
+            Default: what its config names (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
@@ -96,6 +98,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = None,
+        feature_layers: Sequence[int] | None = None,
         release_source: bool = False,
         exact: bool = True,
         graphs: bool | None = None,
@@ -119,6 +122,7 @@ class FastSpecGenerator:
             "draft_revision": draft_revision,
             "target_quantization": target_quantization,
             "draft_quantization": draft_quantization,
+            "feature_layers": feature_layers,
         }
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first

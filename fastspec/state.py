@@ -171,7 +171,7 @@ class DecodeState:
     draft_probs: Tensor   = _buffer("B K Q",   FP32,  0,    "propose",                 "distribution of each draft (0 above the draft's ids)")
     draft_counts: Tensor  = _buffer("B",       INT64, 0,    "propose, step",           "how many of this step's drafts count; 0 where none were made")
     block: Tensor         = _buffer("B K+1",   INT64, 0,    "commit",                  "accepted drafts and one more token")
-    emitted: Tensor       = _buffer("B",       INT64, 0,    "commit",                  "how many tokens of `block` were emitted by the last step")
+    emitted: Tensor       = _buffer("B",       INT64, 0,    "admit, commit",           "how many tokens of `block` were emitted by the last step; before the first, 1 where a prompt left features")
     accepted: Tensor      = _buffer("B",       INT64, -1,   "commit",                  "drafts accepted by the last step; negative: see above")
     logprobs: Tensor      = _buffer("B K+1",   FP32,  0,    "commit",                  "log-probability of each token of `block` under the raw target")
     top_ids: Tensor       = _buffer("B K+1 N", INT64, 0,    "commit",                  "the N most probable ids at each place of `block`")
@@ -248,12 +248,13 @@ class DecodeState:
     @contextmanager
     def all_idle(self) -> Iterator[None]:
         """For a while no row runs: a step then changes nothing that counts."""
-        finish = self.finish.clone()
+        finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:
             yield
         finally:
             self.finish.copy_(finish)
+            self.emitted.copy_(emitted)  # which the next step's proposer may ask for
 
     def reset(self) -> None:
         """Makes every row idle; what it held before no longer matters."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.step import Record, record_logprobs
 from fastspec.models.interface import CausalModel
+from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
@@ -39,7 +40,7 @@ class StepModules:
         mark: names a phase of the step to a profiler while it is entered.
         work: work area of a sampled step's end, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
-        features: what the proposer reads of the target, from `feature_buffer`; None where it reads nothing.
+        features: what is kept of each row for the proposer between steps, from `feature_buffer`; None: nothing.
     """
 
     target: CausalModel
@@ -60,9 +61,12 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
             propose(parts.proposer, parts, state, shape, draws)
             torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
     with parts.mark("score"):
-        logits = score(parts, state, shape)
+        logits, features = _scored(parts, state, shape)
     with parts.mark("verify and commit"):
         verify_and_commit(parts, state, shape, draws, logits)
+    if features is not None:
+        with parts.mark("take in"):
+            hand_over_step(parts.proposer, state, shape, features, parts.features)
 
 
 def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -73,6 +77,11 @@ def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: S
 
 def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
+    return _scored(parts, state, shape)[0]
+
+
+def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None]:
+    """As `score`, and the hidden states that the proposer reads, [B, k+1, layers, hidden]; None where it reads none."""
     ids, positions, write_mask = parts.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -86,12 +95,16 @@ def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     rows = ForwardBatch(
         ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
     )
-    if parts.features is None:
-        return parts.target.logits(parts.target.hidden(rows), shape.tiling)
-    hidden, features = parts.target.hidden_with_features(rows, features_of(parts.proposer))
-    kept = parts.features[: state.batch, : shape.num_drafts + 1]
-    kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
-    return parts.target.logits(hidden, shape.tiling)
+    hidden, features = _fed(parts, rows)
+    return parts.target.logits(hidden, shape.tiling), features
+
+
+def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+    """The target's hidden states of rows, and what the proposer reads of it."""
+    layers = features_of(parts.proposer)
+    if not layers:
+        return parts.target.hidden(rows), None
+    return parts.target.hidden_with_features(rows, layers)
 
 
 def verify_and_commit(
@@ -142,10 +155,18 @@ def accept_synthetic(
         processors.count(state.output_counts, state.block, state.emitted)
 
 
-def prefill(parts: StepModules, state: DecodeState, shape: StepShape, start: int | Tensor, chunk: int) -> None:
+def prefill(
+    parts: StepModules,
+    state: DecodeState,
+    shape: StepShape,
+    start: int | Tensor,
+    chunk: int,
+    kept: Tensor | None = None,
+) -> None:
     """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
 
-    `start` is a number, or int64 [1] where it is read on the device.
+    `start` is a number, or int64 [1] where it is read on the device; `kept` [1, ..] is the row's part of what
+    `StepModules.features` holds.
 
     The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
     chunk, so that a prompt's K/V bits depend on that prompt alone.
@@ -154,4 +175,7 @@ def prefill(parts: StepModules, state: DecodeState, shape: StepShape, start: int
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    parts.target.hidden(ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling))
+    rows = ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling)
+    _, features = _fed(parts, rows)
+    if features is not None:
+        hand_over_prompt(parts.proposer, state, shape, features, rows, kept)

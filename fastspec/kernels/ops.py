@@ -47,6 +47,7 @@ class Ops:
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
+    store_heads: Callable[..., Tensor]
     argmax: Callable[..., None]
     verify_commit: Callable[..., None]
     sampled_work: Callable[[int, int, int, torch.device], Any]
@@ -78,6 +79,7 @@ TORCH_OPS = Ops(
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     attend=reference.attend,
+    store_heads=reference.store_heads,
     argmax=reference.argmax,
     verify_commit=reference.verify_commit,
     sampled_work=lambda batch, max_drafts, vocab, device: None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attention.dispatch import attend as attend_paged
+from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.code_packing import can_pack_codes
@@ -183,6 +184,7 @@ TRITON_OPS = Ops(
     linear=linear,
     layer_tail=layer_tail,
     attend=attend,
+    store_heads=store_heads,
     argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,

@@ -66,7 +66,10 @@ class Decoder:
         return self._hidden(rows, {})
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden]."""
+        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden].
+
+        Behind layer -1 it is the embedding; behind one layer more than there are, the last one's final norm.
+        """
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
         found = [feature for layer in layers if (feature := features[layer]) is not None]
@@ -77,6 +80,8 @@ class Decoder:
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
+        if -1 in features:
+            features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         for index, layer in enumerate(layers):
             assert qkv is not None  # only the last layer leaves none
@@ -92,6 +97,8 @@ class Decoder:
                 qkv = None if next_layer is None else self._qkv(index + 1, x, rows.tiling)
             if index in features:
                 features[index] = x
+        if len(layers) in features:
+            features[len(layers)] = self._norm(self.spec.plans[-1], x, self.weights.norm, self.weights.norm_bias)
         return x
 
     def _fuses(self, plan: LayerPlan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -113,6 +114,7 @@ class CausalModel(Protocol):
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden].
 
+        Layer -1 is the embedding; one layer more than there are is the last one's stream behind the final norm.
         Called only where a proposer has `features`.
         """
 
@@ -121,3 +123,15 @@ class CausalModel(Protocol):
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""
+
+
+class Pending(Protocol):
+    """Weights that are allocated, and filled later; `PendingWeights` are those of a model."""
+
+    @property
+    def fill(self) -> Callable[[], None]:
+        """Reads the files; it may run in another thread."""
+
+    @property
+    def cancel(self) -> Callable[[], None]:
+        """Makes `fill` end soon; the weights are not to be used then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Final
 
+from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.sources import load_tokenizer
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ MAX_PADDING: Final = 1024
 
 def shared_vocab(
     target: Checkpoint,
-    draft: Checkpoint,
+    draft: Checkpoint | HeadCheckpoint,
     *,
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -40,6 +41,8 @@ def shared_vocab(
         ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
             differ by more than padding. The message names the first id that differs and both texts.
     """
+    if isinstance(draft, HeadCheckpoint):
+        return target.spec.vocab_size  # it speaks in the target's ids
     rows = min(target.spec.vocab_size, draft.spec.vocab_size)
     if _same_source(target, draft):
         return rows

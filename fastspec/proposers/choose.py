@@ -7,9 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastspec.proposers.combined import LookupThenModel
-from fastspec.proposers.draft_model import DraftModel
-from fastspec.proposers.interface import Proposer, features_of, is_deterministic
+from fastspec.proposers.combined import LookupThenModel, TakesGiven
+from fastspec.proposers.interface import Proposer, features_of, is_deterministic, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -48,8 +47,8 @@ def check(proposer: object, *, with_draft: bool) -> None:
         )
 
 
-def choose(proposer: Proposer | None, model: DraftModel | None, vocab_size: int) -> Proposer | None:
-    """The proposer of a generator: the draft model, what the caller brought, or lookup before the model."""
+def choose(proposer: Proposer | None, model: TakesGiven | None, vocab_size: int) -> Proposer | None:
+    """The proposer of a generator: the draft model or head, what the caller brought, or lookup before the model."""
     if proposer is None:
         return model
     if isinstance(proposer, NGram):
@@ -70,6 +69,8 @@ class Guarded:
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, is_deterministic(proposer)
         self.features = features_of(proposer)
+        if takes_features(proposer):
+            self.take_features, self.kept = proposer.take_features, proposer.kept  # type: ignore[attr-defined]
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:

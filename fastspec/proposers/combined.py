@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from fastspec.proposers.draft_model import DraftModel
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fastspec.proposers.interface import Proposer, features_of, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
+
+
+class TakesGiven(Proposer, Protocol):
+    """A proposer that goes on from drafts that it did not make: a draft model, or a learned drafter."""
+
+    def propose(self, *arguments: Any, **features: Any) -> None:
+        """As `DraftModel.propose`."""
 
 
 class LookupThenModel:
@@ -23,18 +34,25 @@ class LookupThenModel:
 
     deterministic = False
 
-    def __init__(self, lookup: NGram, model: DraftModel) -> None:
+    def __init__(self, lookup: NGram, model: TakesGiven) -> None:
         self.lookup, self.model = lookup, model
         self.max_length = model.max_length
+        if takes_features(model):
+            self.take_features, self.kept = model.take_features, model.kept  # type: ignore[attr-defined]
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The model's."""
+        return features_of(self.model)
 
     def __str__(self) -> str:
         """For people."""
         return f"{self.lookup}, then {self.model} where it finds nothing"
 
-    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """Drafts k tokens per running row; a row beyond the model's context has those of lookup, if any."""
         drafts, found = self.lookup.guess(state.tokens, state.lengths, shape.num_drafts)
-        self.model.propose(state, shape, draws, (drafts, found))
+        self.model.propose(state, shape, draws, (drafts, found), **features)
         state.draft_counts.copy_(found.maximum(state.draft_counts))
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:

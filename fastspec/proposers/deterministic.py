@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from fastspec.sampling.verify import Draws
@@ -12,7 +13,12 @@ from fastspec.state import DecodeState
 
 
 class DeterministicProposer(ABC):
-    """A proposer that is one function, `guess`. It keeps nothing between steps, so nothing can go stale."""
+    """A proposer that is one function, `guess`. It keeps nothing between steps, so nothing can go stale.
+
+    Where a class has `features`, a tuple of layers of the target (see `Proposer`), its `guess` takes one argument more:
+    features [B, layers, hidden], what they left at each row's last position but one. That is the newest there is: the
+    last token was picked by it, and was not fed yet. Zeros, or junk, in a row of one token.
+    """
 
     max_length = 0
     deterministic = True
@@ -33,12 +39,19 @@ class DeterministicProposer(ABC):
             (drafts int64 [B, k], counts int64 [B]: how many of a row's drafts count, from the first; 0 for none).
         """
 
-    def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """Writes what `guess` says; see `Proposer.propose`."""
-        drafts, counts = self.guess(state.tokens, state.lengths, shape.num_drafts)
+        newest = {name: _newest(state, buffer) for name, buffer in features.items()}
+        drafts, counts = self.guess(state.tokens, state.lengths, shape.num_drafts, **newest)
         state.draft_tokens[:, : shape.num_drafts] = drafts
         state.draft_counts.copy_(counts)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """There is nothing to take in."""
         return
+
+
+def _newest(state: DecodeState, buffer: Tensor) -> Tensor:
+    """Of a buffer as `Proposer` describes it, each row's newest entry [B, layers, hidden]."""
+    last = (state.emitted - 1).clamp_min(0)
+    return buffer[torch.arange(state.batch, device=last.device), last]

@@ -73,7 +73,7 @@ class DraftModel:
                 rows = self._fed(state, shape, j)
                 self._draw(state, shape, draws, self.model.hidden(rows)[:, -1:], j)
                 if given is not None:
-                    _take(state, shape, given[0][:, j], j < given[1], j)
+                    take(state, shape, given[0][:, j], j < given[1], j)
 
     def _fed(self, state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
         """What draft j is read off: a row's last two tokens, or the draft before it."""
@@ -159,7 +159,7 @@ class VocabMap:
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
 
 
-def _take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
+def take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
     """Makes draft j `token` [B] in rows `taken` bool [B], and its distribution one on it."""
     state.draft_tokens[:, j] = torch.where(taken, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):

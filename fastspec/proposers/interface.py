@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import StepShape
+from fastspec.shapes import ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
 
@@ -17,16 +17,26 @@ class Proposer(Protocol):
 
     Attributes:
         max_length: tokens of a row, from the first, that the proposer wants to be fed by `catch_up`; 0 for one that
-            keeps nothing of its own.
+            keeps nothing of its own, or that `take_features` tells all.
         deterministic: drafts are a function of the row's tokens (and features), with nothing drawn: their
             distribution is one on them, and draft_probs is neither written nor read.
 
     Optional, read by `features_of`:
-        features: tuple of target layers, counted from 0, whose residual stream the proposer reads. `propose` is then
-            called with features=buffer [B, K+1, layers, hidden], in the target's dtype. Of a row whose last step
-            emitted n = state.emitted tokens, entry i < n belongs to position lengths - 1 - n + i; entries from n on
-            are those of refused drafts. They are 0 in a row that has made no step since it was admitted: passes over
-            prompts leave none.
+        features: tuple of target layers, counted from 0, whose residual stream the proposer reads. -1 is the
+            embedding, and the number of layers is the stream behind the final norm.
+
+    A proposer with features and without `take_features` is called as propose(..., features=buffer), a buffer
+    [B, K+1, layers, hidden] in the target's dtype. Of a row whose last step emitted n = state.emitted tokens, entry
+    i < n belongs to position lengths - 1 - n + i; entries from n on are those of refused drafts. Before a row's first
+    step n is 1, and entry 0 belongs to the last position but one of its prompt; of a prompt of one token there is no
+    such position, and n is 0.
+
+    Optional, for one with a K/V cache, or other knowledge, of its own:
+        take_features(state, shape, features, rows): called with features [B, Q, layers, hidden] of every position of a
+            row but the last, once each, in order: inside the pass that found them, over a piece of a prompt or at the
+            end of a step, plain steps as well. See `FeatureReader`.
+        kept: shape of what is kept of a row between steps; (): nothing. propose is then called with
+            features=buffer [B, *kept], what `take_features` returned for the newest position it was told of.
     """
 
     max_length: int
@@ -44,6 +54,36 @@ class Proposer(Protocol):
         """Takes in up to `chunk` committed tokens per row that were not seen yet, advancing draft_lengths."""
 
 
+class FeatureReader(Proposer, Protocol):
+    """A proposer that is told hidden states of the target as soon as there are any.
+
+    Attributes:
+        features: see `Proposer`.
+        kept: see `Proposer`.
+    """
+
+    features: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    def take_features(
+        self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch
+    ) -> Tensor | None:
+        """Takes in what the target made of some positions of each row.
+
+        Runs inside a step or a pass over a prompt: no host read, no data-dependent shape.
+
+        Args:
+            state: the rows, after the commit; of a prompt, one row.
+            shape: of the step or pass.
+            features: [B, Q, layers, hidden], in the target's dtype.
+            rows: where they belong. `rows.positions` are theirs, `rows.ids` the tokens that follow each of them, and
+                only what `rows.write_mask` says is so: refused drafts, rows that do not run and padding are masked.
+
+        Returns:
+            [B, Q, *kept], of which the entry of a row's newest position is kept; None where `kept` is ().
+        """
+
+
 def features_of(proposer: object) -> tuple[int, ...]:
     """The target layers whose residual stream a proposer reads; none for most."""
     return tuple(getattr(proposer, "features", ()))
@@ -54,11 +94,23 @@ def is_deterministic(proposer: object) -> bool:
     return bool(proposer.deterministic if hasattr(proposer, "deterministic") else getattr(proposer, "certain", False))
 
 
+def takes_features(proposer: object) -> bool:
+    """Whether a proposer is a `FeatureReader`."""
+    return hasattr(proposer, "take_features")
+
+
+def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, ...]:
+    """What is kept of a row's features between steps, see `Proposer`; () where nothing is."""
+    layers = features_of(proposer)
+    if not layers:
+        return ()
+    kept: tuple[int, ...] = proposer.kept if takes_features(proposer) else (max_drafts + 1, len(layers), hidden)  # type: ignore[attr-defined]
+    return kept
+
+
 def feature_buffer(
     proposer: object, batch: int, max_drafts: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """The static buffer [batch, max_drafts + 1, layers, hidden] for a proposer's features; None if it has none."""
-    layers = features_of(proposer)
-    if not layers:
-        return None
-    return torch.zeros(batch, max_drafts + 1, len(layers), hidden, dtype=dtype, device=device)
+    """The static buffer [batch, *feature_shape]; None where nothing is kept."""
+    shape = feature_shape(proposer, max_drafts, hidden)
+    return torch.zeros(batch, *shape, dtype=dtype, device=device) if shape else None

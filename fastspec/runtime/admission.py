@@ -45,6 +45,7 @@ def fill(
         "lengths": len(prompt),
         "limits": limit,
         "draft_lengths": 0,
+        "emitted": min(1, len(prompt) - 1),
         **{each.fills: getattr(options, each.name) for each in NUMBERS},
         "seeds": options.seed,
         "min_lengths": len(prompt) + options.min_new_tokens,

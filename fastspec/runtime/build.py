@@ -12,18 +12,22 @@ from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
+from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import CompiledDecoder, Decoder
+from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import CausalModel
+from fastspec.models.interface import CausalModel, Pending
 from fastspec.models.parallel import ParallelDecoder
-from fastspec.models.weights.load import PendingWeights, allocate_weights
+from fastspec.models.weights.load import allocate_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
+from fastspec.proposers.combined import TakesGiven
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.heads import build_head
 from fastspec.proposers.interface import Proposer, feature_buffer
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings
@@ -35,7 +39,7 @@ from fastspec.step import StepModules
 def build(
     settings: Settings,
     target: Checkpoint,
-    draft: Checkpoint | None,
+    draft: Checkpoint | HeadCheckpoint | None,
     *,
     proposer: Proposer | None,
     shared_vocab: int,
@@ -43,7 +47,7 @@ def build(
     nvtx: bool,
     progress: bool,
     ranks: Ranks,
-) -> tuple[Engine, list[PendingWeights]]:
+) -> tuple[Engine, list[Pending]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
     Args:
@@ -65,7 +69,7 @@ def build(
 
     inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
-    pending: list[PendingWeights] = []
+    pending: list[Pending] = []
 
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
@@ -93,29 +97,46 @@ def build(
             ops=inside,
         )
         pending.append(allocated)
-        cache = PagedKVCache.allocate(
-            spec.num_layers,
-            layout.num_pages(length),
-            layout.page_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        cache = cache_of(spec, dtype)
         if checkpoint.sliced is not None and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
             return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
         return kind(spec, allocated.weights, cache, inside, **sizes)
+
+    def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
+        pages = layout.num_pages(length), layout.page_size
+        return PagedKVCache.allocate(
+            spec.num_layers, *pages, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device
+        )
+
+    def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
+        assert isinstance(scoring, Decoder), "checked with the head"
+        made, weights = build_head(
+            head,
+            scoring,
+            cache_of(head.spec.decoder, layout.draft_dtype),
+            dtype=layout.draft_dtype,
+            ops=inside,
+            sizes=sizes,
+            length=length,
+            progress=progress,
+            mark=mark,
+            work=work,
+        )
+        pending.append(weights)
+        return made
 
     with runner.on():
         exchange = None
         if ranks.asked:
             widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
             exchange = ranks.exchange(device, layout.batch * sizes["max_queries"], widest)
-        model = None
+        model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)
-        if draft:
+        if isinstance(draft, HeadCheckpoint):
+            model = head_proposer(draft, scoring)
+        elif draft:
             drafting = model_of(draft, layout.draft_dtype)
             model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
         state = DecodeState.allocate(
@@ -128,14 +149,15 @@ def build(
             keep_draft_probs=layout.keep_draft_probs,
         )
         places = layout.batch, layout.max_drafts, layout.target.hidden_size
-        features = feature_buffer(proposer, *places, layout.target_dtype, device)
+        chosen = choose(proposer, model, scoring.vocab_size)
+        features = feature_buffer(chosen, *places, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
         if ranks.size > 1:
             ring.watch = ranks.world
     engine = Engine(
         parts=StepModules(
             scoring,
-            choose(proposer, model, scoring.vocab_size),
+            chosen,
             ops,
             ring.outbox,
             ops.commit_scratch(layout.batch, layout.max_drafts, device),

@@ -73,7 +73,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         with self.on_device():
-            object.__setattr__(self, "prefill_slot", PrefillSlot.beside(self.state))
+            object.__setattr__(self, "prefill_slot", PrefillSlot.beside(self.state, self.parts.features))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -171,8 +171,9 @@ class Engine:
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
         """
         self.prefill_slot.enter(self.state, row, start)
-        if self.parts.features is not None and not draft:
-            self.parts.features[row].zero_()  # those of the row that was here before
+        kept = None if draft else self.prefill_slot.features
+        if kept is not None and start == 0:
+            kept.zero_()  # those of the prompt that was here before
         for chunk in chunks:
             start += chunk
             key, body = PromptKey(chunk, draft), self._pass(start, chunk, draft)
@@ -183,6 +184,8 @@ class Engine:
             else:
                 body()
                 self.runner.capture(key, body, self.prefill_slot.row.all_idle, warm=True)
+        if kept is not None and self.parts.features is not None:
+            self.parts.features[row].copy_(kept[0])
         self.prefill_slot.leave(self.state, row)
 
     def move(self, source: int, place: int) -> None:
@@ -202,7 +205,7 @@ class Engine:
         shape, prefill_slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.prefill_slot, self.parts.proposer
 
         def feed() -> None:
-            prefill(self.parts, prefill_slot.row, shape, prefill_slot.start, chunk)
+            prefill(self.parts, prefill_slot.row, shape, prefill_slot.start, chunk, prefill_slot.features)
             prefill_slot.start.add_(chunk)
 
         if not draft:

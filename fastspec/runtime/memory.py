@@ -70,6 +70,7 @@ class Layout:
         ops: whose kernels run.
         keep_draft_probs: the distribution of every draft is kept until the draft is verified.
         feature_layers: layers of the target whose hidden states the proposer reads.
+        feature_elements: of a row, what is kept for the proposer between steps.
         weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
     """
 
@@ -84,6 +85,7 @@ class Layout:
     ops: Ops
     keep_draft_probs: bool = True
     feature_layers: int = 0
+    feature_elements: int = 0
     weights: tuple[int, int] | None = None
 
     def with_batch(self, batch: int) -> Layout:
@@ -143,15 +145,15 @@ class Layout:
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _feature_bytes(self) -> int:
-        """The buffer [batch, max_drafts + 1, layers, hidden] of `feature_buffer`."""
-        entries = self.batch * (self.max_drafts + 1) * self.feature_layers * self.target.hidden_size
-        return entries * self.target_dtype.itemsize
+        """The buffer of `feature_buffer`, and the prefill slot's row of it."""
+        return (self.batch + 1) * self.feature_elements * self.target_dtype.itemsize
 
     def _workspace_bytes(self, max_length: int) -> int:
         """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""
         spec, size = self.target, self.target_dtype.itemsize
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+        wide += 2 * self.feature_layers * spec.hidden_size  # each by itself, and side by side
         rows = self.batch * (self.max_drafts + 1)
         # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words
         step = rows * (wide * size + 15 * 4 * spec.vocab_size)

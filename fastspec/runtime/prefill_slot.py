@@ -17,16 +17,18 @@ class PrefillSlot:
     Attributes:
         row: a state of one row. Its K/V lies in the pages of the row that it stands for.
         start: int64 [1], the position of the target's next pass.
+        features: [1, ..], its row of `StepModules.features`; None where nothing is kept.
     """
 
     row: DecodeState
     start: Tensor
+    features: Tensor | None = None
 
     @classmethod
-    def beside(cls, state: DecodeState) -> PrefillSlot:
-        """An idle slot with room for any row of `state`."""
+    def beside(cls, state: DecodeState, features: Tensor | None = None) -> PrefillSlot:
+        """An idle slot with room for any row of `state`, and of `features` [B, ..]."""
         row = state.one_row()
-        return cls(row, torch.zeros_like(row.lengths))
+        return cls(row, torch.zeros_like(row.lengths), None if features is None else torch.zeros_like(features[:1]))
 
     def enter(self, state: DecodeState, row: int, start: int) -> None:
         """The slot stands for row `row` of `state` from now on; passes begin at position `start`."""

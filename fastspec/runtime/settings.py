@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,8 +14,9 @@ from fastspec.adaptive.controller import AUTO, MOST
 from fastspec.inputs.values import scalar
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
+from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.interface import ModelInfo, ModelSource
-from fastspec.proposers.interface import features_of, is_deterministic
+from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
 from fastspec.runtime.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
@@ -90,7 +92,7 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens)
+    drafts = _drafts(num_speculative_tokens, draft)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = device_of(device, target), checked(verification)
@@ -101,20 +103,30 @@ def settings_of(
         target=target.spec,
         target_dtype=_dtype(dtype, target.spec, on),
         draft=draft.spec if draft else None,
-        draft_dtype=_dtype(dtype, (draft or target).spec, on),
+        draft_dtype=_dtype(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
-        feature_layers=len(features_of(proposer)),
     )
+    read, kept = _features(target, draft, proposer, drafts)
+    layout = replace(layout, feature_layers=read, feature_elements=kept)
     layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
     length, reason = _max_length(max_length, layout, on, _free_bytes(on, target))
     tiling = _DECODE_TILING[on.type] if exact else UNTILED
     memory = layout.plan(length, _free_bytes(on, target))
-    _check_compile(compile, exact, on)
+    _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
     _check_hosted(target, draft, compile, layout.feature_layers)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+
+
+def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
+    """Hidden states that are read at a position, and elements kept of each row: of a head, else of the proposer."""
+    if isinstance(draft, HeadCheckpoint):
+        read, shape = draft.spec.feature_layers, draft.spec.kept
+    else:
+        read, shape = len(features_of(proposer)), feature_shape(proposer, drafts, target.spec.hidden_size)
+    return read, math.prod(shape) if shape else 0
 
 
 def _weights(
@@ -140,13 +152,17 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str) -> int:
+def _drafts(asked: int | str, draft: ModelSource | None) -> int:
     """Drafts per step that there must be room for."""
+    most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST
-    return check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+        return MOST if most is None else min(MOST, most)
+    drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    if draft is not None and most is not None and drafts > most:
+        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
+    return drafts
 
 
 def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
@@ -179,7 +195,11 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
     return possible if asked is None else asked
 
 
-def _check_compile(compile: bool, exact: bool, device: torch.device) -> None:
+def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
+    if compile and head:
+        raise ValueError(
+            f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
+        )
     if compile and exact:
         raise ValueError(
             "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "

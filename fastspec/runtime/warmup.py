@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from fastspec.models.weights.load import PendingWeights
+from fastspec.models.interface import Pending
+from fastspec.proposers.readings import settle_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
+from fastspec.shapes import GREEDY
 
 
 def warm_up_for(
@@ -47,6 +49,7 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts)
     loaded()
+    _settle_reading(engine)
     engine.choose_threads()
     bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
     with engine.on_device():
@@ -58,8 +61,17 @@ def warm_up_for(
         _time(engine, rows, choice, lengths, progress)
 
 
+def _settle_reading(engine: Engine) -> None:
+    """`settle_reading` of an engine's head, before anything is captured or admitted."""
+    chunk, pages = engine.chunks[0], engine.state.block_table.shape[1]
+    shape = engine.chunk_shape(chunk, chunk, GREEDY)
+    with engine.on_device():
+        free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
+        settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
+
+
 @contextmanager
-def filling(pending: Sequence[PendingWeights], device: torch.device) -> Iterator[Callable[[], None]]:
+def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
     """Fills weights while the context runs: in another thread on CUDA, where kernels are compiled meanwhile.
 
     Gives a function that waits until all are filled, and raises what stopped that. Leaving the context by an error

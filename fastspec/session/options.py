@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
+from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
@@ -37,11 +39,12 @@ class PlanOptions(TypedDict, total=False):
     draft_revision: str | None
     target_quantization: str | None
     draft_quantization: str | None
+    feature_layers: Sequence[int] | None
 
 
 def checked(
     target: Source, draft: Source | None, options: PlanOptions, ranks: Ranks | None = None, **how: Any
-) -> tuple[Checkpoint, Checkpoint | None, Settings]:
+) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target and draft, and the settings of a generator of them; nothing is loaded or allocated.
 
     Args:
@@ -56,7 +59,8 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
+    pair = partial(resolve_pair, target, draft, revisions, quantization, sizes.pop("feature_layers", None))
     if ranks is not None and ranks.asked:
-        return settled(ranks, partial(resolve_pair, target, draft, revisions, quantization), **sizes, **how)
-    one, other = resolve_pair(target, draft, revisions, quantization)
+        return settled(ranks, pair, **sizes, **how)
+    one, other = pair()
     return one, other, settings_of(one, other, **sizes, **how)

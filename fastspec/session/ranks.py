@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastspec.errors import UnsupportedOption
+from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.sliced import fingerprint, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
@@ -17,7 +18,7 @@ from fastspec.runtime.settings import Settings, device_of, settings_of
 
 
 def settled(
-    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | None]], **asked: Any
+    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
 ) -> tuple[Checkpoint, Checkpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
 
@@ -32,6 +33,10 @@ def settled(
 
     def make() -> tuple[Checkpoint, Checkpoint | None, Settings]:
         whole, draft_whole = pair()
+        if isinstance(draft_whole, HeadCheckpoint):
+            raise UnsupportedOption(
+                f"{draft_whole.name} is a head, and heads do not go with tensor_parallel; take a draft model or NGram()"
+            )
         on_cpu = device_of(asked["device"], whole).type == "cpu"
         target, draft = (None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole))
         assert target is not None, "there is a target"

@@ -15,6 +15,7 @@ import torch
 
 from fastspec.kernels.attention import dispatch
 from fastspec.kernels.attention.plan import TILES
+from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.feed_rows import feed_rows
@@ -121,6 +122,15 @@ def attention_prompt(arch: int) -> Calls:
     for size, width in TILES:
         for variant in (PLAIN, FULL):
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
+    yield "keys and values alone", _stored
+
+
+def _stored() -> object:
+    """Keys and values of rows without queries, as the context of a head has them."""
+    kv, table, at = on_meta((9, 64, KV_HEADS, 128), BF16), on_meta((1, 8), I64), on_meta((1, 8), I64)
+    angles, norm, rows = on_meta((512, 64), F32), on_meta((128,), BF16), on_meta((1, 8, 2 * KV_HEADS * 128), BF16)
+    written = on_meta((1, 8), torch.bool)
+    return store_heads(rows, angles, angles, kv, kv, table, at, written, num_heads=0, norms=(norm, norm, EPS))
 
 
 def attention_ruled(arch: int) -> Calls:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec import FastSpecGenerator, demo_pair
+from fastspec import DeterministicProposer, FastSpecGenerator, demo_pair
 from fastspec.models.decoder import Decoder
 from fastspec.proposers.choose import Guarded
 from fastspec.proposers.interface import feature_buffer, features_of
@@ -96,7 +96,7 @@ def test_features_are_those_of_the_last_step() -> None:
     engine, head = reading(tiny_engine(batch=1, k=2), given)
     (request,) = run(engine, given, CAP, k=2)
     assert request.accepted == request.drafted > CAP // 2
-    assert not head.seen[0][3].any(), "no step was made yet"
+    assert not head.seen[0][3].any(), "of a prompt of one token there is no hidden state"
     lengths, _, tokens, _ = head.seen[-1]
     table = torch.arange(1, engine.state.block_table.shape[1] + 1)[None]  # of an only row, as its pages are handed out
     whole = of_the_text(head.target, tokens[:, : int(lengths[0]) - 1], table)
@@ -105,6 +105,97 @@ def test_features_are_those_of_the_last_step() -> None:
         first = int(now[0]) - 1 - n
         # sums in another order, for another number of tokens is fed at once
         torch.testing.assert_close(features[0, :n], whole[0, first : first + n], rtol=1e-4, atol=1e-4)
+
+
+class Told:
+    """Takes in all it is told, drafts a wrong token, and keeps the position."""
+
+    max_length = 0
+    deterministic = True
+    features = (-1, 0, 1, 2)
+    kept = (1,)
+
+    def __init__(self, target: Decoder) -> None:
+        self.target = target
+        self.rows: list[tuple[int, int, int, Tensor]] = []  # page, position, token behind it, hidden states
+        self.newest: list[tuple[int, int, int]] = []  # length, emitted, what is kept
+
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
+        for row, place in rows.write_mask.nonzero().tolist():
+            at = int(rows.positions[row, place]), int(rows.ids[row, place])
+            self.rows.append((int(rows.block_table[row, 0]), *at, features[row, place]))
+        return rows.positions[..., None].float()
+
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, *, features: Tensor) -> None:
+        state.draft_tokens[:, : shape.num_drafts] = 3
+        state.draft_counts.fill_(shape.num_drafts)
+        for row in state.running.nonzero()[:, 0].tolist():
+            self.newest.append((int(state.lengths[row]), int(state.emitted[row]), int(features[row, 0])))
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        raise AssertionError("it is told all")
+
+
+@torch.inference_mode()
+def test_every_position_is_told_once_with_what_follows_it() -> None:
+    engine = tiny_engine(batch=2, k=3)
+    assert isinstance(engine.parts.target, Decoder)
+    told = Told(engine.parts.target)
+    parts = replace(engine.parts, proposer=Guarded(told, VOCAB), features=torch.zeros(2, 1))
+    engine = replace(engine, parts=parts)
+    given = [[5, 6, 7, 8], list(range(70)), [9]]
+    requests = run(engine, given, [6, 9, 5], k=lambda steps: (3, 0, 1)[steps % 3])
+    known = {page: [row for row in told.rows if row[0] == page] for page in {row[0] for row in told.rows}}
+    whole = sorted([[*request.prompt, *request.new_tokens] for request in requests], key=len)
+    rows = [each for page in known for each in known[page]]
+    assert len(rows) == len({(page, position, token) for page, position, token, _ in rows})
+    for text in whole:
+        # the last step ends the row: what it fed is told to nobody
+        pairs = [(position, token) for _, position, token, _ in rows]
+        last = max(len(text) - 5, 0)
+        assert all(pair in pairs for pair in list(enumerate(text[1:]))[:last])
+    assert told.newest
+    assert all(kept == length - 2 for length, emitted, kept in told.newest if length > 1)
+
+
+@torch.inference_mode()
+def test_the_ends_of_the_stream_can_be_read() -> None:
+    """Layer -1 is the embedding, one more than there are is behind the final norm."""
+    target = tiny_engine(batch=1, k=2).parts.target
+    assert isinstance(target, Decoder)
+    ids = torch.tensor([[5, 6, 7]])
+    rows = ForwardBatch(ids, torch.arange(3)[None], ids > 0, torch.arange(1, 5)[None], 1, UNTILED)
+    last, features = target.hidden_with_features(rows, (2, -1, 1))
+    assert torch.equal(features[:, :, 1], target.weights.embed.unpack()[ids])
+    assert torch.equal(features[:, :, 2], last)
+    normed = last / (last.pow(2).mean(-1, keepdim=True) + target.spec.rms_eps).sqrt() * target.weights.norm
+    torch.testing.assert_close(features[:, :, 0], normed)
+
+
+class LastHidden(DeterministicProposer):
+    """Drafts what the target's head makes of the newest hidden state: the last token once more."""
+
+    features = (1,)
+
+    def __init__(self, target: Decoder) -> None:
+        self.target = target
+        self.right = 0
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int, features: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        picked = self.target.logits(features[:, :1], UNTILED)[:, 0].argmax(-1)
+        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        self.right += int((picked == last).sum())
+        return picked[:, None].expand(-1, k), torch.full_like(lengths, k)
+
+
+def test_a_guess_may_ask_for_the_newest_hidden_state() -> None:
+    engine = tiny_engine(batch=1, k=2)
+    assert isinstance(engine.parts.target, Decoder)
+    proposer = LastHidden(engine.parts.target)
+    buffer = feature_buffer(proposer, 1, 2, 64, torch.float32, torch.device("cpu"))
+    parts = replace(engine.parts, proposer=proposer, features=buffer)
+    (request,) = run(replace(engine, parts=parts), [[5, 6, 7]], 12, k=2)
+    assert proposer.right == request.steps - 1, "all but the first, whose last token nobody picked"
 
 
 def test_rows_read_their_own_features() -> None:
@@ -144,4 +235,4 @@ def test_the_buffer_is_in_the_memory_plan() -> None:
 
     buffer = feature_buffer(Quiet((0, 1)), 2, 3, hidden, torch.float32, torch.device("cpu"))
     assert buffer is not None
-    assert planned((0, 1)) - planned(()) == buffer.nbytes
+    assert planned((0, 1)) - planned(()) == buffer.nbytes * 3 // 2, "of two rows and the one that prompts pass through"

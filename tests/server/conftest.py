@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import openai
 import pytest
-
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from fastspec import FastSpecGenerator
 from fastspec.server.run import Server, listening
@@ -44,9 +42,9 @@ class Running:
 
 @contextmanager
 def running(
-    generator: FastSpecGenerator, *, limits: Limits | None = None, api_key: str | None = None
+    generator: FastSpecGenerator, *, name: str = "small", limits: Limits | None = None, api_key: str | None = None
 ) -> Iterator[Running]:
-    up, service = threading.Event(), Service(generator, "small", limits)
+    up, service = threading.Event(), Service(generator, name, limits)
     server = Server(service, api_key=api_key, started=up.set)
     with listening("127.0.0.1", 0) as on:
         thread = threading.Thread(target=server.serve_on, args=(on,))
@@ -77,6 +75,5 @@ def server(gen: FastSpecGenerator) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 import pytest
 
 from fastspec import FastSpecGenerator, GenerateOutput
 from tests.helpers.services import END
 
-openai = pytest.importorskip("openai", reason="the openai package is not installed")
 PROMPT = "the head of the list"
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},

@@ -65,12 +65,7 @@ def read_corpus(source: Path) -> Corpus:
     Raises:
         ValueError: A part of the corpus is empty.
     """
-    parts = Corpus()
-    for document in sorted(_read_files(source), key=lambda document: document.name):
-        cleaned = replace(document, text=strip_licence(document.text))
-        if cleaned.text.strip() and not is_table(cleaned.text):
-            _part_of(parts, cleaned.name).append(cleaned)
-    corpus = _without_near_copies(parts)
+    corpus = split(read_files(source))
     if not (corpus.train and corpus.validation and corpus.held_out):
         raise ValueError(
             f"{source} gives {len(corpus.train)} training, {len(corpus.validation)} validation and "
@@ -78,6 +73,16 @@ def read_corpus(source: Path) -> Corpus:
             "name a folder or archive with some hundred Python files."
         )
     return corpus
+
+
+def split(documents: Iterable[Document]) -> Corpus:
+    """Cleans documents and splits them by their names; a part may be empty."""
+    parts = Corpus()
+    for document in sorted(documents, key=lambda document: document.name):
+        cleaned = replace(document, text=strip_licence(document.text))
+        if cleaned.text.strip() and not is_table(cleaned.text):
+            _part_of(parts, cleaned.name).append(cleaned)
+    return _without_near_copies(parts)
 
 
 def strip_licence(text: str) -> str:
@@ -97,8 +102,9 @@ def is_table(text: str) -> bool:
     return sum(character.isdigit() for character in dense) > TABLE_DIGIT_SHARE * len(dense)
 
 
-def _read_files(source: Path) -> Iterator[Document]:
-    pairs = _folder_files(source) if source.is_dir() else _archive_files(source)
+def read_files(source: Path, suffixes: tuple[str, ...] = (".py",)) -> Iterator[Document]:
+    """Reads the files of a folder or an archive whose names end so, decoded as UTF-8; others are left out."""
+    pairs = _folder_files(source, suffixes) if source.is_dir() else _archive_files(source, suffixes)
     for name, content in pairs:
         if not SKIPPED_FOLDERS.isdisjoint(PurePosixPath(name).parts):
             continue
@@ -109,17 +115,17 @@ def _read_files(source: Path) -> Iterator[Document]:
         yield Document(name, text.replace("\r\n", "\n"))
 
 
-def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in folder.rglob("*.py"):
-        if path.is_file():
+def _folder_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    for path in folder.rglob("*"):
+        if path.suffix in suffixes and path.is_file():
             yield path.relative_to(folder).as_posix(), path.read_bytes()
 
 
-def _archive_files(archive: Path) -> Iterator[tuple[str, bytes]]:
+def _archive_files(archive: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(archive) as opened:
         for member in opened:
             content = opened.extractfile(member) if member.isfile() else None
-            if content is not None and member.name.endswith(".py"):
+            if content is not None and member.name.endswith(suffixes):
                 yield member.name.removeprefix("./"), content.read()
 
 

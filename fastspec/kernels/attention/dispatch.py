@@ -49,7 +49,7 @@ from fastspec.kernels.attention import decode_launch, plan
 from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, new_tokens, paged_cache
 from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
 from fastspec.kernels.attention.prefill import paged_attention
-from fastspec.kernels.attention.rope import rope
+from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.checks import check_heads, check_sinks
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
@@ -129,7 +129,7 @@ def attend(
     """
     qkv, positions, write_mask = qkv.contiguous(), positions.contiguous(), write_mask.contiguous()
     if positions.shape[1] > MAX_SPLIT_QUERIES:
-        query = rope(
+        query = store_heads(
             qkv, cos, sin, keys, values, block_table, positions, write_mask,
             num_heads=num_heads, norms=norms,
         )  # fmt: skip

@@ -182,7 +182,7 @@ def _rotate_kernel(
             )  # fmt: skip
 
 
-def rope(
+def store_heads(
     qkv: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -195,7 +195,7 @@ def rope(
     num_heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """The first half of `reference.attend`: stores K and V where `write_mask`, returns the queries [B, Q, H, D].
+    """As `reference.store_heads`, which defines it; nothing is written for page 0.
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.

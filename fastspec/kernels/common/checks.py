@@ -83,7 +83,7 @@ def check_cache(
         raise ValueError(
             f"head_dim is {dim}; wanted an even one up to {MAX_HEAD_DIM}: `reference` has this op for any other"
         )
-    if num_heads < kv_heads or num_heads % kv_heads:
+    if num_heads % kv_heads:
         raise ValueError(f"num_heads is {num_heads}; wanted a multiple of the {kv_heads} key heads of the cache")
     check("values", values, keys.shape, keys.dtype, step="pass the layer of the cache that goes with keys")
     check("positions", positions, rows.shape[:2], torch.int64)

@@ -1,6 +1,6 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
-from fastspec.kernels.reference.attention import attend, paged_attention, rope
+from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
@@ -42,6 +42,7 @@ __all__ = [
     "sampled_commit",
     "sampled_draw",
     "silu_mul",
+    "store_heads",
     "tile_argmax",
     "tile_linear",
     "verify_commit",

@@ -114,6 +114,44 @@ def _gather_block(
     return k.float().transpose(1, 2), v.float().transpose(1, 2)
 
 
+def store_heads(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    *,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """The first half of `attend`: norms of heads and rotation, K/V into the cache.
+
+    Args:
+        num_heads: H; 0 where there are keys and values alone.
+        others: as in `attend`.
+
+    Returns:
+        The queries [B, Q, H, D], normed and rotated.
+    """
+    page_size, kv_heads, dim = keys.shape[1:]
+    query: Tensor
+    query, key, value = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), dim=2)
+    if norms is not None:
+        q_norm, k_norm, eps = norms
+        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+    if cos is not None and sin is not None:
+        at = positions.clamp(max=cos.shape[0] - 1)
+        rotation = cos[at][:, :, None], sin[at][:, :, None]
+        query, key = rope(query, *rotation), rope(key, *rotation)
+    slots = _slots(block_table, positions, page_size, write_mask).flatten()
+    keys.view(-1, kv_heads, dim).index_copy_(0, slots, key.flatten(0, 1))
+    values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
+    return query
+
+
 def attend(
     qkv: Tensor,
     cos: Tensor | None,
@@ -155,19 +193,9 @@ def attend(
     Returns:
         [B, Q, H * D].
     """
-    page_size, kv_heads, dim = keys.shape[1:]
-    heads = qkv.unflatten(-1, (-1, dim))
-    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=2)
-    if norms is not None:
-        q_norm, k_norm, eps = norms
-        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
-    if cos is not None and sin is not None:
-        at = positions.clamp(max=cos.shape[0] - 1)
-        rotation = cos[at][:, :, None], sin[at][:, :, None]
-        query, key = rope(query, *rotation), rope(key, *rotation)
-    slots = _slots(block_table, positions, page_size, write_mask).flatten()
-    keys.view(-1, kv_heads, dim).index_copy_(0, slots, key.flatten(0, 1))
-    values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
+    query = store_heads(
+        qkv, cos, sin, keys, values, block_table, positions, write_mask, num_heads=num_heads, norms=norms
+    )
     out = paged_attention(
         query,
         keys,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
@@ -19,18 +21,34 @@ def resolve_pair(
     draft: str | os.PathLike[str] | PreTrainedModel | None,
     revisions: tuple[str | None, str | None],
     quantization: tuple[str | None, str | None],
-) -> tuple[Checkpoint, Checkpoint | None]:
-    """Target and draft by `resolve`, to be rounded while they are loaded.
+    feature_layers: Sequence[int] | None = None,
+) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
+    """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
 
     Args:
         revisions, quantization: of target and draft.
+        feature_layers: boundaries of the target that a head is to read; None: those its config names.
 
     Raises:
-        As `resolve`; UnsupportedOption: quantization that is not a format, or of what is stored quantised.
+        As `resolve` and `resolve_head`; UnsupportedOption: quantization that is not a format, or of what is stored
+        quantised, or an option that the draft has no use for.
     """
-    found = resolve(target, role="target", revision=revisions[0])
+    found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
+    head = head_directory(draft, revisions[1])
+    if head is not None:
+        if quantization[1] is not None:
+            raise UnsupportedOption(
+                f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
+                "target's dtype; leave the option out"
+            )
+        return found, resolve_head(head, str(draft), found, feature_layers)
+    if feature_layers is not None:
+        raise UnsupportedOption(
+            f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
+            f"{draft!r} is none; leave it out"
+        )
     other = None if draft is None else resolve(draft, role="draft", revision=revisions[1])
-    return _rounded(found, quantization[0]), None if other is None else _rounded(other, quantization[1])
+    return found, None if other is None else _rounded(other, quantization[1])
 
 
 def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:

@@ -145,7 +145,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(download(source, revision, _check_before_download), str(source), role)
+        return _from_directory(download(source, revision, check_before_download), str(source), role)
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
     return info
 
 
-def _check_before_download(directory: Path) -> None:
+def check_before_download(directory: Path) -> None:
     """Refuses a model by its config alone, before its weights are fetched."""
     raw = check_config_file(directory)
     if raw["model_type"] not in FAMILIES:

@@ -15,11 +15,11 @@ from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.attention.rope import rope
+from fastspec.kernels.attention.rope import store_heads
 
 
 def rotated(given: dict[str, Any]) -> Tensor:
-    return rope(*(given[name] for name in TENSORS), num_heads=given["num_heads"], norms=norms_of(given))
+    return store_heads(*(given[name] for name in TENSORS), num_heads=given["num_heads"], norms=norms_of(given))
 
 
 def expected(given: dict[str, Any]) -> Tensor:
@@ -63,6 +63,19 @@ def test_norms(device: str, dtype: torch.dtype) -> None:
     twin(same)
     for ours, theirs in zip(stored(given), stored(same), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:3], ids=str)
+def test_keys_and_values_without_queries(device: str, dtype: torch.dtype) -> None:
+    given = case(device, lengths=[20, 11], queries=5, dtype=dtype, page_size=7)
+    given["writes"][0, 3:] = False
+    same = copied(given)
+    own = given["num_heads"] * given["keys"].shape[3]
+    given |= {"qkv": given["qkv"][..., own:].contiguous(), "num_heads": 0}
+    assert rotated(given).shape == (2, 5, 0, given["keys"].shape[3])
+    twin(same)
+    for ours, theirs in zip(stored(given), stored(same), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 NAMES = {"positions": "positions", "writes": "write_mask"}  # of a case, and of the argument

@@ -1,0 +1,186 @@
+"""The parts of a head's config that all kinds have: the sizes of its layers, and what it says of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fastspec.errors import CheckpointError
+from fastspec.models.config import ModelSpec
+from fastspec.models.families import FAMILIES
+from fastspec.models.families.plan import HeadNorm, LayerPlan, ModelScales
+from fastspec.models.fields import SIZE_LIMITS, ConfigFields
+from fastspec.models.heads.recognise import SUPPORTED
+from fastspec.models.heads.spec import TargetSizes
+from fastspec.models.rope import ropes_of
+
+INNER: Final = "transformer_layer_config"
+_READ: Final = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("max_position_embeddings", "layer_types", "sliding_window", "vocab_size"),
+)
+
+
+def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """The config of a head's layers: an object of its own in the layout of speculators, else the config itself."""
+    inner = raw.get(INNER, raw)
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"{where}: {INNER} is {type(inner).__name__}, wanted an object")
+    return inner
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false, also as null for the default.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{name}={value!r} in the head's config, wanted true or false")
+    return value
+
+
+def size(raw: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number from 1, also as null for the default.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    value = raw.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= max(SIZE_LIMITS.values()):
+        raise CheckpointError(f"{name}={value!r} in the head's config, wanted a whole number from 1")
+    return value
+
+
+def ids_of(value: object, name: str) -> tuple[int, ...] | None:
+    """A list of layer ids; None where there is none.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or any(type(each) is not int for each in value):
+        raise CheckpointError(f"{name}={value!r} in the head's config, wanted a list of whole numbers")
+    return tuple(value)
+
+
+def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int, target: TargetSizes) -> ModelSpec:
+    """The head's layers as those of a Llama, or of a Qwen3 where queries and keys are normalised.
+
+    Args:
+        inner: from `inner_config`.
+        names: of the stored tensors, as `plain_name` has them. They say which projections have a bias.
+        vocab_size: of its own logits.
+        target: whose dtype it runs in.
+
+    Raises:
+        UnsupportedModel: a setting that changes the arithmetic and is not implemented.
+    """
+    from transformers import CONFIG_MAPPING
+
+    family = "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama"
+    read = {name: inner[name] for name in _READ if inner.get(name) is not None}
+    try:
+        config = CONFIG_MAPPING[family].from_dict(read)
+    except Exception as error:  # its validation raises errors of several libraries
+        raise CheckpointError(f"not a valid config of {family} layers: {error}") from error
+    fields = ConfigFields(config, SUPPORTED)
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
+        if name not in read:
+            raise CheckpointError(f"the head's config has no {name}")
+    if fields.get("hidden_act") != "silu":
+        fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
+    heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    head_dim = int(read.get("head_dim") or fields.size("hidden_size") // heads)
+    if head_dim % 2 or head_dim > 256 or head_dim < 2:
+        fields.refuse("head_dim", head_dim, "an even number up to 256")
+    return ModelSpec(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_eps=fields.positive("rms_norm_eps"),
+        max_length=target.max_length,
+        ropes=ropes_of(fields, head_dim, FAMILIES[family]),
+        plans=_plans(fields, inner.get("sliding_window"), names, "head" if family == "qwen3" else None),
+        tied=False,
+        dtype=target.dtype,
+        scales=ModelScales(logits=float(inner.get("logit_scale") or 1.0)),
+    )
+
+
+def _plans(
+    fields: ConfigFields, window: object, names: Collection[str], qk_norm: HeadNorm | None
+) -> tuple[LayerPlan, ...]:
+    layers, first = fields.size("num_hidden_layers"), "layers.0."
+    types = fields.layer_types(layers) or ("full_attention",) * layers
+    if "sliding_attention" in types and (type(window) is not int or window < 1):
+        fields.refuse("sliding_window", window, "a number of tokens, for layer_types has sliding_attention")
+    return tuple(
+        LayerPlan(
+            window=window if kind == "sliding_attention" and isinstance(window, int) else None,
+            qkv_bias=f"{first}self_attn.q_proj.bias" in names,
+            o_bias=f"{first}self_attn.o_proj.bias" in names,
+            mlp_bias=f"{first}mlp.down_proj.bias" in names,
+            qk_norm=qk_norm,
+        )
+        for kind in types
+    )
+
+
+def layer_tensors(decoder: ModelSpec, layer: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer whose attention reads `width` elements, but for the norms before its attention."""
+    at, hidden, inner = f"layers.{layer}.", decoder.hidden_size, decoder.intermediate_size
+    heads, kv_heads = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    attention, mlp = f"{at}self_attn.", f"{at}mlp."
+    matrices = {
+        f"{attention}q_proj": (heads, width, decoder.qkv_bias),
+        f"{attention}k_proj": (kv_heads, width, decoder.qkv_bias),
+        f"{attention}v_proj": (kv_heads, width, decoder.qkv_bias),
+        f"{attention}o_proj": (hidden, heads, decoder.o_bias),
+        f"{mlp}gate_proj": (inner, hidden, decoder.mlp_bias),
+        f"{mlp}up_proj": (inner, hidden, decoder.mlp_bias),
+        f"{mlp}down_proj": (hidden, inner, decoder.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if decoder.qk_norm:
+        shapes |= {f"{attention}{which}_norm.weight": (decoder.head_dim,) for which in ("q", "k")}
+    return shapes | {f"{at}post_attention_layernorm.weight": (hidden,)}
+
+
+def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
+    """Refuses a head that names the model it was trained on, where the target is another.
+
+    What it names is a Hub id, and a target may lie in a directory of any name: so architectures are compared, where
+    both are known. Sizes are compared with those of tensors.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    config = raw.get("speculators_config")
+    verifier = config.get("verifier") if isinstance(config, Mapping) else None
+    if not isinstance(verifier, Mapping):
+        return
+    wanted = verifier.get("architectures")
+    if isinstance(wanted, list) and wanted and architecture not in wanted:
+        raise CheckpointError(
+            f"it drafts for {verifier.get('name_or_path')} ({', '.join(map(str, wanted))}), and the target "
+            f"{target.name} is a {architecture}; choose a head of this target"
+        )

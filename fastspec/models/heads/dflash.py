@@ -1,0 +1,179 @@
+"""The passes of a DFlash head (arXiv 2602.06036); `DFlashSpec` has the settings.
+
+    c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
+    context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, kept in the cache
+    block:   x = embeddings of [last token, mask ..]  at the positions behind them
+             x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
+    logits = norm(x) Whead
+
+Rows of a block see each other whichever comes first, and `Ops.attend` knows only what lies at or before a position. So
+the block's keys are stored first, in the pages behind the context, and then all its rows ask as if they stood at the
+last one; each was rotated by its own position before. These keys count for one pass: a pass stores its block before it
+reads there, and what it finds before its block was stored by `store_context`, over keys of earlier blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.dflash_spec import DFlashSpec
+from fastspec.models.heads.weights import HeadWeights
+from fastspec.shapes import AttentionRule, ForwardBatch
+
+MASK_TENSOR: Final = "mask_embedding"
+_T = TypeVar("_T")
+
+
+class DFlash(Decoder):
+    """Weights and cache of a DFlash head, and its passes.
+
+    Args:
+        spec: what distinguishes this head.
+        weights: its own, and what it shares.
+        cache: pages of its layers, under the target's page table.
+        ops: implementations of everything a pass does.
+        max_positions: that a row may have, its last block's among them.
+        batch: rows of a pass at most.
+        max_queries: tokens of each of them at most, in a step.
+        mask: [hidden], what masks are embedded as; None: as their token is.
+    """
+
+    def __init__(
+        self,
+        spec: DFlashSpec,
+        weights: HeadWeights,
+        cache: PagedKVCache,
+        ops: Ops,
+        *,
+        max_positions: int,
+        batch: int,
+        max_queries: int,
+        mask: Tensor | None = None,
+    ) -> None:
+        # every draft of a pass is a row of the argmax
+        sizes = {"max_positions": max_positions, "batch": batch * max_queries, "max_queries": 1}
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head, self._mask = spec, mask
+        self._fc, self._context = _there(weights.matrix("fc.weight")), _there(weights.matrix("context.weight"))
+        self._hidden_norm = _there(weights.vector("hidden_norm.weight"))
+        self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
+
+    def store_context(self, features: Tensor, rows: ForwardBatch) -> None:
+        """Writes K and V of accepted tokens, of all layers, by one product.
+
+        Args:
+            features: [B, Q, n, target's hidden], what the target left at these tokens.
+            rows: where they are, and which of them count; ids have no say here.
+        """
+        context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
+        norm = (self._hidden_norm, self.spec.rms_eps)
+        made = self.ops.linear(context, self._context, self._context_bias, rows.tiling, norm=norm)
+        for index, kv in enumerate(made.unflatten(-1, (self.spec.num_layers, -1)).movedim(2, 0).contiguous()):
+            self._store(index, kv, rows, num_heads=0)
+
+    def block(self, rows: ForwardBatch) -> Tensor:
+        """The residual stream behind the last layer, [B, Q, hidden], of a block: the last token of each row and masks.
+
+        Its keys are in the cache until the next pass, at the positions behind the context.
+        """
+        x, layers = self._embedded(rows), self.weights.layers
+        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
+        whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
+        qkv: Tensor | None = self._qkv(0, x, rows.tiling)
+        for index, layer in enumerate(layers):
+            assert qkv is not None, "only the last layer leaves none"
+            if self.head.causal[index]:
+                attended = self._ask(index, qkv, rows, self.spec.plans[index].rule)
+            else:
+                attended = self._ask_all(index, qkv, rows, whole)
+            if self.head.value_scale != 1.0:  # a sum of values, so a factor on each of them
+                attended = attended * self.head.value_scale
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            tail = self.ops.layer_tail
+            x, qkv = tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, rows.tiling)
+        return x
+
+    def _embedded(self, rows: ForwardBatch) -> Tensor:
+        x = self.ops.embed(self.weights.embed, rows.ids)
+        if self._mask is not None:
+            x = torch.where((rows.ids == self.head.mask_id)[..., None], self._mask, x)
+        return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
+
+    def _ask_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+        """Attention of a block's rows to the context and to each other, [B, Q, H * D].
+
+        Args:
+            whole: the rows as if all stood at the last one's position, and none were to be stored.
+        """
+        num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
+        query = self._store(index, qkv, rows, num_heads=num_heads)
+        # keys and values of these rows go along, and are not written again. The kernel that copies them begins when the
+        # keys are stored, and attention, which reads keys before what it waits for, begins behind that kernel
+        qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
+        if rule.window is not None:  # of the first row, for all
+            rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
+        return self._ask(index, qkv, whole, rule, turned=True)
+
+    def _ask(self, index: int, qkv: Tensor, rows: ForwardBatch, rule: AttentionRule, *, turned: bool = False) -> Tensor:
+        """Attention of rows to what lies at or before their positions; `turned`: heads are normed and rotated."""
+        cos, sin = (None, None) if turned else self._tables[0]
+        return self.ops.attend(
+            qkv,
+            cos,
+            sin,
+            self.cache.keys[index],
+            self.cache.values[index],
+            rows.block_table,
+            rows.positions,
+            rows.write_mask,
+            num_heads=self.spec.num_heads,
+            norms=None if turned else self._norms(index),
+            num_blocks=rows.num_blocks,
+            first_block=rows.first_block,
+            rule=rule,
+            sinks=None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index],
+            work=self._work,
+            product=self.weights.layers[index].o,
+            tiling=rows.tiling,
+        )
+
+    def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
+        """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        where = keys, values, rows.block_table, rows.positions, rows.write_mask
+        return self.ops.store_heads(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+
+    def _norms(self, index: int) -> tuple[Tensor, Tensor, float]:
+        layer = self.weights.layers[index]
+        return _there(layer.q_norm), _there(layer.k_norm), self.spec.rms_eps
+
+
+def _there(found: _T | None) -> _T:
+    assert found is not None, "checked before anything was allocated"
+    return found
+
+
+def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What masks are embedded as, [hidden], out of a safetensors file with the tensor `mask_embedding`.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds another tensor.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            found: Tensor = opened.get_tensor(MASK_TENSOR).reshape(-1)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot read {MASK_TENSOR}: {error}; convert or download it again") from error
+    if found.numel() != hidden:
+        raise CheckpointError(f"{file}: {MASK_TENSOR} has {found.numel()} elements, and the head is {hidden} wide")
+    return found.to(device=device, dtype=dtype)

@@ -1,0 +1,298 @@
+"""DFlash heads (arXiv 2602.06036): their configs, in the layout of z-lab and in that of speculators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.config import ModelSpec
+from fastspec.models.families.plan import ModelScales
+from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors
+from fastspec.models.heads.recognise import Recognised
+from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.weights.shards import TensorInfo
+
+MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+MASK_FILE: Final = "mask_embedding"
+SINKS: Final = "layers.{}.self_attn.attention_sink_bias"
+DEFAULT_THETA: Final = 1e6
+DEFAULT_BLOCK: Final = 16
+MAX_BLOCK: Final = 64
+SLIDING, FULL = "sliding_attention", "full_attention"
+# settings of relatives, and what no pass here computes: (name, values that are fine)
+OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
+    "projector_type": (None, "dflash"),
+    "shift_label": (None, False),
+    "use_heterogeneous_kv": (None, False),
+    "use_aux_hidden_state": (None, True),
+    "is_neox_style": (None, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashSpec(HeadSpec):
+    """Sizes and arithmetic of a DFlash head; the passes are in `dflash.py`.
+
+    `decoder` has a plan for each layer, with its window. In a layer with a window that is not causal it is counted from
+    the block's first row, for all rows.
+
+    Attributes:
+        block_size: rows of a block at most: the last token, and masks.
+        mask_id: the token that masks are embedded as.
+        causal: of each layer, whether a row of the block sees only the rows before it and itself. In the others every
+            row sees every row.
+        sample_from_anchor: every row predicts the token behind it, the last token's as well; else every mask predicts
+            the token in its own place.
+        sinks: every query head has one more key, of value zero.
+        value_scale: factor on values.
+        embed_scale: factor on embeddings.
+        mask_file: where the vector is that masks are embedded as; None: in the embedding.
+    """
+
+    block_size: int = DEFAULT_BLOCK
+    mask_id: int = 0
+    causal: tuple[bool, ...] = ()
+    sample_from_anchor: bool = False
+    sinks: bool = False
+    value_scale: float = 1.0
+    embed_scale: float = 1.0
+    mask_file: Path | None = None
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of one pass at most."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    def rows(self, k: int) -> int:
+        """Rows of a pass that makes k drafts."""
+        return k + (not self.sample_from_anchor)
+
+    @property
+    def joined(self) -> Mapping[str, tuple[str, ...]]:
+        """As of `HeadSpec`: k and v of all layers for the context, and the sinks of all layers."""
+        projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
+        found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
+        if self.decoder.qkv_bias:
+            found["context.bias"] = tuple(f"{each}.bias" for each in projections)
+        return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """As of `HeadSpec`; what is joined for the context is there twice."""
+        twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
+        again = sum(math.prod(self.tensors[part]) for part in twice)
+        mask = 0 if self.mask_file is None else self.hidden_size
+        return HeadSpec.weight_bytes(self, dtype) + (again + mask) * dtype.itemsize
+
+
+def dflash_spec(
+    found: Recognised,
+    raw: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    target: TargetSizes,
+    feature_layers: Sequence[int] | None,
+    where: Path,
+) -> DFlashSpec:
+    """The spec of a DFlash head, by its config and the shapes of its tensors.
+
+    Args:
+        found: what it was recognised as.
+        raw: `config.json`.
+        infos: its tensors, by `plain_name`.
+        target: the model that it is to draft for.
+        feature_layers: the caller's own choice of boundaries; None: the config's.
+        where: the config, for messages; beside it there may be an embedding of the mask.
+
+    Raises:
+        CheckpointError: config and tensors do not go together, or the head is of another target.
+        UnsupportedModel: a setting that is not implemented.
+    """
+    settings = _Settings.of(raw, where)
+    for name, fine in OTHERS.items():
+        if settings.get(name) not in fine:
+            settings.refuse(name, f"{fine[1]!r}: such a head is a relative of DFlash")
+    ours = found.layout == "speculators"
+    inner = dict(inner_config(raw, where))
+    if inner.get("rope_parameters") is None:
+        inner["rope_theta"] = inner.get("rope_theta") or DEFAULT_THETA
+    vocab = settings.whole("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
+    decoder = decoder_of({name: inner[name] for name in inner if name != "layer_types"}, infos, vocab, target)
+    windows, causal = _attention(settings, inner, decoder.num_layers, ours)
+    plans = tuple(replace(plan, window=window) for plan, window in zip(decoder.plans, windows, strict=True))
+    decoder = replace(decoder, plans=plans, scales=_scales(settings, decoder.scales.logits))
+    own_embed, own_head = "embed_tokens.weight" in infos, "lm_head.weight" in infos
+    _check_shared(decoder, target, own_embed=own_embed, own_head=own_head)
+    readings = _readings(settings, target, feature_layers)
+    sinks = settings.flag("attention_sink_bias", settings.flag("add_swa_attention_sink_bias"))
+    return DFlashSpec(
+        found=found,
+        decoder=decoder,
+        target=target,
+        readings=readings,
+        tensors=_tensors(decoder, target, len(readings[0]), sinks, own_embed=own_embed, own_head=own_head),
+        own_embed=own_embed,
+        own_head=own_head,
+        block_size=settings.whole("block_size", 2, MAX_BLOCK, DEFAULT_BLOCK),
+        mask_id=_mask_id(settings, target.vocab_size),
+        causal=causal,
+        sample_from_anchor=settings.flag("sample_from_anchor"),
+        sinks=sinks,
+        value_scale=settings.number("attention_value_scale"),
+        embed_scale=settings.number("input_embedding_scale"),
+        mask_file=_mask_file(where.parent),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """A config, and the object in it that has a head's own settings: those count before others of their name."""
+
+    own: Mapping[str, Any]
+    raw: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], where: Path) -> _Settings:
+        own = raw.get("dflash_config")
+        if own is not None and not isinstance(own, Mapping):
+            raise CheckpointError(f"{where}: dflash_config is {type(own).__name__}, wanted an object")
+        return cls(own or {}, raw)
+
+    def get(self, name: str, default: object = None) -> Any:
+        """The value, or the default where there is none, or null."""
+        found = self.own.get(name)
+        found = self.raw.get(name) if found is None else found
+        return default if found is None else found
+
+    def refuse(self, name: str, wanted: str) -> NoReturn:
+        raise UnsupportedModel(f"{name}={self.get(name)!r} of a DFlash head is not supported, wanted {wanted}")
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return flag({name: self.get(name)}, name, default)
+
+    def number(self, name: str) -> float:
+        """A positive number, 1 where there is none."""
+        value = self.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+            self.refuse(name, "a positive number")
+        return float(value)
+
+    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or not least <= value <= most:
+            self.refuse(name, f"a whole number from {least} to {most}")
+        return value
+
+
+def _readings(settings: _Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
+    """z-lab names layers, speculators boundaries, and engines agree: there is one reading."""
+    if asked is not None:
+        return (asked_boundaries(asked, target.layers, None),)
+    for name, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
+        ids = ids_of(settings.get(name), name)
+        if ids is not None:
+            return readings_of(ids, target.layers, shift)
+    settings.refuse("target_layer_ids", "a list of layers of the target, or feature_layers= to say which")
+
+
+def _scales(settings: _Settings, logit_scale: float) -> ModelScales:
+    softcap = settings.get("final_logit_softcapping")
+    softcap = None if softcap in (None, 0) else settings.number("final_logit_softcapping")
+    return ModelScales(logits=settings.number("output_multiplier") * logit_scale, softcap=softcap)
+
+
+def _mask_id(settings: _Settings, vocab: int) -> int:
+    """The mask's token: under the first of its names that is there, as vLLM looks for it."""
+    name = next((name for name in MASK_NAMES if settings.get(name) is not None), MASK_NAMES[0])
+    return settings.whole(name, 0, vocab - 1)
+
+
+def _mask_file(directory: Path) -> Path | None:
+    """The file with the embedding of the mask, of a checkpoint that has one.
+
+    Raises:
+        CheckpointError: it is pickled; with the line that converts it.
+    """
+    file = directory / f"{MASK_FILE}.safetensors"
+    if file.is_file():
+        return file
+    if (directory / f"{MASK_FILE}.pt").is_file():
+        raise CheckpointError(
+            f"{directory}: {MASK_FILE}.pt is pickled and never loaded here; convert it once, if you trust it: "
+            f'cd {directory} && python -c "import torch; from safetensors.torch import save_file; x = torch.load('
+            f"'{MASK_FILE}.pt', map_location='cpu', weights_only=True); x = x['embedding'] if isinstance(x, dict) else "
+            f"x; save_file({{'{MASK_FILE}': x.reshape(-1).clone()}}, '{MASK_FILE}.safetensors')\""
+        )
+    return None
+
+
+def _attention(
+    settings: _Settings, inner: Mapping[str, Any], layers: int, ours: bool
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """(window, causal) of each layer.
+
+    Layers that `layer_types` calls sliding are causal, others are not; `use_swa` gives every layer a window. A flag of
+    the config counts before this: in z-lab's layout for all layers, in speculators', whose full layers never are
+    causal, for those with a window. There such a layer that is not causal sees one key more.
+    """
+    types = inner.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers or {*types} - {SLIDING, FULL}):
+        wanted = f"{layers} entries, each {FULL!r} or {SLIDING!r}"
+        raise UnsupportedModel(f"layer_types={types!r} of a DFlash head is not supported, wanted {wanted}")
+    sliding = [kind == SLIDING for kind in types or [FULL] * layers]
+    causal = list(sliding)
+    if settings.flag("use_swa") and not any(sliding):
+        sliding = [True] * layers
+    if ours and settings.flag("sliding_window_non_causal"):
+        causal = [False] * layers
+    for name in ("causal", "is_causal"):
+        if settings.get(name) is not None:
+            causal = [settings.flag(name)] * layers
+    if not any(sliding):
+        return (None,) * layers, tuple(causal)
+    window = inner.get("sliding_window")
+    window = settings.whole("swa_window_size", 1, 2**30, window if type(window) is int else None)
+    return tuple(
+        window + (ours and not each) if slides else None for slides, each in zip(sliding, causal, strict=True)
+    ), tuple(causal)
+
+
+def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
+    """Refuses to share what the target has in another form."""
+    hidden, vocab = decoder.hidden_size, decoder.vocab_size
+    if hidden != target.hidden_size and not (own_embed and own_head):
+        raise CheckpointError(
+            f"the head is {hidden} wide, and would share the embedding or the head of {target.name}, which is "
+            f"{target.hidden_size}: choose a head of this target"
+        )
+    if vocab != target.vocab_size and not own_head:
+        raise CheckpointError(
+            f"lm_head.weight is missing, and the target's [{target.vocab_size}, {target.hidden_size}] does not fit "
+            f"[{vocab}, {hidden}]"
+        )
+
+
+def _tensors(
+    decoder: ModelSpec, target: TargetSizes, states: int, sinks: bool, *, own_embed: bool, own_head: bool
+) -> dict[str, tuple[int, ...]]:
+    hidden = decoder.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, states * target.hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(decoder.num_layers):
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= layer_tensors(decoder, layer, hidden)
+        if sinks:
+            shapes[SINKS.format(layer)] = (decoder.num_heads,)
+    if own_embed:
+        shapes["embed_tokens.weight"] = (target.vocab_size, hidden)
+    if own_head:
+        shapes["lm_head.weight"] = (decoder.vocab_size, hidden)
+    return shapes

@@ -1,0 +1,106 @@
+"""The passes of an EAGLE-3 head (arXiv 2503.01840); `Eagle3Spec` has the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.weights import HeadWeights
+from fastspec.shapes import ForwardBatch, Tiling
+
+
+class Eagle3(Decoder):
+    """Weights and cache of an EAGLE-3 head, and its passes.
+
+    In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
+    tokens. So its cache ends one position before its target's.
+
+    Args:
+        spec: what distinguishes this head.
+        weights: its own, and what it shares.
+        cache: pages of its layers, under the target's page table.
+        ops, sizes: as for `Decoder`.
+    """
+
+    def __init__(self, spec: Eagle3Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head, self._own = spec, weights
+        hidden_norm = weights.vector("layers.0.hidden_norm.weight")
+        assert hidden_norm is not None, "checked before anything was allocated"
+        self._hidden_norm = hidden_norm
+        self._chunk_norms = [weights.vector(f"fc_norm.{index}.weight") for index in range(spec.feature_layers)]
+
+    def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
+        """g [B, Q, hidden] of the target's hidden states [B, Q, layers, target's hidden]."""
+        eps = self.spec.rms_eps
+        if self.head.fc_norm:
+            normed = [
+                self.ops.norm(chunk.contiguous(), norm, eps)
+                for chunk, norm in zip(features.unbind(dim=2), self._chunk_norms, strict=True)
+                if norm is not None
+            ]
+            features = torch.stack(normed, dim=2)
+        wide, before = features.flatten(2), self._own.vector("input_norm.weight")
+        fc = self._own.matrix("fc.weight")
+        if fc is None:
+            return wide if before is None else self.ops.norm(wide.contiguous(), before, eps)
+        options: dict[str, Any] = {} if before is None else {"norm": (before, eps)}
+        return self.ops.linear(wide, fc, self._own.vector("fc.bias"), tiling, **options)
+
+    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """The residual stream behind the last layer, [B, Q, hidden]; writes K and V of all layers.
+
+        Args:
+            g: [B, Q, hidden], from `condense` or `feature`.
+            rows: positions of g, with the tokens that follow them.
+        """
+        x, qkv = self._upto_last(g, rows)
+        return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
+
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
+        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention."""
+        last, (_, qkv) = self.spec.num_layers - 1, self._upto_last(g, rows)
+        layer, norms = self.weights.layers[last], None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm, self.spec.rms_eps
+        self.ops.store_heads(
+            qkv,
+            *self._tables[0],
+            self.cache.keys[last],
+            self.cache.values[last],
+            rows.block_table,
+            rows.positions,
+            rows.write_mask,
+            num_heads=self.spec.num_heads,
+            norms=norms,
+        )
+
+    def feature(self, x: Tensor) -> Tensor:
+        """What stands for g at the position behind, of what `drafted` returned."""
+        return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
+
+    def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream in front of the last layer, and that layer's q, k and v."""
+        layer, eps = self.weights.layers[0], self.spec.rms_eps
+        e = self.ops.norm(self.ops.embed(self.weights.embed, rows.ids), layer.input_norm, eps)
+        h = self.ops.norm(g.contiguous(), self._hidden_norm, eps)
+        x = h if self.head.norm_before_residual else g
+        qkv = self.ops.linear(torch.cat((e, h), dim=-1), layer.qkv, layer.qkv_bias, rows.tiling)
+        for index in range(self.spec.num_layers - 1):
+            x, following = self._layer(index, x, qkv, rows)
+            assert following is not None, "only the last layer leaves none"
+            qkv = following
+        return x, qkv
+
+    def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
+        layers, tail = self.weights.layers, self.ops.layer_tail
+        attended = self._attend(index, layers[index], qkv, rows)
+        following = layers[index + 1] if index + 1 < len(layers) else None
+        return tail(self.ops.linear, attended, x, layers[index], following, self.spec.rms_eps, rows.tiling)

@@ -1,0 +1,214 @@
+"""EAGLE-3 heads (arXiv 2503.01840): their configs, in the layout of EAGLE and SGLang and in that of speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.config import ModelSpec
+from fastspec.models.heads.boundaries import NORMED, Reading, asked_boundaries, default_boundaries, readings_of
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors, size
+from fastspec.models.heads.recognise import Recognised
+from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.weights.shards import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec(HeadSpec):
+    """Sizes and arithmetic of an EAGLE-3 head.
+
+        a = the target's hidden states at one position, side by side
+        a = norm(a) [with norm_before_fc], or each of them its own norm [with fc_norm]
+        g = a Wfc [+ bias] [without fc: a];  of a drafted position: what `feature` was there
+        e = norm(embedding of the token that follows), h = norm(g)
+        r = g [h with norm_before_residual]
+        x = r + attention([e h]);  x = x + mlp(norm(x)); then ordinary layers, if there are more
+        logits = norm(x) Whead;  feature = x [norm(x) with norm_output]
+
+    Attributes:
+        fc: the target's hidden states go through a product first.
+        fc_bias, norm_before_fc, fc_norm, norm_before_residual, norm_output: see above.
+    """
+
+    fc: bool = True
+    fc_bias: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """g of a row's newest position."""
+        return (self.hidden_size,)
+
+
+def eagle3_spec(
+    found: Recognised,
+    raw: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    target: TargetSizes,
+    feature_layers: Sequence[int] | None,
+    where: Path,
+) -> Eagle3Spec:
+    """The spec of an EAGLE-3 head, by its config and the shapes of its tensors.
+
+    Args:
+        found: what it was recognised as.
+        raw: `config.json`.
+        infos: its tensors, by `plain_name`.
+        target: the model that it is to draft for.
+        feature_layers: the caller's own choice of boundaries; None: the config's.
+        where: the config, for messages.
+
+    Raises:
+        CheckpointError: config and tensors do not go together, or the head is of another target.
+        UnsupportedModel: a setting that is not implemented.
+    """
+    inner = inner_config(raw, where)
+    _check_target(raw, inner, infos, target)
+    vocab_size = size(raw, "draft_vocab_size", target.vocab_size)
+    decoder = decoder_of(inner, infos, vocab_size, target)
+    count = _inputs(infos, target, decoder)
+    flags = _flags(found, raw, infos)
+    spec = Eagle3Spec(
+        found=found,
+        decoder=decoder,
+        target=target,
+        readings=_readings(found, raw, target, count, feature_layers),
+        tensors={},
+        own_embed="embed_tokens.weight" in infos,
+        own_head="lm_head.weight" in infos,
+        fc="fc.weight" in infos,
+        **flags,
+    )
+    _check_shared(spec)
+    return replace(spec, tensors=_tensors(spec, count))
+
+
+def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:
+    """The variant, with the defaults of the engine that wrote the layout.
+
+    `norm_before_residual` is a flag of speculators and of vLLM. Where a file of speculators leaves it out, that library
+    reads false. SGLang has no such flag, and computes as with false.
+    """
+    inner = raw.get("eagle_config")
+    eagle: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
+
+    def either(name: str) -> bool:
+        return flag(raw, name, flag(eagle, name))
+
+    before = either("norm_before_fc") or "input_norm.weight" in infos
+    each = either("fc_norm") or flag(raw, "use_aux_norm", flag(eagle, "use_aux_norm")) or "fc_norm.0.weight" in infos
+    if before and each:
+        raise CheckpointError("norm_before_fc and fc_norm are both set in the head's config; wanted one of them")
+    return {
+        "fc_bias": "fc.bias" in infos,
+        "norm_before_fc": before,
+        "fc_norm": each,
+        "norm_before_residual": either("norm_before_residual"),
+        "norm_output": either("norm_output"),
+    }
+
+
+def _check_target(
+    raw: Mapping[str, Any], inner: Mapping[str, Any], infos: Mapping[str, TensorInfo], target: TargetSizes
+) -> None:
+    """Refuses a head whose sizes say that it was made for another target."""
+    hidden = raw.get("target_hidden_size")
+    vocab = infos["t2d"].shape[0] if "t2d" in infos else inner.get("vocab_size")
+    for name, got, wanted in (("hidden_size", hidden, target.hidden_size), ("vocab_size", vocab, target.vocab_size)):
+        if got is not None and got != wanted:
+            raise CheckpointError(
+                f"the head was made for a target with {name}={got}, and {target.name} has {wanted}: choose a head of "
+                "this target"
+            )
+
+
+def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
+    """How many hidden states of the target it reads, by the width of its first product."""
+    if "fc.weight" not in infos:
+        if decoder.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"the head is {decoder.hidden_size} wide, {target.name} {target.hidden_size}, and fc.weight is missing"
+            )
+        return 1
+    shape = infos["fc.weight"].shape
+    if len(shape) != 2 or shape[1] % target.hidden_size:
+        raise CheckpointError(
+            f"fc.weight has shape {list(shape)}, wanted [{decoder.hidden_size}, a multiple of the target's hidden_size="
+            f"{target.hidden_size}]: choose a head of {target.name}"
+        )
+    return shape[1] // target.hidden_size
+
+
+def _readings(
+    found: Recognised, raw: Mapping[str, Any], target: TargetSizes, count: int, asked: Sequence[int] | None
+) -> tuple[Reading, ...]:
+    eagle = raw.get("eagle_config")
+    inner: Mapping[str, Any] = eagle if isinstance(eagle, Mapping) else {}
+    if asked is not None:
+        return (asked_boundaries(asked, target.layers, count),)
+    if not flag(inner, "use_aux_hidden_state", flag(raw, "use_aux_hidden_state", True)):
+        if count != 1:
+            raise CheckpointError(f"use_aux_hidden_state is false, and fc.weight is made for {count} hidden states")
+        return ((NORMED,),)
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = ids_of(raw.get(name, inner.get(name, inner.get("layer_ids"))), name)
+    if ids is None:
+        ids, written = default_boundaries(target.layers), True
+        if min(ids) < 0 or len(ids) != count:
+            raise CheckpointError(
+                f"the head names no layers, and reads {count} of a target with {target.layers}: say which, with "
+                "feature_layers="
+            )
+    else:
+        written = found.layout == "speculators"
+    if len(ids) != count:
+        raise CheckpointError(f"{name}={list(ids)} has {len(ids)} entries, and fc.weight is made for {count}")
+    # as layers whose output is read in SGLang and its trainer, as boundaries in vLLM and speculators
+    return readings_of(ids, target.layers, 0) if written else readings_of(ids, target.layers, 1, (0,))
+
+
+def _check_shared(spec: Eagle3Spec) -> None:
+    """Refuses to share what the target has in another form."""
+    target = spec.target
+    if not spec.own_embed and spec.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"the head has no embedding, and cannot share that of {target.name}: it is {spec.hidden_size} wide, the "
+            f"target {target.hidden_size}"
+        )
+    if not spec.own_head and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise CheckpointError(
+            f"lm_head.weight is missing, and the target's [{target.vocab_size}, {target.hidden_size}] does not fit "
+            f"[{spec.vocab_size}, {spec.hidden_size}]"
+        )
+    if not spec.own_embed and target.embed_scale != 1.0:
+        raise UnsupportedModel(
+            f"the head has no embedding of its own, and {target.name} scales its own: engines differ in whether such a "
+            "head reads it scaled; use a head that brings its embedding"
+        )
+
+
+def _tensors(spec: Eagle3Spec, count: int) -> dict[str, tuple[int, ...]]:
+    decoder, hidden, wide = spec.decoder, spec.hidden_size, spec.target.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,), "layers.0.hidden_norm.weight": (hidden,)}
+    if spec.fc:
+        shapes["fc.weight"] = (hidden, count * wide)
+    if spec.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    if spec.norm_before_fc:
+        shapes["input_norm.weight"] = (count * wide,)
+    if spec.fc_norm:
+        shapes |= {f"fc_norm.{index}.weight": (wide,) for index in range(count)}
+    if spec.own_embed:
+        shapes["embed_tokens.weight"] = (spec.target.vocab_size, hidden)
+    if spec.own_head:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= layer_tensors(decoder, layer, hidden if layer else 2 * hidden)
+    return shapes

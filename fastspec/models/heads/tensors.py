@@ -1,0 +1,160 @@
+"""The stored tensors of a head by the names that they have here, checked against its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.heads.recognise import plain_name
+from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.weights.shapes import listing
+from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorInfo
+
+if TYPE_CHECKING:
+    from fastspec.kernels.common.codes import Codes, CodesKind
+
+OFFSETS, MASK = "d2t", "t2d"
+PICKLED: Final = "pytorch_model.bin"
+# what trainers save beside a head, or may: nothing of it is computed with
+UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+
+
+class HeadTensors:
+    """The tensors of a directory.
+
+    Args:
+        directory: of a head.
+
+    Raises:
+        CheckpointError: weights are missing, damaged, pickled, or two stored tensors are one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        refuse_pickled(directory)
+        self._source = ShardTensors(directory)
+        self._stored: dict[str, str] = {}
+        for stored in self._source.infos():
+            name = plain_name(stored)
+            if name in self._stored:
+                raise CheckpointError(
+                    f"{directory}: {self._stored[name]!r} and {stored!r} are both the tensor {name}; keep one"
+                )
+            self._stored[name] = stored
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name here."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._stored.items()}
+
+    def stored_names(self) -> Collection[str]:
+        """Names as they are stored."""
+        return self._stored.values()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of `ShardTensors`."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """As of `ShardTensors`, by the name here."""
+        return self._source.read(self._stored[name])
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        return self._source.read_part(self._stored[name], rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """None: heads are not stored quantised."""
+        return None
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """None: heads are not stored quantised."""
+        return None
+
+    def release(self, names: list[str]) -> None:
+        """Nothing to do: see `ShardTensors.release`."""
+
+
+def refuse_pickled(directory: Path) -> None:
+    """Refuses a directory whose only weights are pickled, as the first heads were published.
+
+    Raises:
+        CheckpointError: with the line that converts them.
+    """
+    if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        return
+    raise CheckpointError(
+        f"{directory}: has {PICKLED} alone, which is pickled and never loaded here; convert it once, if you trust it: "
+        + conversion(directory)
+    )
+
+
+def conversion(directory: Path | str) -> str:
+    """The command that turns pickled weights of a directory into safetensors."""
+    return (
+        f'cd {directory} && python -c "import torch; from safetensors.torch import save_file; save_file({{k: '
+        f"v.clone() for k, v in torch.load('{PICKLED}', map_location='cpu', weights_only=True).items()}}, "
+        f"'{SINGLE}')\""
+    )
+
+
+def check_head_tensors(tensors: HeadTensors, spec: HeadSpec) -> None:
+    """Compares what is stored with what the spec wants, before anything is allocated.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape, or has no place.
+        UnsupportedModel: one is stored in a dtype other than bfloat16, float16 or float32.
+    """
+    infos = tensors.infos()
+    missing = [wanted for wanted in spec.tensors if wanted not in infos]
+    if missing:
+        raise CheckpointError(f"{listing(missing)} missing; this {spec.found} needs them")
+    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, OFFSETS)]
+    if others:
+        raise CheckpointError(
+            f"{listing(others)} unexpected; there is no place for them in this {spec.found}, and leaving them "
+            "out would change what it drafts"
+        )
+    for wanted, shape in spec.tensors.items():
+        info = infos[wanted]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{wanted} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from its config "
+                f"and the target {spec.target.name} (hidden_size={spec.target.hidden_size}, "
+                f"vocab_size={spec.target.vocab_size})"
+            )
+        if isinstance(info.dtype, str):
+            raise UnsupportedModel(f"{wanted} is stored as {info.dtype}, wanted BF16, F16 or F32")
+
+
+def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
+    """The target's id of each id of the head, int64 [vocab_size] on the CPU, by its table of offsets; None: the same.
+
+    Raises:
+        CheckpointError: there is no table, or it names ids that the target does not have, or one twice.
+    """
+    drafted, known = spec.vocab_size, spec.target.vocab_size
+    if OFFSETS not in tensors.infos():
+        if drafted == known:
+            return None
+        raise CheckpointError(
+            f"it drafts {drafted} of the target's {known} ids and holds no {OFFSETS}, which says which they are"
+        )
+    with tensors.open():
+        offsets = tensors.read(OFFSETS).to(torch.int64).clone()
+    if offsets.shape != (drafted,):
+        raise CheckpointError(f"{OFFSETS} has shape {list(offsets.shape)}, wanted [{drafted}]")
+    ids = offsets + torch.arange(drafted, device="cpu")
+    if int(ids.min()) < 0 or int(ids.max()) >= known or ids.unique().numel() < drafted:
+        raise CheckpointError(
+            f"{OFFSETS} leads to ids {int(ids.min())} to {int(ids.max())}, wanted {drafted} different ids "
+            f"below the target's {known}: it was made for another target"
+        )
+    return None if drafted == known and torch.equal(offsets, torch.zeros_like(offsets)) else ids

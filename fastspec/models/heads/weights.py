@@ -1,0 +1,134 @@
+"""The weights of a head as its layers want them: allocated at once, filled later, like those of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import Ops
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.heads.tensors import HeadTensors
+from fastspec.models.weights.load import DecoderWeights, LayerWeights
+from fastspec.models.weights.loader import Loader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Weights of a head.
+
+    Attributes:
+        decoder: its layers, its norm, its embedding and its head; the last two may be the target's.
+        others: whatever else it has, by name: "fc.weight" as a `Weight`, norms and biases as tensors.
+    """
+
+    decoder: DecoderWeights
+    others: dict[str, Weight | Tensor]
+
+    def matrix(self, name: str) -> Weight | None:
+        """A matrix among `others`."""
+        found = self.others.get(name)
+        return found if isinstance(found, Weight) else None
+
+    def vector(self, name: str) -> Tensor | None:
+        """A norm or a bias among `others`."""
+        found = self.others.get(name)
+        return found if isinstance(found, Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingHead:
+    """As `PendingWeights`, of a head."""
+
+    weights: HeadWeights
+    fill: Callable[[], None]
+    cancel: Callable[[], None]
+
+
+def allocate_head(
+    checkpoint: HeadCheckpoint,
+    target: DecoderWeights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    progress: bool = True,
+) -> PendingHead:
+    """Allocates all weights of a head in `dtype` on `device`; what it lacks is the target's, and not copied.
+
+    Args:
+        checkpoint: from `resolve_head`.
+        target: weights of its target.
+        dtype: of the target.
+        device: of the target.
+        ops: whose weights they are.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointError: from `fill`, as that of a model.
+    """
+    spec, source = checkpoint.spec, HeadTensors(checkpoint.directory)
+    total = spec.weight_bytes(dtype)
+    bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc="loading head", disable=not progress)
+    loader = Loader(source, dtype, device, ops, bar, later=True)
+    with torch.no_grad():
+        weights = _assemble(loader, spec, target)
+
+    def fill() -> None:
+        with bar:
+            loader.fill()
+
+    return PendingHead(weights, fill, loader.cancel)
+
+
+def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWeights:
+    layers = tuple(_layer(loader, spec, f"layers.{index}.") for index in range(spec.num_layers))
+    decoder = DecoderWeights(
+        embed=loader.weight("embed_tokens.weight") if spec.own_embed else target.embed,
+        layers=layers,
+        norm=loader.tensor("norm.weight"),
+        head=loader.weight("lm_head.weight") if spec.own_head else target.head,
+    )
+    others: dict[str, Weight | Tensor] = {}
+    for name, shape in spec.tensors.items():
+        if name.startswith("layers.") and not name.endswith("hidden_norm.weight"):
+            continue
+        if name not in ("embed_tokens.weight", "norm.weight", "lm_head.weight"):
+            others[name] = loader.weight(name) if len(shape) == 2 else loader.tensor(name)
+    for name, parts in spec.joined.items():
+        others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
+    return HeadWeights(decoder, others)
+
+
+def _layer(loader: Loader, spec: HeadSpec, at: str) -> LayerWeights:
+    def bias(*parts: str) -> Tensor | None:
+        names = [f"{at}{part}.bias" for part in parts]
+        return loader.tensor(*names) if names[0] in spec.tensors else None
+
+    def weight(*parts: str, **options: Any) -> Weight:
+        return loader.weight(*(f"{at}{part}.weight" for part in parts), **options)
+
+    def norm(part: str) -> Tensor | None:
+        return loader.tensor(f"{at}{part}.weight") if f"{at}{part}.weight" in spec.tensors else None
+
+    qkv = tuple(f"self_attn.{which}_proj" for which in "qkv")
+    return LayerWeights(
+        input_norm=norm("input_layernorm"),
+        post_norm=norm("post_attention_layernorm"),
+        qkv=weight(*qkv),
+        qkv_bias=bias(*qkv),
+        q_norm=norm("self_attn.q_norm"),
+        k_norm=norm("self_attn.k_norm"),
+        o=weight("self_attn.o_proj"),
+        o_bias=bias("self_attn.o_proj"),
+        gate_up=weight("mlp.gate_proj", "mlp.up_proj", gated=True),
+        gate_up_bias=bias("mlp.gate_proj", "mlp.up_proj"),
+        down=weight("mlp.down_proj"),
+        down_bias=bias("mlp.down_proj"),
+    )

@@ -1,0 +1,61 @@
+"""A learned drafter out of its checkpoint: weights allocated, model and proposer made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.dflash import DFlash, mask_embedding
+from fastspec.models.heads.dflash_spec import DFlashSpec
+from fastspec.models.heads.eagle3 import Eagle3
+from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.weights import PendingHead, allocate_head
+from fastspec.proposers.combined import TakesGiven
+from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.proposers.eagle3 import Eagle3Drafts
+
+
+def build_head(
+    checkpoint: HeadCheckpoint,
+    target: Decoder,
+    cache: PagedKVCache,
+    *,
+    dtype: torch.dtype,
+    ops: Ops,
+    sizes: dict[str, Any],
+    length: int,
+    progress: bool,
+    mark: Callable[[str], AbstractContextManager[object]],
+    work: Any,
+) -> tuple[TakesGiven, PendingHead]:
+    """The proposer of a head, and its weights, to be filled before it is used.
+
+    Args:
+        checkpoint: checked against its target.
+        target: the model that it drafts for; what the head lacks is shared with it.
+        cache: pages of the head's layers.
+        dtype: of the target.
+        ops: whose kernels run.
+        sizes: positions, rows and tokens of a pass, as `Decoder` takes them.
+        length: tokens of a row.
+        progress: show a progress bar.
+        mark, work: as for `DraftModel`.
+    """
+    spec, device = checkpoint.spec, cache.keys.device
+    pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)
+    vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
+    if isinstance(spec, DFlashSpec):
+        mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
+        block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
+        return DFlashDrafts(block, ops, vocab_map, mark, work), pending
+    if not isinstance(spec, Eagle3Spec):
+        raise AssertionError(f"{spec.found} was resolved without a proposer")
+    model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
+    return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending

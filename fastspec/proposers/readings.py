@@ -1,0 +1,96 @@
+"""Which hidden states a head was trained on: where its config can be read in several ways, tried on a short text."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fastspec.models.heads.boundaries import described
+from fastspec.models.interface import CausalModel
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.shapes import ForwardBatch, StepShape, Tiling
+
+
+@runtime_checkable
+class HasReadings(Protocol):
+    """A proposer that may have to choose.
+
+    Attributes:
+        readings: the ways of reading, as boundaries; the most likely first.
+        sample: ids of a text to try them on.
+    """
+
+    readings: tuple[tuple[int, ...], ...]
+    sample: tuple[int, ...]
+
+    def read(self, reading: tuple[int, ...]) -> None:
+        """Reads these hidden states from now on, and no others any more."""
+
+    def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
+        """A reading as the target's layers, see `Proposer.features`."""
+
+    def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
+        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids.
+
+        Args:
+            features: [B, Q, layers, hidden] of the positions.
+            rows: as `FeatureReader.take_features` has them.
+        """
+
+
+def settle_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
+    """Lets a head read what makes its first drafts best, and says so; does nothing where there is one way only.
+
+    Waits for the device.
+
+    Args:
+        target: the model that it drafts for.
+        proposer: the head, or lookup before it.
+        shape: of a pass over a piece of a prompt of `shape.tiling.queries` tokens.
+        tiling: of products of a step.
+        pages: int64 [1, P], pages that nobody has.
+    """
+    head = proposer.model if isinstance(proposer, LookupThenModel) else proposer
+    if not isinstance(head, HasReadings) or len(head.readings) < 2:
+        return
+    shares = _accepted(target, head, shape, tiling, pages)
+    best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equals
+    tried = "; ".join(
+        f"boundaries {described(reading)}: {share:.0%}" for reading, share in zip(head.readings, shares, strict=True)
+    )
+    chosen = head.readings[best]
+    head.read(chosen)
+    warnings.warn(
+        f"the head's config names layers of its target, and engines differ in how they count them. First drafts taken "
+        f"on a short text: {tried}. Boundaries {described(chosen)} are read; feature_layers={list(chosen)} says so "
+        "without a trial",
+        stacklevel=5,
+    )
+
+
+def _accepted(target: CausalModel, head: HasReadings, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
+    """By reading, the share of places of the text where the first draft is what the target picks there."""
+    chunk = shape.tiling.queries
+    assert chunk is not None, "passes over prompts have a size"
+    text = head.sample[:chunk]
+    count = len(text)
+    ids = torch.tensor([[*text, *[0] * (chunk - count)]], dtype=torch.int64, device=pages.device)
+    places = torch.arange(chunk, device=pages.device)[None]
+
+    def rows(ids: Tensor, upto: int) -> ForwardBatch:
+        mask = places < upto
+        return ForwardBatch(ids, torch.where(mask, places, 0), mask, pages, shape.num_blocks, shape.tiling)
+
+    wanted = [head.layers_of(reading) for reading in head.readings]
+    layers = tuple(dict.fromkeys(layer for each in wanted for layer in each))
+    hidden, features = target.hidden_with_features(rows(ids, count), layers)
+    picks = target.logits(hidden.transpose(0, 1), tiling)[:, 0].argmax(-1)
+    found = []
+    for each in wanted:
+        read = features[:, :, [layers.index(layer) for layer in each]]
+        drafts = head.first_drafts(read, rows(ids.roll(-1, 1), count - 1))[0]
+        found.append(float((drafts[: count - 2] == picks[1 : count - 1]).float().mean()))
+    return found

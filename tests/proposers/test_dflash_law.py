@@ -1,0 +1,101 @@
+"""The law of decodes with a block of drafts, by enumeration: each place's law depends on the context alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.proposers.ngram import NGram
+from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
+from fastspec.shapes import ForwardBatch, Tiling
+from tests.helpers.tables import random_table
+from tests.step.test_step_law import distance
+from tests.step.test_step_law_rules import PROMPT, TOLERANCE, VOCAB, decoded, prompt_law
+
+MASK = 2
+
+
+class TableHead:
+    """A head whose law at each place is a table of (place, last token).
+
+    Args:
+        table: float64 [positions, V, V'].
+        anchored: as `DFlashSpec.sample_from_anchor`.
+    """
+
+    def __init__(self, table: Tensor, anchored: bool) -> None:
+        self.table = table
+        self.vocab_size = table.shape[-1]
+        target = SimpleNamespace(layers=0, vocab_size=VOCAB)
+        self.head: Any = SimpleNamespace(mask_id=MASK, rows=lambda k: k + (not anchored), readings=((),), target=target)
+
+    def block(self, rows: ForwardBatch) -> Tensor:
+        assert (rows.ids[:, 1:] == MASK).all()
+        last = rows.ids[:, :1].expand_as(rows.ids)
+        return torch.stack([rows.positions.clamp(max=len(self.table) - 1), last], dim=-1)
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        return self.table[hidden[..., 0], hidden[..., 1]]
+
+
+def law(
+    rule: str,
+    k: int,
+    *,
+    ids: list[int] | None = None,
+    anchored: bool = False,
+    lookup: bool = False,
+    kind: type[DFlashDrafts] = DFlashDrafts,
+) -> float:
+    """How far the law of whole decodes is from the target's."""
+    limit, known = len(PROMPT) + (2 if k == 3 else 3), None if ids is None else torch.tensor(ids)
+    target = random_table(k, limit + k, VOCAB)
+    table = random_table(k + 50, limit + k + 1, VOCAB, zeros=0.0)[..., : len(ids or range(VOCAB))]
+    head: Any = TableHead(table, anchored)
+    proposer: Any = kind(head, TORCH_OPS, known)
+    proposer = LookupThenModel(NGram(), proposer) if lookup else proposer
+    found = decoded(rule, target, proposer, lambda _: k, k=k, limit=limit, stop_ids=[2])
+    return distance(found, prompt_law(target, limit, [2]))
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK, COUPLED])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_decodes_follow_the_targets_law(k: int, rule: str) -> None:
+    assert law(rule, k) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK, COUPLED])
+def test_with_a_vocabulary_of_its_own(rule: str) -> None:
+    assert law(rule, 2, ids=[2, 0]) < TOLERANCE
+
+
+def test_from_the_anchor_and_behind_lookup() -> None:
+    assert law(REJECTION, 2, anchored=True) < TOLERANCE
+    assert law(BLOCK, 2, lookup=True, ids=[2, 1]) < TOLERANCE
+
+
+class OfThePlaceBefore(DFlashDrafts):
+    def _draw(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
+        super()._draw(state, shape, draws, logits, j)
+        if j:
+            state.draft_probs[:, j] = state.draft_probs[:, j - 1]
+
+
+class Unmapped(DFlashDrafts):
+    def _draw(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
+        super()._draw(state, shape, draws, logits, j)
+        state.draft_probs[:, j] = state.draft_probs[:, j].flip(-1)
+
+
+@pytest.mark.parametrize(("kind", "ids"), [(OfThePlaceBefore, None), (Unmapped, [2, 0])])
+def test_the_enumeration_catches_laws_that_drafts_were_not_drawn_from(
+    kind: type[DFlashDrafts], ids: list[int] | None
+) -> None:
+    assert law(REJECTION, 2, ids=ids, kind=kind) > 1e-3  # far above rounding

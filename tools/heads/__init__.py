@@ -1,0 +1,1 @@
+"""Trains heads that draft from a target's hidden states."""

@@ -1,0 +1,146 @@
+"""Command line: trains a head for a target, writes it, and measures what the target accepts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from .corpus import Texts, cut_prompts, read_texts
+from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
+from .export import load, save
+from .head import Eagle3Head
+from .recipe import Recipe
+from .rows import Chunks, Rows, own_rows, real_rows
+from .target import Target, encode_all, load_target
+from .train import History, choose_drafted, coverage, make_head, train
+
+LOGGER = logging.getLogger("tools.heads")
+TEMPERATURES = (0.0, 1.0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs everything; returns the exit status."""
+    options, recipe = _parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8d ms  %(message)s", stream=sys.stdout)
+    start = time.perf_counter()
+    torch.manual_seed(options.seed)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    texts = read_texts(options.corpus)
+    if options.measure is None:
+        target = load_target(options.target, recipe.boundaries, options.device, dtype)
+        report = make_head_for(target, texts, recipe, options)
+        folder = options.out
+    else:
+        folder = options.measure
+        target = load_target(options.target, load(folder)[1], options.device, dtype)
+        report = {}
+    report |= measure(target, folder, encode_all(options.target, texts.held_out), recipe, options.beside)
+    report["wall_seconds"] = round(time.perf_counter() - start, 1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 0
+
+
+def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace) -> dict[str, object]:
+    """Trains a head and writes it; returns its part of the report."""
+    documents = encode_all(options.target, texts.train)
+    own = _own_rows(target, documents, recipe, options.work, torch.Generator().manual_seed(options.seed))
+    torch.manual_seed(options.seed)  # the same from here on whether the target wrote or its text was there
+    generator = torch.Generator().manual_seed(options.seed)
+    groups = [own, real_rows(documents, recipe, generator)]
+    drafted = choose_drafted(groups, len(target.embedding), recipe.draft_vocab)
+    head = make_head(target, drafted, recipe.intermediate)
+    keep = options.work / "features" if options.work else torch.device(options.keep)
+    history = train(head, target, Chunks(target, groups, keep, generator).batches(recipe.batch_tokens), recipe)
+    save(head, target.model.config, target.boundaries, options.out)
+    return _summary(head, target, history, coverage([own], drafted)) | {"recipe": asdict(recipe)}
+
+
+def measure(
+    target: Target, folder: Path, documents: list[Tensor], recipe: Recipe, beside: str | None
+) -> dict[str, object]:
+    """Measures the head as saved, and a draft model beside it, on held-out prompts."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = cut_prompts(documents, recipe.prompts, recipe.prompt_length, generator)
+    head = load(folder)[0].to(target.device)
+    drafters: dict[str, Drafter] = {"head": draft_with(head, target)}
+    if beside is not None:
+        model = AutoModelForCausalLM.from_pretrained(beside, dtype=torch.float32).to(target.device).eval()
+        drafters["draft model"] = draft_with_model(model)
+    measured: dict[str, Figures] = {}
+    for name, drafter in drafters.items():
+        for temperature in TEMPERATURES:
+            torch.manual_seed(7)  # the same texts for every drafter
+            steps = decode(target, drafter, prompts, recipe.new_tokens, recipe.places, temperature)
+            measured[f"{name}, temperature {temperature}"] = steps.figures()
+            LOGGER.info("%s, temperature %s: %s", name, temperature, steps.figures())
+    return {"held_out": measured}
+
+
+def _own_rows(
+    target: Target, documents: list[Tensor], recipe: Recipe, work: Path | None, generator: torch.Generator
+) -> Rows:
+    path = work / "own.safetensors" if work else None
+    if path is not None and path.exists():
+        kept = load_file(path)
+        LOGGER.info("%d rows that the target wrote come from %s", len(kept["ids"]), path)
+        return Rows(kept["ids"], kept["lengths"])
+    rows = own_rows(target, documents, recipe, generator)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"ids": rows.ids, "lengths": rows.lengths}, path)
+    return rows
+
+
+def _summary(head: Eagle3Head, target: Target, history: History, covered: float) -> dict[str, object]:
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
+        "boundaries": target.boundaries,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "draft_vocab_covers": round(covered, 4),
+        "training_seconds": history.seconds,
+        "chance_of_acceptance_in_training": history.accepted[-1][1],
+    }
+
+
+def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
+    parser = argparse.ArgumentParser(prog="python -m tools.heads", description=__doc__)
+    parser.add_argument("target", help="folder or name on the Hub of a Llama, a Qwen3 or the like")
+    parser.add_argument("corpus", type=Path, help="folder, tar archive, .jsonl or text file")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the head and report.json")
+    parser.add_argument("--work", type=Path, help="folder for the target's own text, reused if there, and its features")
+    parser.add_argument("--keep", default="cpu", help="device whose memory keeps the features without --work (cpu)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target's passes")
+    parser.add_argument("--beside", help="a draft model to measure beside the head")
+    parser.add_argument("--measure", type=Path, metavar="HEAD", help="measure this folder, train nothing")
+    parser.add_argument("--seed", type=int, default=7)
+    for field in fields(Recipe):
+        several = isinstance(field.default, tuple) or field.name == "boundaries"
+        kind = float if "float" in str(field.type) else int
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(
+            flag, type=kind, default=field.default, nargs="+" if several else None, help="(%(default)s)"
+        )
+    options = parser.parse_args(arguments)
+    given = {field.name: getattr(options, field.name) for field in fields(Recipe)}
+    recipe = replace(
+        Recipe(), **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
+    return options, recipe
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""An EAGLE-3 head in torch, its parameters named as published heads name them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The sizes of a head.
+
+    Attributes:
+        hidden: Its width, which is also the target's.
+        features: Hidden states of the target that one position gives it.
+        heads, kv_heads, head_dim: Its attention.
+        intermediate: Width of its MLP.
+        vocab, draft_vocab: Tokens of the target, and those it can draft.
+        rope_theta, rms_eps: The target's.
+    """
+
+    hidden: int
+    features: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    draft_vocab: int
+    rope_theta: float
+    rms_eps: float
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm that computes and answers in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norms x [..., hidden]."""
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
+
+
+class Past:
+    """Keys and values of the passes so far, for starts that share one sequence.
+
+    The first pass has one row for each position, over the target's features: start i sees the rows up to i. A later
+    pass has one row for each start, over the head's own features, and only its own start sees it.
+
+    Attributes:
+        keys, values: One [rows, heads, starts, head_dim] for each pass.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, query: Tensor) -> Tensor:
+        """Mixes the values for queries [rows, heads, starts, head_dim] of the newest pass; the same shape."""
+        scale = query.shape[-1] ** -0.5
+        starts = query.shape[2]
+        hidden = torch.ones(starts, starts, dtype=torch.bool, device=query.device).triu(1)
+        scores = (query @ self.keys[0].transpose(-1, -2)).float().masked_fill(hidden, -math.inf)
+        own = [(query * keys).float().sum(-1, keepdim=True) for keys in self.keys[1:]]
+        shares = F.softmax(torch.cat([scores, *own], -1) * scale, -1).to(query.dtype)
+        mixed = shares[..., :starts] @ self.values[0]
+        for place, values in enumerate(self.values[1:]):
+            mixed = mixed + shares[..., starts + place, None] * values
+        return mixed
+
+
+class Attention(nn.Module):
+    """Causal attention whose input is twice as wide as its output: the token's embedding, then the feature."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden, wide, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, first: int, past: Past) -> Tensor:
+        """Mixes x [rows, starts, 2 * hidden], start i at position first + i, with what its start saw before."""
+        group = self.shape.heads // self.shape.kv_heads
+        query = rotate(self._heads(self.q_proj(x)), first, self.shape.rope_theta)
+        key = rotate(self._heads(self.k_proj(x)), first, self.shape.rope_theta)
+        past.keys.append(key.repeat_interleave(group, 1))
+        past.values.append(self._heads(self.v_proj(x)).repeat_interleave(group, 1))
+        added: Tensor = self.o_proj(past.attend(query).transpose(1, 2).flatten(2))
+        return added
+
+    def _heads(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        return x.view(rows, tokens, -1, self.shape.head_dim).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """The gated feed-forward block."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., hidden] to the same shape."""
+        mapped: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return mapped
+
+
+class Midlayer(nn.Module):
+    """The one decoder layer: norms for embedding and feature, attention over both, MLP."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
+        self.input_layernorm = Norm(shape.hidden, eps=shape.rms_eps)
+        self.hidden_norm = Norm(shape.hidden, eps=shape.rms_eps)
+        self.post_attention_layernorm = Norm(shape.hidden, eps=shape.rms_eps)
+
+    def forward(self, embedded: Tensor, feature: Tensor, first: int, past: Past) -> Tensor:
+        """Maps embeddings and features [rows, starts, hidden] to the next features, the same shape."""
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(feature)), -1)
+        x = feature + self.self_attn(both, first, past)
+        mapped: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return mapped
+
+
+class Eagle3Head(nn.Module):
+    """A head that drafts the token after next from a position's features and the next token.
+
+    Args:
+        shape: Its sizes.
+        drafted: The target's ids of the tokens it can draft, int64 [draft_vocab], ascending.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: HeadShape, drafted: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.features * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = Midlayer(shape)
+        self.norm = Norm(shape.hidden, eps=shape.rms_eps)
+        self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        drafted = drafted.cpu()
+        self.register_buffer("d2t", drafted - torch.arange(shape.draft_vocab))  # published heads store the offset
+        self.register_buffer("t2d", torch.zeros(shape.vocab, dtype=torch.bool).index_fill(0, drafted, True))
+
+    @property
+    def drafted(self) -> Tensor:
+        """The target's ids of its tokens, int64 [draft_vocab]."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def step(self, embedded: Tensor, feature: Tensor, first: int, past: Past) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            embedded: Embeddings [rows, starts, hidden] of the tokens that follow the features' positions.
+            feature: [rows, starts, hidden]: `fc` of the target's features, or what the last pass returned.
+            first: Position of the first start; start i lies at first + i.
+            past: What the starts saw before; this pass is added.
+
+        Returns:
+            Features for the next pass, before the norm, [rows, starts, hidden], and logits
+            [rows, starts, draft_vocab].
+        """
+        feature = self.midlayer(embedded, feature, first, past)
+        logits: Tensor = self.lm_head(self.norm(feature))
+        return feature, logits
+
+    def unroll(self, features: Tensor, ids: Tensor, embedding: Tensor, passes: int) -> list[Tensor]:
+        """Drafts from every position of known text, all its chains at once, fed the text's own tokens.
+
+        Start i reads the features of position i and, in pass j, token i + 1 + j; what it then says is about token
+        i + 2 + j, whose law the target gives at position i + 1 + j. Published trainers call this training-time test.
+
+        Args:
+            features: The target's, [rows, tokens, features * hidden].
+            ids: int64 [rows, tokens].
+            embedding: The target's, [vocabulary, hidden].
+            passes: Length of a chain.
+
+        Returns:
+            One [rows, tokens - passes, draft_vocab] of logits for each pass.
+        """
+        starts, past = ids.shape[1] - passes, Past()
+        feature = self.fc(features[:, :starts])
+        said = []
+        for place in range(passes):
+            tokens = ids[:, 1 + place : 1 + place + starts]
+            feature, logits = self.step(F.embedding(tokens, embedding), feature, place, past)
+            said.append(logits)
+        return said
+
+
+def rotate(x: Tensor, first: int, theta: float) -> Tensor:
+    """Turns x [rows, heads, positions, head_dim] by the angles of positions first, first + 1, ..."""
+    positions, head_dim = x.shape[-2:]
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=x.device).float() / head_dim)
+    angles = torch.outer(torch.arange(first, first + positions, device=x.device).float(), frequencies).repeat(1, 2)
+    low, high = x.chunk(2, -1)
+    return x * angles.cos().to(x.dtype) + torch.cat((-high, low), -1) * angles.sin().to(x.dtype)
+
+
+def new_head(shape: HeadShape, drafted: Tensor, norm: Tensor, head: Tensor) -> Eagle3Head:
+    """A head at its start: random layers; the last norm [hidden] and the rows of the output head are the target's.
+
+    Args:
+        shape: Its sizes.
+        drafted: As `Eagle3Head` takes it.
+        norm: Weight of the target's last norm, [hidden].
+        head: The target's output head, [vocabulary, hidden].
+    """
+    made = Eagle3Head(shape, drafted)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 2:
+                ends_block = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, 0.0, (0.5 if ends_block else 1.0) * parameter.shape[1] ** -0.5)
+        made.norm.weight.copy_(norm)
+        made.lm_head.weight.copy_(head[drafted.to(head.device)])
+    return made

@@ -1,0 +1,119 @@
+"""The optimisation of a head."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .head import Eagle3Head, HeadShape, new_head
+from .loss import chain_loss
+from .recipe import Recipe
+from .rows import Batch, Rows
+from .target import Target
+
+LOGGER = logging.getLogger(__name__)
+LOGGED = 50
+
+
+@dataclass(slots=True)
+class History:
+    """What training did.
+
+    Attributes:
+        seconds: Wall time.
+        losses: The loss of each step.
+        accepted: Every LOGGED steps, the step and the chance of acceptance at each place, on training text.
+    """
+
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    accepted: list[tuple[int, list[float]]] = field(default_factory=list)
+
+
+def choose_drafted(groups: Sequence[Rows], vocab: int, count: int | None) -> Tensor:
+    """The `count` most frequent tokens of training rows, int64 [count], ascending; all of them without a count.
+
+    Tokens the rows lack fill up what is missing, lower ids first.
+    """
+    if count is None or count >= vocab:
+        return torch.arange(vocab)
+    texts = [row[:length] for rows in groups for row, length in zip(rows.ids, rows.lengths.tolist(), strict=True)]
+    frequency = torch.bincount(torch.cat(texts), minlength=vocab)
+    return frequency.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def coverage(groups: Sequence[Rows], drafted: Tensor) -> float:
+    """Share of the tokens of rows that a head with this vocabulary can draft."""
+    texts = [row[:length] for rows in groups for row, length in zip(rows.ids, rows.lengths.tolist(), strict=True)]
+    return torch.isin(torch.cat(texts), drafted).float().mean().item()
+
+
+def make_head(target: Target, drafted: Tensor, intermediate: int | None) -> Eagle3Head:
+    """A head that fits a target, at its start."""
+    config = target.model.config
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    shape = HeadShape(
+        hidden=hidden,
+        features=len(target.boundaries),
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        intermediate=intermediate or config.intermediate_size,
+        vocab=len(target.embedding),
+        draft_vocab=len(drafted),
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        rms_eps=config.rms_norm_eps,
+    )
+    return new_head(shape, drafted, target.model.model.norm.weight, target.head).to(target.device)
+
+
+def train(head: Eagle3Head, target: Target, batches: Iterator[Batch], recipe: Recipe) -> History:
+    """Trains a head in place and leaves it with averaged weights.
+
+    Passes run in bfloat16 where the target does, in float32 otherwise; the weights and their steps are float32.
+    """
+    history, start = History(), time.perf_counter()
+    mean, optimizer = copy.deepcopy(head).requires_grad_(False), _optimizer(head, recipe)
+    half = target.embedding.dtype == torch.bfloat16
+    for step, batch in enumerate(itertools.islice(batches, recipe.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step, recipe)
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
+            loss, accepted = chain_loss(head, target, batch, recipe)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        decay = min(recipe.ema, (step + 1) / (step + 11))  # a young mean forgets the random start
+        with torch.no_grad():
+            torch._foreach_lerp_(list(mean.parameters()), list(head.parameters()), 1 - decay)
+        history.losses.append(loss.item())
+        if step % LOGGED == 0 or step + 1 == recipe.steps:
+            chances = [round(chance, 4) for chance in accepted.tolist()]
+            history.accepted.append((step, chances))
+            LOGGER.info("step %d of %d: loss %.4f, accepted %s", step, recipe.steps, history.losses[-1], chances)
+    head.load_state_dict(mean.state_dict())
+    history.seconds = round(time.perf_counter() - start, 1)
+    return history
+
+
+def _optimizer(head: Eagle3Head, recipe: Recipe) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in head.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
+
+
+def _rate(step: int, recipe: Recipe) -> float:
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    passed = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed)))
