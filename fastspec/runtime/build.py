@@ -46,7 +46,7 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
 
@@ -57,13 +57,14 @@ def build(
         shared_vocab: ids below this mean the same to draft and target.
         release_source, progress: as in `allocate_weights`.
         nvtx: name steps and their phases to a profiler.
-        ranks: that share the models.
+        ranks: that share the models; None: this process is alone.
 
     Raises:
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
+    ranks = ranks or Ranks.alone()
     runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 

@@ -178,7 +178,7 @@ def device_of(device: torch.device | str | None, target: ModelSource) -> torch.d
         raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")
     if chosen.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = chosen.index if chosen.index is not None else torch.cuda.currentdevice_of() if count else 0
+        index = chosen.index if chosen.index is not None else torch.cuda.current_device() if count else 0
         if index >= count:
             raise ValueError(f"device {chosen} is not there: torch sees {count} CUDA devices; use another, or 'cpu'")
         chosen = torch.device("cuda", index)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastspec.models.weights.pair import resolve_pair
+from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.build import build
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import settings_of
@@ -89,11 +90,11 @@ def eagle3_tensors(
     return made
 
 
-def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What a config says of the layers of these tensors."""
+def _sizes(tensors: dict[str, Tensor], dim: int) -> dict[str, Any]:
+    """What a config says of the layers of these tensors; `dim` of heads without norms."""
     at = "midlayer.self_attn."
     hidden, spread = tensors["norm.weight"].shape[0], tensors[f"{at}o_proj.weight"].shape[1]
-    dim = tensors[f"{at}q_norm.weight"].shape[0] if f"{at}q_norm.weight" in tensors else 16
+    dim = tensors[f"{at}q_norm.weight"].shape[0] if f"{at}q_norm.weight" in tensors else dim
     return {
         "hidden_size": hidden,
         "intermediate_size": tensors["midlayer.mlp.up_proj.weight"].shape[0],
@@ -121,7 +122,7 @@ def write_eagle3(path: Path, tensors: dict[str, Tensor], *, vocab: int = VOCAB, 
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **_sizes(tensors),
+        **_sizes(tensors, fields.get("head_dim", 16)),
         "vocab_size": vocab_size,
         "draft_vocab_size": drafted,
         "tie_word_embeddings": False,
@@ -160,7 +161,11 @@ def write_speculators(
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": "somebody/target", "architectures": [verifier]},
         },
-        "transformer_layer_config": {"model_type": "llama", **_sizes(tensors), "vocab_size": vocab_size},
+        "transformer_layer_config": {
+            "model_type": "llama",
+            **_sizes(tensors, (inner or {}).get("head_dim", 16)),
+            "vocab_size": vocab_size,
+        },
         "draft_vocab_size": drafted,
         "embed_requires_grad": False,
         "torch_dtype": "float32",
@@ -199,7 +204,7 @@ def engine_with(
         verification=verification,
         proposer=proposer,
     )
-    common = {"release_source": False, "nvtx": False, "progress": False}
+    common: dict[str, Any] = {"release_source": False, "nvtx": False, "progress": False, "ranks": Ranks.alone()}
     vocab = found.spec.vocab_size
     engine, pending = build(settings, found, drafting, proposer=proposer, shared_vocab=vocab, **common)
     for weights in pending:

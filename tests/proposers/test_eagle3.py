@@ -14,17 +14,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fastspec import NGram, SyntheticAcceptance
+from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
 from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.proposers.eagle3 import Eagle3Drafts
 from fastspec.runtime.engine import Engine
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import ForwardBatch, StepShape
+from fastspec.shapes import FULL, GREEDY, ForwardBatch, StepShape
 from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import LAYERS, VOCAB, eagle3_tensors, engine_with, write_eagle3, write_speculators
 from tests.helpers.heads_definition import Definition, learn
 from tests.runtime.test_scheduler import GREEDY_ROW, prompts, run, texts
+from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
 BOUNDARIES = [2, 4, 5]
 
@@ -263,3 +264,43 @@ def test_lookup_goes_before_the_head(pair: tuple[Path, Path]) -> None:
     alone = [each for each in seen if len(set(each.text)) == len(each.text) > 1]
     assert alone
     assert wrong_drafts(Truth(*pair, BOUNDARIES), alone) == 0
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+def test_a_step_reads_nothing_back(sampler: str, pair: tuple[Path, Path]) -> None:
+    engine = engine_with(*pair, k=5)
+    start_rows(engine.state)
+    with NoHostReads(), torch.inference_mode():
+        for k in (0, 5):
+            run_step(engine, k, sampler)
+    assert engine.state.emitted[:2].min() >= 1
+
+
+def test_everything_else_that_a_call_may_ask_for(pair: tuple[Path, Path]) -> None:
+    """Auto, streams, log-probabilities, rows that opt out; and what the plan and `explain` say."""
+    target, head = pair
+    common: dict[str, Any] = {"max_batch_size": 2, "max_length": 120, "device": "cpu", "progress": False}
+    given = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
+    with FastSpecGenerator(target, **common) as plain:
+        wanted = plain.generate(given, max_new_tokens=10)
+        scores = plain.generate(given, max_new_tokens=10, logprobs=2, return_dict_in_generate=True).logprobs
+        without = plain.memory_plan
+    with FastSpecGenerator(target, head, num_speculative_tokens="auto", **common) as made:
+        assert torch.equal(made.generate(given, max_new_tokens=10), wanted)
+        mixed = made.generate(given, max_new_tokens=10, num_speculative_tokens=[3, 0, 1])
+        assert torch.equal(mixed, wanted)
+        assert "reads boundaries 2, 4, 5 of the target" in made.explain()
+        assert "drafts 40 of 101 ids" in made.explain()
+        planned, spec = made.memory_plan, made._draft.spec  # type: ignore[union-attr]
+        pages = 1 + 2 * -(-(120 + made._settings.layout.max_drafts + 1) // 64)
+        assert planned.draft_cache == pages * 64 * 2 * 4 * spec.num_kv_heads * spec.head_dim
+        assert planned.draft_weights > spec.weight_bytes(torch.float32)
+        assert planned.buffers > without.buffers
+        drafted = made.generate(given, max_new_tokens=10, logprobs=2, return_dict_in_generate=True)
+        assert torch.equal(drafted.sequences, wanted)
+        for got, want in zip(drafted.logprobs, scores, strict=True):
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(want))
+        streamed: dict[int, list[int]] = {0: []}
+        for emitted in made.stream([given[0]], max_new_tokens=10):
+            streamed[0] += emitted[0]
+        assert streamed[0] == wanted[0, 4:].tolist(), "behind the longest prompt"
