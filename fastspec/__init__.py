@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastspec.errors import CheckpointError, InvalidLogits, OutOfPages, UnsupportedModel, UnsupportedOption
+from fastspec.errors import (
+    CheckpointError,
+    InvalidLogits,
+    OutOfPages,
+    RankFailed,
+    UnsupportedModel,
+    UnsupportedOption,
+)
 
 if TYPE_CHECKING:
     from fastspec.demo import demo_pair
@@ -25,6 +32,7 @@ __all__ = [
     "InvalidLogits",
     "NGram",
     "OutOfPages",
+    "RankFailed",
     "Stats",
     "SyntheticAcceptance",
     "UnsupportedModel",

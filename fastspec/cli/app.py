@@ -21,6 +21,7 @@ from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
 from fastspec.cli.quantize import quantize
+from fastspec.cli.ranks import start_ranks
 from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
 from fastspec.generator import FastSpecGenerator
@@ -88,17 +89,21 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: flags.Device = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
+    tensor_parallel: flags.TensorParallel = None,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
     if target is None:
         target, draft = map(str, demo_pair())
+    start_ranks(tensor_parallel)
     asked = flags.options_of(context.params)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
     options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
     if verification is not None:
         options["verification"] = verification
+    if tensor_parallel is not None:
+        options["tensor_parallel"] = tensor_parallel
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
     pieces: list[str] = []
@@ -127,14 +132,18 @@ def demo(
     num_speculative_tokens: flags.Drafts = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
     device: flags.Device = None,
+    tensor_parallel: flags.TensorParallel = None,
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
     Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
     what makes bits independent of the number of rows.
     """
+    start_ranks(tensor_parallel)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
+    if tensor_parallel is not None:
+        options["tensor_parallel"] = tensor_parallel
     with errors_in_one_line(), Progress() as progress, ExitStack() as opened:
         progress.stage(_LOADING)
         generator = opened.enter_context(_opened(context, target, draft, num_speculative_tokens, options))
@@ -145,7 +154,8 @@ def demo(
         speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
         named = {"plain": plain, "plain, exact=False": plain_loose, "speculative": speculative}
         start, done = time.monotonic(), 0
-        while done < repeats and (not done or time.monotonic() - start < _ENOUGH):
+        # several ranks go by the count alone, for their clocks differ
+        while done < repeats and (not done or tensor_parallel or time.monotonic() - start < _ENOUGH):
             done += 1
             for name, runs in named.items():  # turn and turn about, so that a machine that slows down slows all
                 progress.stage(f"{name}, run {done} of {repeats}")

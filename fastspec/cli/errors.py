@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import typer
 
-from fastspec.errors import InvalidLogits, OutOfPages
+from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 
 
 @contextmanager
@@ -16,6 +16,6 @@ def errors_in_one_line() -> Iterator[None]:
     """What a user can mend becomes one line and exit code 2; everything else stays an error."""
     try:
         yield
-    except (ValueError, MemoryError, OutOfPages, InvalidLogits, torch.OutOfMemoryError) as error:
+    except (ValueError, MemoryError, OutOfPages, InvalidLogits, RankFailed, torch.OutOfMemoryError) as error:
         typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None

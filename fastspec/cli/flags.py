@@ -58,6 +58,9 @@ StopStrings = Annotated[
 Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
 Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="Processes that share the target, each on a GPU of its own: 1, 2, 4 or 8.")
+]
 Drafter = Annotated[
     str | None,
     typer.Option(

@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.linear.plan import tested
 from fastspec.models.interface import ModelSource
+from fastspec.models.parallel import ParallelDecoder
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
@@ -46,7 +47,7 @@ def explain(
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
-        *([f"ranks      {settings.ranks}"] if settings.ranks else []),
+        *_ranks(settings, engine),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
     ]
@@ -168,3 +169,12 @@ def _products(settings: Settings) -> str:
             "weights have one way only, as with exact=True"
         )
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
+
+
+def _ranks(settings: Settings, engine: Engine) -> list[str]:
+    """Who else has a part of the target, and how parts meet."""
+    if not settings.ranks:
+        return []
+    target = engine.parts.target
+    between = target.exchange.describe() if isinstance(target, ParallelDecoder) else "none"
+    return [f"ranks      {settings.ranks}", f"exchange   {between}"]

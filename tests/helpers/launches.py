@@ -18,6 +18,7 @@ from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -347,6 +348,17 @@ def steps(arch: int) -> Calls:
     yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
 
 
+def exchanges(arch: int) -> Calls:
+    """Exchanges between two, four and eight ranks of a host."""
+    for size in (2, 4, 8):
+        pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs)
+        x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
+        for given in ((bias, residual), (None, residual), (None, None)):
+            yield f"exchange {size}", partial(exchange_added, x, *given, room)
+        yield f"exchange {size}", partial(exchange_gather, x, room)
+
+
 def _feed(queries: int, counts: torch.Tensor | None) -> object:
     state = _state(64)
     drafts = on_meta((BATCH, queries), I64)
@@ -415,6 +427,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     },
     **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
     "products_fp16": products_in_fp16,
+    "exchanges": exchanges,
     "quantised": quantised,
     "quantised_values": quantised_values,
 }

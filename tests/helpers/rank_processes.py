@@ -81,6 +81,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
 
     faulthandler.enable()
     torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)  # as in processes that a user starts: each draws numbers of its own
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=STARTED)
     )

@@ -24,7 +24,7 @@ def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_
         said = ranks.run(tasks.open_generator, "fails", {"pair": pair, "tensor_parallel": "auto"})
         assert all("ranks" in each for each in said), said
         for pipe in range(len(said)):
-            ranks.send(pipe, tasks.fail, "fails", how, 600.0 if how != "hang" else 1.0)
+            ranks.send(pipe, tasks.fail, "fails", how, 30.0 if how != "hang" else 1.0)
         others = [rank for rank in range(len(said)) if rank != 1]
         found = [ranks.answer(rank) for rank in others]
         for each in found:

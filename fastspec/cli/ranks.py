@@ -1,0 +1,48 @@
+"""Starting the ranks of `--tensor-parallel`: the same command once for each, by torch's own launcher."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch.distributed as dist
+import typer
+
+
+def start_ranks(count: int | None, arguments: Sequence[str] | None = None) -> None:
+    """Returns in a rank, and where there is to be one process alone; else starts the ranks, and ends with them.
+
+    What rank 0 prints is shown; it names what other ranks failed of.
+
+    Args:
+        count: of ranks; None: one process without ranks.
+        arguments: of the command line; default: those of this process.
+
+    Raises:
+        typer.Exit: all ranks have ended: 0, or 1 where one failed.
+    """
+    if count in (None, 1) or dist.is_torchelastic_launched():
+        return
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(local_ranks_filter={0}),
+    )
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        typer.echo(f"fastspec: rank {rank} ended with exit code {failure.exitcode}, and so did the others", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(0)

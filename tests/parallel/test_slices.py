@@ -1,0 +1,113 @@
+"""What each rank owns, what it reads of the files, and which numbers of ranks are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator, demo_pair
+from fastspec.errors import UnsupportedOption
+from fastspec.models.parallel import argmax_keys, ids_of_keys
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.shards import ShardTensors
+from fastspec.models.weights.sliced import sliced
+from fastspec.models.weights.sources import resolve
+from fastspec.parallel.exchange import tree_sum
+from fastspec.parallel.slices import Share, check_divides, divides, share_of
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import make_family
+from tests.helpers.tiny import tiny_spec
+
+SPEC = tiny_spec(heads=8, kv_heads=2)  # of 96 in the MLP
+
+
+def test_ranks_own_everything_once_and_key_heads_as_often_as_they_must() -> None:
+    for ranks in (1, 2, 4, 8):
+        shares = [share_of(SPEC, rank, ranks, one_tree=True) for rank in range(ranks)]
+        heads = [head for share in shares for head in range(*share.cut(8))]
+        assert heads == list(range(8))
+        for share in shares:  # a query head finds its key head on its own rank
+            first, last = share.cut(8)
+            assert {head // 4 for head in range(first, last)} == set(range(*share.kv_cut(2)))
+            assert share.parts == 8
+            assert share.own_parts == 8 // ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "fine"),
+    [
+        ({"num_heads": 12, "num_kv_heads": 6}, 8, "1, 2"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "1"),
+        ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 100}, 8, "1, 2, 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(changes: dict[str, int], ranks: int, fine: str) -> None:
+    spec = replace(SPEC, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedOption, match=f"tensor_parallel={ranks} does not divide m: .* use one of {fine}$"):
+        check_divides(spec, ranks, "m")
+    assert not divides(spec, ranks)
+
+
+def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+    made = make_checkpoint(tmp_path, "llama2", vocab_size=128, intermediate_size=96, tie_word_embeddings=False, **sizes)
+    read: dict[str, int] = {}
+    for name in ("read", "read_part"):
+        real = getattr(ShardTensors, name)
+
+        def counted(self: ShardTensors, tensor: str, *place: slice, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            found: torch.Tensor = real(self, tensor, *place)
+            read[tensor] = read.get(tensor, 0) + found.numel()
+            return found
+
+        monkeypatch.setattr(ShardTensors, name, counted)
+    checkpoint = resolve(made, role="target")
+    own = sliced(checkpoint, Share(1, 2, 2))
+    load_weights(own, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    infos = ShardTensors(made).infos()
+    for name, info in infos.items():
+        whole = torch.Size(info.shape).numel()
+        cut = "embed" not in name and "norm" not in name
+        assert read[name] == (whole // 2 if cut else whole), name
+
+
+def test_models_that_are_not_cut_are_refused_by_name(tmp_path: Path) -> None:
+    make_family("olmo2").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedOption, match="olmo2, whose norm of queries and keys is over all heads"):
+        sliced(resolve(tmp_path, role="target"), Share(0, 2, 2))
+    whole = resolve(demo_pair()[0], role="target")
+    with pytest.raises(UnsupportedOption, match="is quantised, and tensor_parallel cuts"):
+        sliced(replace(whole, rounded="int8"), Share(0, 2, 2))
+
+
+def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:
+    for options, named in (
+        ({"tensor_parallel": 3}, "wanted 'auto' or one of 1, 2, 4, 8"),
+        ({"tensor_parallel": 2}, "needs 2 processes, and this is one alone: .*torchrun --nproc-per-node 2"),
+        ({"tensor_parallel": 1, "draft_tensor_parallel": "half"}, "wanted 'replicated' or 'split'"),
+        ({"draft_tensor_parallel": "split"}, "goes with tensor_parallel"),
+    ):
+        with pytest.raises(UnsupportedOption, match=named):
+            FastSpecGenerator("/nowhere", **options)  # type: ignore[arg-type]
+
+
+def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:
+    parts = [torch.tensor([float(10**power)]) for power in (8, 0, 0, -8, 8, 1, 2, 3)]
+    whole = tree_sum(parts)
+    for ranks in (2, 4):
+        each = len(parts) // ranks
+        assert torch.equal(tree_sum([tree_sum(parts[i * each : (i + 1) * each]) for i in range(ranks)]), whole)
+
+
+def test_keys_find_the_largest_logit_as_argmax_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (64, 32), generator=generator).float()  # many are equal
+    logits[1, 7], logits[2, 30], logits[3, :] = torch.nan, torch.nan, -torch.inf
+    logits[4], logits[5, 20] = -0.0, torch.inf
+    logits[4, 9] = 0.0
+    for limit in (32, 20, 5):
+        keys = torch.stack([argmax_keys(part, 8 * index, limit) for index, part in enumerate(logits.split(8, dim=-1))])
+        assert torch.equal(ids_of_keys(keys.amax(0)), logits[:, :limit].argmax(dim=-1)), limit
