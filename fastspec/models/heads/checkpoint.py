@@ -23,7 +23,7 @@ from fastspec.models.heads.spec import HeadSpec, TargetSizes
 from fastspec.models.heads.tensors import HeadTensors, check_head_tensors, conversion, refuse_pickled, target_ids
 from fastspec.models.weights.generation import CONFIG
 from fastspec.models.weights.hub import download
-from fastspec.models.weights.shards import INDEX, SINGLE, TensorInfo, read_json
+from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
 from fastspec.models.weights.sources import Checkpoint, check_before_download, load_tokenizer
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _head_directory(
         refuse_pickled(directory)
     if not any((directory / file).is_file() for file in (SINGLE, INDEX)):
         return None
-    found = recognise(raw, HeadTensors(directory).stored_names())
+    found = recognise(raw, ShardTensors(directory).infos().keys())
     return None if found is None else (directory, raw, found)
 
 

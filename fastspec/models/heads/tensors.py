@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -51,10 +51,6 @@ class HeadTensors:
         """Every tensor by its name here."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
-
-    def stored_names(self) -> Collection[str]:
-        """Names as they are stored."""
-        return self._stored.values()
 
     @contextmanager
     def open(self) -> Iterator[None]:

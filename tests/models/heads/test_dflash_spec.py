@@ -28,7 +28,7 @@ def read(path: Path, target: TargetSizes = TARGET, feature_layers: tuple[int, ..
     """The spec of a written checkpoint, whose tensors are checked."""
     config = path / "config.json"
     raw, tensors = json.loads(config.read_text()), HeadTensors(path)
-    found = recognise(raw, tensors.stored_names())
+    found = recognise(raw, load_file(path / "model.safetensors"))
     assert found is not None
     assert found.kind == "dflash"
     made = dflash_spec(found, raw, tensors.infos(), target, feature_layers, config)
