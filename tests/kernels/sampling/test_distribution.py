@@ -208,21 +208,26 @@ def test_more_candidates_than_fit(
 
 
 @pytest.mark.parametrize("device", devices())
-def test_every_way_to_a_threshold_leads_to_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.9}, {"top_k": 40}, {"top_k": 90, "top_p": 0.8}, {"top_p": 0.3, "min_p": 0.3}], ids=str
+)
+@pytest.mark.parametrize("kind", ["smooth", "tied", "shifted"])
+def test_every_way_to_a_threshold_leads_to_the_same(
+    kind: str, options: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few candidates by ranks, more of them by pivots, in one piece or several; from few groups or by all programs: the
     same records to the bit.
     """
     smooth = logits_for(2, 2, 1, 120, device, 1.5)[0]
-    for logits in (smooth, smooth.round(), smooth + 100.0):
-        for options in ({"top_p": 0.9}, {"top_k": 40}, {"top_k": 90, "top_p": 0.8}, {"top_p": 0.3, "min_p": 0.3}):
-            rows = with_options(120, 2, 1, device, **options)
-            ways = []
-            for ranked, piece, listed in ((256, 1024, 1024), (16, 1024, 1024), (16, 16, 1024), (256, 1024, 0)):
-                monkeypatch.setattr(sampled_laws, "RANKED", ranked)
-                monkeypatch.setattr(sampled_laws, "PIECE", piece)
-                monkeypatch.setattr(sampled_parts, "LISTED", listed)
-                ways.append(compare(rows, logits, edges=1))
-            assert all(torch.equal(ways[0][..., :6], way[..., :6]) for way in ways[1:])
+    logits = {"smooth": smooth, "tied": smooth.round(), "shifted": smooth + 100.0}[kind]
+    rows = with_options(120, 2, 1, device, **options)
+    ways = []
+    for ranked, piece, listed in ((256, 1024, 1024), (16, 1024, 1024), (16, 16, 1024), (256, 1024, 0)):
+        monkeypatch.setattr(sampled_laws, "RANKED", ranked)
+        monkeypatch.setattr(sampled_laws, "PIECE", piece)
+        monkeypatch.setattr(sampled_parts, "LISTED", listed)
+        ways.append(compare(rows, logits, edges=1))
+    assert all(torch.equal(ways[0][..., :6], way[..., :6]) for way in ways[1:])
 
 
 @pytest.mark.parametrize("device", devices())
