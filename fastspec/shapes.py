@@ -14,6 +14,7 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
 EARLY_BLOCKS = 17
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
+NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ class StepShape:
     top_logprobs: int | None = None
     verification: Verification = REJECTION
     first_block: int = 0
+
+    def fed(self, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> ForwardBatch:
+        """What a pass of such a step feeds; arguments as in `ForwardBatch`."""
+        return ForwardBatch(ids, positions, write_mask, block_table, self.num_blocks, self.tiling, self.first_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,8 @@ from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import FULL, ForwardBatch, StepShape
+from fastspec.shapes import FULL, NO_LIMIT, ForwardBatch, StepShape
 from fastspec.state import DecodeState, Outbox
-
-NO_LIMIT = 2**31 - 1  # a row's own limit keeps the target within its context
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +90,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = ForwardBatch(
-        ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
-    )
+    rows = shape.fed(ids, positions, write_mask, state.block_table)
     hidden, features = _fed(parts, rows)
     return parts.target.logits(hidden, shape.tiling), features
 
@@ -175,7 +171,7 @@ def prefill(
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    rows = ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling)
+    rows = shape.fed(ids, positions, write_mask, state.block_table)
     _, features = _fed(parts, rows)
     if features is not None:
         hand_over_prompt(parts.proposer, state, shape, features, rows, kept)

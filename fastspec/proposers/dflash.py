@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.heads.boundaries import as_layers, described
 from fastspec.models.heads.dflash import DFlash
-from fastspec.proposers.draft_model import VocabMap, take
+from fastspec.proposers.draft_model import take
+from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import GREEDY, ForwardBatch, StepShape, keep_draft_probs, purpose_of
+from fastspec.shapes import GREEDY, NO_LIMIT, ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
-NO_LIMIT = 2**31 - 1  # a row's own limit keeps it within the pages it has
 
-
-class DFlashDrafts:
+class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
     At the end of every step, plain ones as well, and in every pass over a prompt, keys and values of accepted tokens
@@ -33,15 +31,9 @@ class DFlashDrafts:
     on what the row's options make of the drafts before it.
 
     Args:
-        model: the head.
-        ops: implementations of what is not the model's.
-        vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
-        mark: names a pass to a profiler while it is entered.
-        work: from `ops.sampled_work`.
+        model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
     """
 
-    deterministic = False
-    max_length = 0
     kept: tuple[int, ...] = ()
 
     def __init__(
@@ -52,18 +44,8 @@ class DFlashDrafts:
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
-        self.model, self.ops = model, ops
         (reading,) = model.head.readings  # engines agree on it
-        self.features = as_layers(reading, model.head.target.layers)
-        self._target_vocab = model.head.target.vocab_size
-        self._mark, self._work = mark, work
-        self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target_vocab)
-
-    def __str__(self) -> str:
-        """For people."""
-        head, drafted = self.model.head, self.model.vocab_size
-        ids = f", drafts {drafted} of {self._target_vocab} ids" if self._map else ""
-        return f"a {head.found} that reads boundaries {described(head.readings[0])} of the target{ids}"
+        super().__init__(model, ops, reading, vocab_map, mark, work)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
         """As `FeatureReader.take_features`; nothing is kept but keys and values."""
@@ -93,7 +75,7 @@ class DFlashDrafts:
             return
         logits = self.model.logits(x.contiguous(), shape.tiling)
         for j in range(k):
-            self._draw(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
+            self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
             if given is not None:
                 take(state, shape, given[0][:, j], j < given[1], j)
 
@@ -108,11 +90,9 @@ class DFlashDrafts:
             first=-1,
             queries=self.model.head.rows(shape.num_drafts),
             limit=NO_LIMIT,
-            vocab=self._target_vocab,
+            vocab=self._target.vocab_size,
         )
-        return ForwardBatch(
-            ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
-        )
+        return shape.fed(ids, positions, write_mask, state.block_table)
 
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, given: tuple[Tensor, Tensor] | None) -> None:
         """The most probable token at each place, of hidden states [B, k, hidden]."""
@@ -120,23 +100,7 @@ class DFlashDrafts:
         # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
         model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
-        drafts = (picks if self._map is None else self._map.places[picks]).view(-1, k)
+        drafts = self._target_ids(picks).view(-1, k)
         if given is not None:
             drafts = torch.where(torch.arange(k, device=x.device) < given[1][:, None], given[0], drafts)
         state.draft_tokens[:, :k] = drafts
-
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:
-        """Draws draft j of every row from logits [B, 1, head's ids]; records token and distribution."""
-        self.ops.sampled_draw(
-            logits if self._map is None else self._map.in_target_ids(logits),
-            state,
-            j,
-            self._work,
-            purpose=purpose_of(shape),
-            keep_draft_probs=keep_draft_probs(shape),
-            draws=draws,
-        )
-
-    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """There is nothing left to take in."""
-        return

@@ -89,9 +89,7 @@ class DraftModel:
             **({"first": j - 1, "queries": 1} if j else first),
         )
         ids = ids if self._map is None else self._map.to_draft[ids]
-        return ForwardBatch(
-            ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
-        )
+        return shape.fed(ids, positions, write_mask, state.block_table)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""
@@ -102,7 +100,7 @@ class DraftModel:
         ids = torch.where(ids < self.shared_vocab, ids, 0)
         ids = ids if self._map is None else self._map.to_draft[ids]
         positions = torch.where(write_mask, positions, 0)
-        self.model.hidden(ForwardBatch(ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling))
+        self.model.hidden(shape.fed(ids, positions, write_mask, state.block_table))
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
@@ -115,15 +113,7 @@ class DraftModel:
         if shape.sampler == GREEDY:
             state.draft_tokens[:, j].copy_(logits[:, 0].argmax(dim=-1))
             return
-        self.ops.sampled_draw(
-            logits,
-            state,
-            j,
-            self._work,
-            purpose=purpose_of(shape),
-            keep_draft_probs=keep_draft_probs(shape),
-            draws=draws,
-        )
+        sample(self.ops, state, shape, draws, logits, j, self._work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +147,12 @@ class VocabMap:
         """The draft's logits [..., draft ids] as logits [..., target ids], -inf for ids that the draft lacks."""
         wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
+
+
+def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int, work: Any) -> None:
+    """Draws draft j of every row from logits [B, 1, target ids]; records token and distribution."""
+    keep = keep_draft_probs(shape)
+    ops.sampled_draw(logits, state, j, work, purpose=purpose_of(shape), keep_draft_probs=keep, draws=draws)
 
 
 def take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:

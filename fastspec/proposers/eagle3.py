@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.heads.boundaries import as_layers, described
 from fastspec.models.heads.eagle3 import Eagle3
-from fastspec.proposers.draft_model import VocabMap, take
+from fastspec.proposers.draft_model import take
+from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import GREEDY, ForwardBatch, StepShape, keep_draft_probs, purpose_of
+from fastspec.shapes import GREEDY, NO_LIMIT, ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
-NO_LIMIT = 2**31 - 1  # a row's own limit keeps it within the pages it has
 
-
-class Eagle3Drafts:
+class Eagle3Drafts(LearnedDrafts[Eagle3]):
     """Drafts with an EAGLE-3 head.
 
     At the end of every step, plain ones as well, and in every pass over a prompt, it takes in the target's hidden
@@ -28,18 +26,13 @@ class Eagle3Drafts:
     there, from features of its own. So its cache is whole at any time, and drafts may stop and go on.
 
     Args:
-        model: the head.
-        ops: implementations of what is not the model's.
+        model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
         readings: which hidden states of the target it reads, as boundaries; see `HeadSpec`. The first until one is
             chosen.
         sample: ids of a text on which they may be tried.
-        vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
-        mark: names a pass to a profiler while it is entered.
-        work: from `ops.sampled_work`.
     """
 
-    deterministic = False
-    max_length = 0
+    article = "an"
 
     def __init__(
         self,
@@ -51,34 +44,21 @@ class Eagle3Drafts:
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
-        self.model, self.ops = model, ops
+        super().__init__(model, ops, readings[0], vocab_map, mark, work)
         self.kept = model.head.kept
         self.readings, self.sample = readings, sample
-        self._target = model.head.target
-        self._mark, self._work = mark, work
-        self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
-        self.features = self.layers_of(readings[0])
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target from now on, and no others any more."""
-        self.readings, self.features = (reading,), self.layers_of(reading)
-
-    def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
-        """A reading as the target's layers, see `Proposer.features`."""
-        return as_layers(reading, self._target.layers)
+        """As `LearnedDrafts.read`; there is nothing left to choose."""
+        super().read(reading)
+        self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
         """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
         ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
-        return ids if self._map is None else self._map.places[ids]
-
-    def __str__(self) -> str:
-        """For people."""
-        drafted = self.model.vocab_size
-        ids = f", drafts {drafted} of {self._target.vocab_size} ids" if self._map else ""
-        return f"an {self.model.head.found} that reads boundaries {described(self.readings[0])} of the target{ids}"
+        return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         """As `FeatureReader.take_features`; g of every position is returned, that of the newest is kept."""
@@ -125,15 +105,7 @@ class Eagle3Drafts:
             vocab=self._target.vocab_size,
         )
         known = write_mask & (state.lengths > 1)[:, None]
-        return ForwardBatch(
-            ids,
-            (positions - 1).clamp_min(0),
-            known,
-            state.block_table,
-            shape.num_blocks,
-            shape.tiling,
-            shape.first_block,
-        )
+        return shape.fed(ids, (positions - 1).clamp_min(0), known, state.block_table)
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int) -> None:
         """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution."""
@@ -142,19 +114,6 @@ class Eagle3Drafts:
             drafts = state.draft_tokens[:, j]
             model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=drafts)
             if self._map is not None:
-                drafts.copy_(self._map.places[drafts])
+                drafts.copy_(self._target_ids(drafts))
             return
-        logits = model.logits(x, shape.tiling)
-        self.ops.sampled_draw(
-            logits if self._map is None else self._map.in_target_ids(logits),
-            state,
-            j,
-            self._work,
-            purpose=purpose_of(shape),
-            keep_draft_probs=keep_draft_probs(shape),
-            draws=draws,
-        )
-
-    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """There is nothing left to take in."""
-        return
+        self._sample(state, shape, draws, model.logits(x, shape.tiling), j)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,10 +45,7 @@ def hand_over_prompt(
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
-        told = ForwardBatch(
-            following, rows.positions, rows.write_mask, rows.block_table, rows.num_blocks, rows.tiling, rows.first_block
-        )
-        _tell(proposer, state, shape, features, told, buffer)
+        _tell(proposer, state, shape, features, replace(rows, ids=following), buffer)
     elif buffer is not None:
         _keep_newest(features, rows.write_mask, buffer[:, 0])
 
@@ -58,9 +57,7 @@ def _emitted(state: DecodeState, shape: StepShape) -> ForwardBatch:
     write_mask = state.running[:, None] & (places < state.emitted[:, None])
     ids = state.tokens.gather(1, at.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, at - 1, 0)
-    return ForwardBatch(
-        ids, positions, write_mask, state.block_table, shape.num_blocks, shape.tiling, shape.first_block
-    )
+    return shape.fed(ids, positions, write_mask, state.block_table)
 
 
 def _tell(

@@ -82,15 +82,15 @@ def test_from_the_anchor_and_behind_lookup() -> None:
 
 
 class OfThePlaceBefore(DFlashDrafts):
-    def _draw(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
-        super()._draw(state, shape, draws, logits, j)
+    def _sample(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
+        super()._sample(state, shape, draws, logits, j)
         if j:
             state.draft_probs[:, j] = state.draft_probs[:, j - 1]
 
 
 class Unmapped(DFlashDrafts):
-    def _draw(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
-        super()._draw(state, shape, draws, logits, j)
+    def _sample(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
+        super()._sample(state, shape, draws, logits, j)
         state.draft_probs[:, j] = state.draft_probs[:, j].flip(-1)
 
 

@@ -66,10 +66,6 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
             "the original weights"
         )
-    if checkpoint.spec.hosting:
-        raise UnsupportedOption(
-            f"{name}={form!r}, and {checkpoint.name} is hosted; leave it out: only native families are rounded"
-        )
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=wanted[0], stored=f"matrices rounded to {form} while loading, {effect}")

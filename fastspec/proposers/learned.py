@@ -1,0 +1,90 @@
+"""What proposers with a learned head have in common, whatever the head's passes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from fastspec.kernels.ops import Ops
+from fastspec.models.heads.boundaries import as_layers, described
+from fastspec.models.heads.spec import HeadSpec
+from fastspec.proposers.draft_model import VocabMap, sample
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import StepShape
+from fastspec.state import DecodeState
+
+
+class HeadModel(Protocol):
+    """The passes of a head."""
+
+    @property
+    def head(self) -> HeadSpec:
+        """What distinguishes it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it drafts."""
+
+
+Model = TypeVar("Model", bound=HeadModel)
+
+
+class LearnedDrafts(Generic[Model]):
+    """A proposer whose context is whole at any time: what a step or a prompt gives it is taken in at once.
+
+    Args:
+        model: the head.
+        ops: implementations of what is not the model's.
+        reading: the hidden states of the target that it reads, as boundaries.
+        vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
+        mark: names a pass to a profiler while it is entered.
+        work: from `ops.sampled_work`.
+    """
+
+    deterministic = False
+    max_length = 0
+    article = "a"  # of the head's name
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        reading: tuple[int, ...],
+        vocab_map: Tensor | None = None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        work: Any = None,
+    ) -> None:
+        self.model, self.ops = model, ops
+        self._target = model.head.target
+        self.read(reading)
+        self._mark, self._work = mark, work
+        self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
+
+    def read(self, reading: tuple[int, ...]) -> None:
+        """Reads these hidden states of the target from now on, and no others any more."""
+        self.reading, self.features = reading, self.layers_of(reading)
+
+    def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
+        """A reading as the target's layers, see `Proposer.features`."""
+        return as_layers(reading, self._target.layers)
+
+    def __str__(self) -> str:
+        """For people."""
+        ids = f", drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
+        boundaries = f"boundaries {described(self.reading)} of the target"
+        return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
+
+    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
+        """There is nothing left to take in."""
+
+    def _target_ids(self, drafted: Tensor) -> Tensor:
+        """The target's ids of ids that the head drafted."""
+        return drafted if self._map is None else self._map.places[drafted]
+
+    def _sample(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:
+        """Draws draft j of every row from logits [B, 1, head's ids]; records token and distribution."""
+        logits = logits if self._map is None else self._map.in_target_ids(logits)
+        sample(self.ops, state, shape, draws, logits, j, self._work)
