@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.shapes import UNTILED, ForwardBatch, Tiling
+from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
+
+Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
+HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"  # of queries and of keys, each [D], and their epsilon
 
 
 class Decoder:
@@ -83,23 +86,27 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index, layer in enumerate(layers):
+        for index in range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
-            attended = self._attend(index, layer, qkv, rows)
-            next_layer = layers[index + 1] if index + 1 < len(layers) else None
-            plan = self.spec.plans[index]
-            if self._fuses(plan):
-                x, qkv = self.ops.layer_tail(
-                    self.ops.linear, attended, x, layer, next_layer, self.spec.rms_eps, rows.tiling
-                )
-            else:
-                x = self._tail(plan, attended, x, layer, rows.tiling)
-                qkv = None if next_layer is None else self._qkv(index + 1, x, rows.tiling)
+            x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
                 features[index] = x
         if len(layers) in features:
             features[len(layers)] = self._norm(self.spec.plans[-1], x, self.weights.norm, self.weights.norm_bias)
         return x
+
+    def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
+        return self._behind(index, self._attend(index, self.weights.layers[index], qkv, rows), x, rows.tiling)
+
+    def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+        """As `_layer`, from what its attention gave on."""
+        layers, plan = self.weights.layers, self.spec.plans[index]
+        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        if self._fuses(plan):
+            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, tiling)
+        x = self._tail(plan, attended, x, layer, tiling)
+        return x, None if following is None else self._qkv(index + 1, x, tiling)
 
     def _fuses(self, plan: LayerPlan) -> bool:
         """Whether what follows attention in a layer is one op."""
@@ -205,17 +212,36 @@ class Decoder:
         self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        spec, plan = self.spec, self.spec.plans[index]
-        cos, sin = (None, None) if plan.rope is None else self._tables[plan.rope]
-        norms = None
-        if plan.qk_norm == "head" and plan.norm == "rms" and layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm, spec.rms_eps
-        elif plan.qk_norm is not None:
+        plan = self.spec.plans[index]
+        rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
+        norms = self._norms(index)
+        if norms is None and plan.qk_norm is not None:
             qkv = self._normed_heads(plan, layer, qkv, rows.positions)
         if plan.qk_norm == "head_after_rope":
-            cos = sin = None  # they are turned
+            rotation = None  # they are turned
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
+        return self._ask(index, qkv, rows, rotation, norms, plan.rule)
+
+    def _norms(self, index: int) -> HeadNorms | None:
+        """The norms of heads that `attend` applies; None where there are none, or none that it has."""
+        plan, layer = self.spec.plans[index], self.weights.layers[index]
+        if plan.qk_norm != "head" or plan.norm != "rms" or layer.q_norm is None or layer.k_norm is None:
+            return None
+        return layer.q_norm, layer.k_norm, self.spec.rms_eps
+
+    def _ask(
+        self,
+        index: int,
+        qkv: Tensor,
+        rows: ForwardBatch,
+        rotation: Rotation | None,
+        norms: HeadNorms | None,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of rows to what lies at or before their positions in a layer's cache, [B, Q, H * D]."""
+        cos, sin = (None, None) if rotation is None else rotation
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
             qkv,
@@ -226,14 +252,15 @@ class Decoder:
             rows.block_table,
             rows.positions,
             rows.write_mask,
-            num_heads=spec.num_heads,
+            num_heads=self.spec.num_heads,
             norms=norms,
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
-            rule=plan.rule,
+            rule=rule,
+            sinks=sinks,
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
-            product=layer.o if self._fuses(plan) else None,
+            product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
             tiling=rows.tiling,
         )
 

@@ -25,16 +25,16 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.decoder import Decoder
+from fastspec.models.heads.decoder import HeadDecoder
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.weights import HeadWeights
-from fastspec.shapes import AttentionRule, ForwardBatch
+from fastspec.shapes import ForwardBatch
 
 MASK_TENSOR: Final = "mask_embedding"
 _T = TypeVar("_T")
 
 
-class DFlash(Decoder):
+class DFlash(HeadDecoder):
     """Weights and cache of a DFlash head, and its passes.
 
     Args:
@@ -86,21 +86,20 @@ class DFlash(Decoder):
 
         Its keys are in the cache until the next pass, at the positions behind the context.
         """
-        x, layers = self._embedded(rows), self.weights.layers
+        x = self._embedded(rows)
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
         whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index, layer in enumerate(layers):
+        for index in range(self.spec.num_layers):
             assert qkv is not None, "only the last layer leaves none"
             if self.head.causal[index]:
-                attended = self._ask(index, qkv, rows, self.spec.plans[index].rule)
+                rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
+                attended = self._ask(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
             else:
                 attended = self._ask_all(index, qkv, rows, whole)
             if self.head.value_scale != 1.0:  # a sum of values, so a factor on each of them
                 attended = attended * self.head.value_scale
-            following = layers[index + 1] if index + 1 < len(layers) else None
-            tail = self.ops.layer_tail
-            x, qkv = tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, rows.tiling)
+            x, qkv = self._behind(index, attended, x, rows.tiling)
         return x
 
     def _embedded(self, rows: ForwardBatch) -> Tensor:
@@ -122,40 +121,10 @@ class DFlash(Decoder):
         qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
         if rule.window is not None:  # of the first row, for all
             rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
-        return self._ask(index, qkv, whole, rule, turned=True)
+        return self._ask(index, qkv, whole, None, None, rule, self._sinks_of(index))
 
-    def _ask(self, index: int, qkv: Tensor, rows: ForwardBatch, rule: AttentionRule, *, turned: bool = False) -> Tensor:
-        """Attention of rows to what lies at or before their positions; `turned`: heads are normed and rotated."""
-        cos, sin = (None, None) if turned else self._tables[0]
-        return self.ops.attend(
-            qkv,
-            cos,
-            sin,
-            self.cache.keys[index],
-            self.cache.values[index],
-            rows.block_table,
-            rows.positions,
-            rows.write_mask,
-            num_heads=self.spec.num_heads,
-            norms=None if turned else self._norms(index),
-            num_blocks=rows.num_blocks,
-            first_block=rows.first_block,
-            rule=rule,
-            sinks=None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index],
-            work=self._work,
-            product=self.weights.layers[index].o,
-            tiling=rows.tiling,
-        )
-
-    def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
-        """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        where = keys, values, rows.block_table, rows.positions, rows.write_mask
-        return self.ops.store_heads(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
-
-    def _norms(self, index: int) -> tuple[Tensor, Tensor, float]:
-        layer = self.weights.layers[index]
-        return _there(layer.q_norm), _there(layer.k_norm), self.spec.rms_eps
+    def _sinks_of(self, index: int) -> Tensor | None:
+        return None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index]
 
 
 def _there(found: _T | None) -> _T:

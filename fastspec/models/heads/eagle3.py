@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.decoder import Decoder
+from fastspec.models.heads.decoder import HeadDecoder
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
 from fastspec.models.heads.weights import HeadWeights
 from fastspec.shapes import ForwardBatch, Tiling
 
 
-class Eagle3(Decoder):
+class Eagle3(HeadDecoder):
     """Weights and cache of an EAGLE-3 head, and its passes.
 
     In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
@@ -65,21 +65,8 @@ class Eagle3(Decoder):
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
         """Writes K and V of all layers, and computes no more than they need: of the last layer no attention."""
-        last, (_, qkv) = self.spec.num_layers - 1, self._upto_last(g, rows)
-        layer, norms = self.weights.layers[last], None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm, self.spec.rms_eps
-        self.ops.store_heads(
-            qkv,
-            *self._tables[0],
-            self.cache.keys[last],
-            self.cache.values[last],
-            rows.block_table,
-            rows.positions,
-            rows.write_mask,
-            num_heads=self.spec.num_heads,
-            norms=norms,
-        )
+        _, qkv = self._upto_last(g, rows)
+        self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
 
     def feature(self, x: Tensor) -> Tensor:
         """What stands for g at the position behind, of what `drafted` returned."""
@@ -97,10 +84,3 @@ class Eagle3(Decoder):
             assert following is not None, "only the last layer leaves none"
             qkv = following
         return x, qkv
-
-    def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
-        layers, tail = self.weights.layers, self.ops.layer_tail
-        attended = self._attend(index, layers[index], qkv, rows)
-        following = layers[index + 1] if index + 1 < len(layers) else None
-        return tail(self.ops.linear, attended, x, layers[index], following, self.spec.rms_eps, rows.tiling)
