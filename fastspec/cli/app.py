@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from fastspec.cli import flags
 from fastspec.cli.chat import chat
 from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
 from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
@@ -27,7 +27,7 @@ from fastspec.demo import demo_pair
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput, Stats
 from fastspec.text.stop_strings import StoppedWriter
-from fastspec.text.text_stream import StreamWriter, escape_control
+from fastspec.text.text_stream import StreamWriter
 
 DEMO_PROMPT = "def main(argv=None):"
 _AT_ONCE = 8  # texts decoded together
@@ -110,7 +110,7 @@ def generate(
 
     def show(piece: str) -> None:
         progress.stage(None)  # text shows itself
-        _write(piece)
+        write_text(piece)
 
     with errors_in_one_line(), Progress() as progress:
         progress.stage(_LOADING)
@@ -120,7 +120,7 @@ def generate(
             output = _generate(generator, prompt, write, max_new_tokens=max_new_tokens, **asked)
             where = generator.device
             progress.stage(None)
-        _write("".join([*pieces, "\n"]))
+        write_text("".join([*pieces, "\n"]))
         typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {where}", err=True)
 
 
@@ -161,7 +161,7 @@ def demo(
                 progress.stage(f"{name}, run {done} of {repeats}")
                 runs.run()
         progress.stage(None)
-        _write(f"{prompt}{speculative.results[0][0]}\n\n")
+        write_text(f"{prompt}{speculative.results[0][0]}\n\n")
         fewer = "" if done == repeats else f" of {repeats}, for this machine is slow or busy"
         typer.echo(f"{generator.device}, median of {done}{fewer}:")
     typer.echo(f"plain               {plain}")
@@ -186,7 +186,7 @@ def doctor(
     """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
     with Progress() as progress:
         report = diagnose(device, tell=progress.stage)
-    _write(f"{report.to_json() if as_json else report}\n")
+    write_text(f"{report.to_json() if as_json else report}\n")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -261,10 +261,3 @@ def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
     writer.put(torch.tensor(prompt, device="cpu"))
     writer.put(torch.tensor(tokens, device="cpu"))
     writer.end()
-
-
-def _write(text: str) -> None:
-    if sys.stdout.isatty():
-        text = escape_control(text)
-    encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)

@@ -12,10 +12,11 @@ import typer
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
 from fastspec.errors import InvalidLogits
 from fastspec.generator import FastSpecGenerator
-from fastspec.text.text_stream import TextStream, escape_control
+from fastspec.text.text_stream import TextStream
 
 _LOADING = "loading the models and making their steps ready"
 _HELP = "/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer"
@@ -58,7 +59,7 @@ def chat(
                     _note(f"{line} is no command: {_HELP}")
                 else:
                     try:
-                        talk.answer(line, _write)
+                        talk.answer(line, write_text)
                     except (ValueError, InvalidLogits) as error:
                         _note(str(error))
 
@@ -181,13 +182,6 @@ def _lines() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _write(text: str) -> None:
-    if sys.stdout.isatty():
-        text = escape_control(text)
-    encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
 
 
 def _note(text: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,19 +11,17 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.heads.recognise import plain_name
 from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.weights.names import RenamedTensors
 from fastspec.models.weights.shapes import listing
-from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorInfo
+from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors
 
-if TYPE_CHECKING:
-    from fastspec.kernels.common.codes import Codes, CodesKind
-
-OFFSETS, MASK = "d2t", "t2d"
+OFFSETS: Final = "d2t"
 PICKLED: Final = "pytorch_model.bin"
 # what trainers save beside a head, or may: nothing of it is computed with
 UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
-class HeadTensors:
+class HeadTensors(RenamedTensors):
     """The tensors of a directory.
 
     Args:
@@ -37,45 +33,15 @@ class HeadTensors:
 
     def __init__(self, directory: Path) -> None:
         refuse_pickled(directory)
-        self._source = ShardTensors(directory)
-        self._stored: dict[str, str] = {}
-        for stored in self._source.infos():
+        source, names = ShardTensors(directory), dict[str, str]()
+        for stored in source.infos():
             name = plain_name(stored)
-            if name in self._stored:
+            if name in names:
                 raise CheckpointError(
-                    f"{directory}: {self._stored[name]!r} and {stored!r} are both the tensor {name}; keep one"
+                    f"{directory}: {names[name]!r} and {stored!r} are both the tensor {name}; keep one"
                 )
-            self._stored[name] = stored
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by its name here."""
-        infos = self._source.infos()
-        return {name: infos[stored] for name, stored in self._stored.items()}
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of `ShardTensors`."""
-        with self._source.open():
-            yield
-
-    def read(self, name: str) -> Tensor:
-        """As of `ShardTensors`, by the name here."""
-        return self._source.read(self._stored[name])
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor."""
-        return self._source.read_part(self._stored[name], rows, columns)
-
-    def kind(self, name: str) -> CodesKind | None:
-        """None: heads are not stored quantised."""
-        return None
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """None: heads are not stored quantised."""
-        return None
-
-    def release(self, names: list[str]) -> None:
-        """Nothing to do: see `ShardTensors.release`."""
+            names[name] = stored
+        super().__init__(source, names)
 
 
 def refuse_pickled(directory: Path) -> None:

@@ -55,7 +55,49 @@ class Stored(Protocol):
         """A quantised matrix on a device; None: it is not quantised."""
 
 
-class NamedTensors:
+class RenamedTensors:
+    """The tensors of a checkpoint directory under other names than they are stored by.
+
+    Args:
+        source: the stored tensors.
+        stored: their names here, and those they are stored by.
+    """
+
+    def __init__(self, source: Stored, stored: Mapping[str, str]) -> None:
+        self._source, self._stored = source, stored
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, by its name here."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._stored.items()}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of the source."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """As of the source, by its name here."""
+        return self._source.read(self._stored[name])
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """As of the source, by its name here."""
+        return self._source.read_part(self._stored[name], rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """As of the source, by its name here."""
+        return self._source.kind(self._stored[name])
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """As of the source, by its name here."""
+        return self._source.codes(self._stored[name], device)
+
+    def release(self, names: list[str]) -> None:
+        """Nothing to do: see `ShardTensors.release`."""
+
+
+class NamedTensors(RenamedTensors):
     """The tensors of a checkpoint directory, by the names of the model's parameters.
 
     A name may lack the `model.` that it should have, or have one too many, and lie under `language_model.`.
@@ -71,58 +113,28 @@ class NamedTensors:
     """
 
     def __init__(self, source: Stored, wanted: Collection[str], tied: bool) -> None:
-        self._source = source
         wanted = {*wanted, EMBED, HEAD}
-        self._stored: dict[str, str] = {}
+        names: dict[str, str] = {}
         self._others: list[str] = []
         for stored, info in source.infos().items():
             name = parameter(stored, wanted)
             if name not in wanted:
                 self._others.append(stored)
                 continue
-            if name in self._stored:
-                both = f"{self._stored[name]!r} and {stored!r}"
+            if name in names:
+                both = f"{names[name]!r} and {stored!r}"
                 raise CheckpointError(f"{source.directory}: {both} are both the parameter {name}; keep one")
             if stored in source.unnamed:
                 where = source.directory / info.where
                 raise CheckpointError(f"{where}: holds {stored!r}, which weight_map in {INDEX} does not name")
-            self._stored[name] = stored
-        if tied and EMBED not in self._stored and HEAD in self._stored:
-            self._stored[EMBED] = self._stored.pop(HEAD)
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Every parameter that is stored."""
-        infos = self._source.infos()
-        return {name: infos[stored] for name, stored in self._stored.items()}
+            names[name] = stored
+        if tied and EMBED not in names and HEAD in names:
+            names[EMBED] = names.pop(HEAD)
+        super().__init__(source, names)
 
     def others(self) -> list[str]:
         """Stored names that are no parameter of the model."""
         return self._others
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of the source."""
-        with self._source.open():
-            yield
-
-    def read(self, name: str) -> Tensor:
-        """As of the source, by the parameter's name."""
-        return self._source.read(self._stored[name])
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """As of the source, by the parameter's name."""
-        return self._source.read_part(self._stored[name], rows, columns)
-
-    def kind(self, name: str) -> CodesKind | None:
-        """As of the source, by the parameter's name."""
-        return self._source.kind(self._stored[name])
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """As of the source, by the parameter's name."""
-        return self._source.codes(self._stored[name], device)
-
-    def release(self, names: list[str]) -> None:
-        """Nothing to do: see `ShardTensors.release`."""
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:

@@ -24,15 +24,15 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodeFormat, Codes
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
+from fastspec.models.weights.generation import CONFIG
 from fastspec.models.weights.names import EMBED, HEAD, parameter
+from fastspec.models.weights.quantised.tensors import WEIGHT
 from fastspec.models.weights.shapes import tensor_shapes
-from fastspec.models.weights.shards import INDEX, ShardTensors
+from fastspec.models.weights.shards import INDEX, ShardTensors, read_json
 from fastspec.models.weights.sources import resolve
 
 _LAYOUTS: Final = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
-_CONFIG: Final = "config.json"
-_WEIGHTS: Final = ".safetensors"
-_PARTS: Final = ".weight"
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def write_quantised(
@@ -91,34 +91,34 @@ def _write(
     kept: list[str] = []
     weight_map: dict[str, str] = {}
     total = 0
-    for file, names in sorted(files.items()):
-        tell(file)
-        written: dict[str, Tensor] = {}
-        with stored.open():
+    with stored.open():
+        for file, names in sorted(files.items()):
+            tell(file)
+            written: dict[str, Tensor] = {}
             for name in names:
-                tensor, module = stored.read(name), name.removesuffix(_PARTS)
-                meant = parameter(name, matrices)
-                known = meant in matrices
+                tensor, meant = stored.read(name), parameter(name, matrices)
+                known, module = meant in matrices, meant.removesuffix(WEIGHT)
                 kind = kind_for(form, (tensor.shape[0], tensor.shape[1])) if known else None
                 if kind is None:
                     written[name] = tensor.clone()
-                    kept += [meant.removesuffix(_PARTS)] if known else []
+                    kept += [module] if known else []
                     continue
                 parts = _parts(rounded(tensor, kind), tensor.dtype)
-                written |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
-                groups[kind.block[1] if form == "int4" else None].append(meant.removesuffix(_PARTS))
-        save_file(written, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(written, file)
-        total += sum(each.nbytes for each in written.values())
+                at = name.removesuffix(WEIGHT)
+                written |= {f"{at}.{part}": each.contiguous() for part, each in parts.items()}
+                groups[kind.block[1] if form == "int4" else None].append(module)
+            save_file(written, directory / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(written, file)
+            total += sum(each.nbytes for each in written.values())
     if not groups:
         raise UnsupportedOption(f"no matrix of {source} has rows that divide into groups of {form}")
     _copy_others(source, directory)
     if len(files) > 1 or (source / INDEX).is_file():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
-    config = json.loads((source / _CONFIG).read_text("utf-8"))
+    config = read_json(source / CONFIG)
     config["quantization_config"] = _settings(form, groups, kept)
-    (directory / _CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
+    (directory / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -171,6 +171,6 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 def _copy_others(source: Path, directory: Path) -> None:
     """Tokenizer, generation settings and whatever else lies beside the weights; no pickled file."""
     for path in source.iterdir():
-        weights = path.suffix in (_WEIGHTS, ".bin", ".pt", ".pth") or path.name in (INDEX, _CONFIG)
-        if path.is_file() and not weights and not path.name.startswith("."):
+        written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
+        if path.is_file() and not written and not path.name.startswith("."):
             shutil.copyfile(path, directory / path.name)

@@ -1,0 +1,17 @@
+"""Text of a model on stdout."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from fastspec.text.text_stream import escape_control
+
+
+def write_text(text: str) -> None:
+    """Writes a piece of text: to a terminal without its control characters, to any encoding what that can show."""
+    if sys.stdout.isatty():
+        text = escape_control(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
