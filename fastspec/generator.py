@@ -18,7 +18,7 @@ from fastspec.output import GenerateOutput
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
-from fastspec.runtime.build import build
+from fastspec.runtime.build import PREFILL_BUDGET, build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration
 from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.explain import break_even_advice, explain
@@ -63,6 +63,10 @@ class FastSpecGenerator:
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
+        prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
+            have the text of a fresh generator to the bit. It takes no memory of its own (docs/guides/chat.md).
+        prefill_budget: prompt tokens that rows of other calls wait for in a step while a prompt is taken in, or one
+            pass where that has more; None: prompts are taken in whole.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
@@ -100,6 +104,8 @@ class FastSpecGenerator:
         draft_quantization: str | None = None,
         feature_layers: Sequence[int] | None = None,
         release_source: bool = False,
+        prefix_cache: bool = True,
+        prefill_budget: int | None = PREFILL_BUDGET,
         exact: bool = True,
         graphs: bool | None = None,
         compile: bool = False,
@@ -146,6 +152,8 @@ class FastSpecGenerator:
             release_source=release_source,
             nvtx=nvtx,
             progress=progress,
+            prefix_cache=prefix_cache,
+            prefill_budget=prefill_budget,
             ranks=ranks,
         )
         self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)

@@ -20,6 +20,7 @@ class RowStats:
         dropped: accepted or picked tokens cut off by a stop id or the cap.
         histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
         steps_at: how many steps were made with k = 0, 1, ..; sums to steps.
+        cached_tokens: tokens of the prompt whose K/V were there from an earlier one, see `prefix_cache`.
     """
 
     steps: int
@@ -30,6 +31,7 @@ class RowStats:
     dropped: int
     histogram: tuple[int, ...]
     steps_at: tuple[int, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Stats:
             or why it did not. None where k was a number.
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
         threads: of torch's that worked on the last step on the CPU; None on CUDA.
+        cached_tokens: as in RowStats, summed.
     """
 
     steps: int
@@ -64,6 +67,7 @@ class Stats:
     auto: str | None = None
     exact: bool = True
     threads: int | None = None
+    cached_tokens: int = 0
 
     @classmethod
     def of(
@@ -83,7 +87,7 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         steps, plain, drafted, accepted, emitted, dropped = map(total, names)
-        told = synthetic, auto, exact, threads
+        told = synthetic, auto, exact, threads, total("cached_tokens")
         return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property
@@ -121,7 +125,8 @@ class Stats:
             f", {self.plain_steps} of {self.steps} steps without drafts" if self.plain_steps and self.drafted else ""
         )
         speed = f"{self.emitted / self.seconds:.1f}" if self.seconds > 0 else "-"
-        notice = "" if self.exact else "; exact=False"
+        notice = f"; {self.cached_tokens} prompt tokens from the prefix cache" if self.cached_tokens else ""
+        notice += "" if self.exact else "; exact=False"
         notice += f"; NOT THE MODEL'S TEXT: {self.synthetic}" if self.synthetic else ""
         return (
             f"{self.emitted} tokens in {self.seconds:.2f} s ({speed} tok/s), {per_step} tokens per step, "

@@ -13,6 +13,7 @@ from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draf
 KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
 EARLY_BLOCKS = 17
+PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
 
@@ -110,3 +111,78 @@ def keep_draft_probs(shape: StepShape) -> bool:
 def purpose_of(shape: StepShape) -> int:
     """Which numbers a draft is drawn with: numbers of its own, or the ones that the target will pick with."""
     return TARGET if shape.verification == COUPLED else DRAFT
+
+
+def chunks_of(
+    sizes: tuple[int, ...],
+    stop: int,
+    start: int = 0,
+    alike: tuple[int, ...] = (),
+    cell: int | None = None,
+    most: int | None = None,
+) -> list[int]:
+    """Sizes of the passes over the prompt tokens at positions start..stop-1.
+
+    They lie on an absolute grid. From position 0 on every stretch as long as the largest size is one pass, whatever the
+    length of the prompt; what is left behind is cut by its length alone: one pass with room for it all, or the largest
+    size that it fills and then those over the rest, whichever costs less. Sizes that are alike leave the same bits, so
+    a pass of one of them may be begun in its middle or cut into several: the smallest of them is a cell of the grid,
+    and prompts that begin alike have the same bits in the whole cells that they share.
+
+    Args:
+        sizes: ascending.
+        stop: one position behind the last.
+        start: a multiple of the cell.
+        alike: those of `sizes` that leave the same bits, ascending; (): the largest alone.
+        cell: by default the smallest of `alike`.
+        most: of these a pass has at most so many tokens; the smallest of them always goes.
+    """
+    alike = alike or sizes[-1:]
+    assert start % (cell or alike[0]) == 0, "prompts are taken up again at the edges of cells alone"
+    if stop <= start:
+        return []
+    short = [size for size in alike if most is None or size <= most] or [alike[0]]
+    if alike == sizes:
+        return _covering(short, stop - start)
+    cells, left = divmod(stop, sizes[-1])
+    chunks, end = [], 0
+    for size in [sizes[-1]] * cells + _tail(sizes, left):
+        begin, end = end, end + size
+        if end <= start:
+            continue
+        if begin >= start and (size not in alike or size <= short[-1]):
+            chunks.append(size)
+        else:  # the last pass may have room to spare, those before it end where the next one begins
+            fitted = _filled(short, end - max(begin, start))
+            chunks += fitted if end < stop else _covering(short, stop - max(begin, start))
+    return chunks
+
+
+def _covering(sizes: list[int], tokens: int) -> list[int]:
+    """Sizes of the passes over so many tokens, of any of these sizes; the last may have room to spare."""
+    whole, rest = divmod(tokens, sizes[-1])
+    return [sizes[-1]] * whole + _tail(tuple(sizes), rest)
+
+
+def _filled(sizes: list[int], tokens: int) -> list[int]:
+    """Sizes of the passes over a multiple of the smallest size, each filled; every size divides the next one."""
+    chunks = []
+    for size in reversed(sizes):
+        count, tokens = divmod(tokens, size)
+        chunks += [size] * count
+    return chunks
+
+
+def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
+    """Sizes of the passes over fewer tokens than a cell has."""
+    if tokens <= 0:
+        return []
+    ways = [[size] for size in sizes if size >= tokens][:1]
+    if filled := [size for size in sizes if size < tokens]:
+        ways.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
+    return min(ways, key=_cost)  # of equals the first, which is one pass
+
+
+def _cost(chunks: list[int]) -> int:
+    """What passes cost, in tokens of a prompt."""
+    return sum(chunks) + PASS * len(chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,9 @@ def _wait(device: str) -> None:
 def generator_of(run: Run, *, k: int, exact: bool = True, nvtx: bool = False) -> FastSpecGenerator:
     """A generator for up to k drafts that has just the room that a run needs, where it does not say how much."""
     needed = max(len(prompt) for batch in run.batches for prompt in batch) + run.new
+    # every call computes its prompts; the base of a gate may be older than the option
+    known = "prefix_cache" in inspect.signature(FastSpecGenerator).parameters
+    options: dict[str, Any] = {"prefix_cache": False} if known else {}
     return FastSpecGenerator(
         run.target,
         run.draft if k else None,
@@ -99,6 +103,7 @@ def generator_of(run: Run, *, k: int, exact: bool = True, nvtx: bool = False) ->
         exact=exact,
         nvtx=nvtx,
         progress=False,
+        **options,
     )
 
 

@@ -8,9 +8,11 @@ table (the draft and the target hold the same positions, so one table serves bot
 | 0                     | nobody: the trash page takes writes of padding and idle rows |
 | in `_owned[row]`      | that row, in the order of its positions; rows that begin     |
 |                       | with the same tokens may share their first pages             |
+| in `_kept`            | the prefix cache, besides the rows that may have it, too     |
 | all others            | free                                                         |
 
-Pages are counted: a shared page is free again when the last row that has it is released.
+Pages are counted: a shared page is free again when the last row that has it is released, and the prefix cache does not
+keep it. A page that it alone has is idle: given up as soon as a row needs it.
 """
 
 from __future__ import annotations
@@ -44,11 +46,27 @@ class PageTable:
         self._free = usable[::-1]  # a stack: pop() takes the first of `usable`
         self._owned: dict[Hashable, tuple[int, ...]] = {}
         self._rows_of: Counter[int] = Counter()  # page -> rows that have it
+        self._kept: set[int] = set()
+        self._idle = 0  # pages that are kept and that no row has
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages that nobody owns or keeps."""
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that are kept and that no row has."""
+        return self._idle
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Pages that are kept."""
+        return frozenset(self._kept)
+
+    def in_use(self, page: int) -> bool:
+        """Whether a row has this page."""
+        return self._rows_of[page] > 0
 
     def pages_for(self, num_positions: int) -> int:
         """Pages that hold `num_positions` positions."""
@@ -58,13 +76,18 @@ class PageTable:
         """Whether `reserve` would succeed now, with the first `shared` pages shared."""
         return self.pages_for(num_positions) - shared <= len(self._free)
 
+    def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
+        """Whether `reserve` would succeed if every idle page but the shared ones were given up."""
+        spared = sum(not self.in_use(page) for page in shared)
+        return self.pages_for(num_positions) - len(shared) <= len(self._free) + self._idle - spared
+
     def reserve(self, row: Hashable, num_positions: int, shared: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Gives `row` pages for `num_positions` positions; all or nothing.
 
         Args:
             row: any name of it.
             num_positions: that it may write or read.
-            shared: the first pages, which other rows have already; the row must not write to them.
+            shared: the first pages, which other rows have already, or which are kept; the row must not write to them.
 
         Returns:
             The pages, in the order of the positions they hold.
@@ -77,8 +100,8 @@ class PageTable:
             raise ValueError(f"row {row!r} already owns {len(self._owned[row])} pages; release it first")
         if num_positions < 1:
             raise ValueError(f"got {num_positions} positions to reserve, need at least 1")
-        if lost := [page for page in shared if not self._rows_of[page]]:
-            raise ValueError(f"pages {lost} belong to no row, so they cannot be shared")
+        if lost := [page for page in shared if not self._rows_of[page] and page not in self._kept]:
+            raise ValueError(f"pages {lost} belong to no row and are not kept, so they cannot be shared")
         count = self.pages_for(num_positions) - len(shared)
         if count > len(self._free):
             raise OutOfPages(
@@ -87,11 +110,38 @@ class PageTable:
             )
         pages = (*shared, *(self._free.pop() for _ in range(count)))
         self._owned[row] = pages
+        self._idle -= sum(not self._rows_of[page] for page in shared)
         self._rows_of.update(pages)
         return pages
 
+    def pages_of(self, row: Hashable) -> tuple[int, ...]:
+        """The pages of a row, in the order of the positions they hold."""
+        return self._owned[row]
+
+    def keep(self, pages: tuple[int, ...]) -> None:
+        """Keeps pages that a row has now for the prefix cache, when their rows are gone as well.
+
+        Raises:
+            ValueError: no row has one of them, or it is kept already; nothing was changed.
+        """
+        if wrong := [page for page in pages if not self.in_use(page) or page in self._kept]:
+            raise ValueError(f"pages {wrong} belong to no row or are kept already, so they cannot be kept now")
+        self._kept.update(pages)
+
+    def give_up(self, pages: tuple[int, ...]) -> None:
+        """Keeps these pages no longer; those that no row has are free.
+
+        Raises:
+            KeyError: one of them is not kept.
+        """
+        for page in pages:
+            self._kept.remove(page)
+            if not self.in_use(page):
+                self._idle -= 1
+                self._free.append(page)
+
     def release(self, row: Hashable) -> None:
-        """Takes every page of `row` from it; those that no other row has are free.
+        """Takes every page of `row` from it; those that no other row has and nobody keeps are free.
 
         Raises:
             KeyError: the row owns nothing.
@@ -100,7 +150,12 @@ class PageTable:
             raise KeyError(f"row {row!r} owns no pages")
         pages = self._owned.pop(row)
         self._rows_of.subtract(pages)
-        self._free.extend(page for page in reversed(pages) if not self._rows_of[page])
+        for page in reversed(pages):
+            if not self._rows_of[page]:
+                if page in self._kept:
+                    self._idle += 1
+                else:
+                    self._free.append(page)
 
     def move(self, source: int, place: int) -> None:
         """Gives the pages of row `source` to row `place`.
@@ -113,7 +168,7 @@ class PageTable:
         self._owned[place] = self._owned.pop(source)
 
     def release_all(self) -> None:
-        """Takes back the pages of every row."""
+        """Takes back the pages of every row; kept ones stay kept."""
         for row in list(self._owned):
             self.release(row)
 
@@ -124,6 +179,9 @@ class PageTable:
             RuntimeError: a page is free and owned, miscounted, lost, out of range, or the trash page was handed out.
         """
         counted = Counter(page for pages in self._owned.values() for page in pages)
-        whole = sorted([*self._free, *counted]) == list(range(1, self.num_pages))
-        if not whole or counted != +self._rows_of:
-            raise RuntimeError(f"page table corrupt: free {self._free}, owned {self._owned}, counted {self._rows_of}")
+        whole = sorted([*self._free, *{*counted, *self._kept}]) == list(range(1, self.num_pages))
+        if not whole or counted != +self._rows_of or self._idle != len(self._kept - counted.keys()):
+            raise RuntimeError(
+                f"page table corrupt: free {self._free}, owned {self._owned}, counted {self._rows_of}, kept "
+                f"{self._kept}, {self._idle} of them idle"
+            )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.proposers.combined import LookupThenModel, TakesGiven
-from fastspec.proposers.interface import Proposer, features_of, is_deterministic, takes_features
+from fastspec.proposers.interface import Proposer, features_of, is_deterministic, kept_in_pages, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -68,7 +68,7 @@ class Guarded:
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, is_deterministic(proposer)
-        self.features = features_of(proposer)
+        self.features, self.in_pages = features_of(proposer), kept_in_pages(proposer)
         if takes_features(proposer):
             self.take_features, self.kept = proposer.take_features, proposer.kept  # type: ignore[attr-defined]
         self._vocab_size = vocab_size

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fastspec.proposers.interface import Proposer, features_of, takes_features
+from fastspec.proposers.interface import Proposer, features_of, kept_in_pages, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -37,6 +37,7 @@ class LookupThenModel:
     def __init__(self, lookup: NGram, model: TakesGiven) -> None:
         self.lookup, self.model = lookup, model
         self.max_length = model.max_length
+        self.in_pages = kept_in_pages(model)
         if takes_features(model):
             self.take_features, self.kept = model.take_features, model.kept  # type: ignore[attr-defined]
 

@@ -36,6 +36,7 @@ class DraftModel:
     """
 
     deterministic = False
+    in_pages = True
 
     def __init__(
         self,

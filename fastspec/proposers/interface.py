@@ -37,6 +37,11 @@ class Proposer(Protocol):
             end of a step, plain steps as well. See `FeatureReader`.
         kept: shape of what is kept of a row between steps; (): nothing. propose is then called with
             features=buffer [B, *kept], what `take_features` returned for the newest position it was told of.
+
+    Optional, read by `kept_in_pages`:
+        in_pages: what `catch_up` and `take_features` make lies in the pages of the row and nowhere else. Rows that
+            begin alike then share it. Of one that does not say so rows begin anew with `catch_up`, and with
+            `take_features` no prompt is shared.
     """
 
     max_length: int
@@ -87,6 +92,16 @@ class FeatureReader(Proposer, Protocol):
 def features_of(proposer: object) -> tuple[int, ...]:
     """The target layers whose residual stream a proposer reads; none for most."""
     return tuple(getattr(proposer, "features", ()))
+
+
+def kept_in_pages(proposer: object) -> bool:
+    """Whether all that a proposer keeps of a row's past lies in the row's pages; see `Proposer`."""
+    return bool(getattr(proposer, "in_pages", False))
+
+
+def reads_ahead(proposer: object) -> int:
+    """Tokens behind a position that its entry in the proposer's own pages depends on: 1 where it is told features."""
+    return int(takes_features(proposer))
 
 
 def is_deterministic(proposer: object) -> bool:

@@ -45,6 +45,7 @@ class LearnedDrafts(Generic[Model]):
     """
 
     deterministic = False
+    in_pages = True
     max_length = 0
     article = "a"  # of the head's name
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.inputs.row_options import NUMBERS, RowOptions
 from fastspec.shapes import FULL
-from fastspec.state import MAX_STOP_IDS, RUNNING, DecodeState
+from fastspec.state import IDLE, MAX_STOP_IDS, DecodeState
 
 
 def fill(
@@ -21,8 +21,9 @@ def fill(
     stop_ids: tuple[int, ...],
     options: RowOptions,
     sampler: str,
+    draft_length: int = 0,
 ) -> None:
-    """Everything that `DecodeState` says admission writes.
+    """Everything that `DecodeState` says admission writes; the row idles until its prompt is in.
 
     Args:
         state, row: where.
@@ -32,6 +33,7 @@ def fill(
         stop_ids: end the row.
         options: of the row.
         sampler: of the steps to come; only the full one reads biases and counts, so only for it they are filled.
+        draft_length: positions whose K/V of the draft the row's pages hold already.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
@@ -44,13 +46,13 @@ def fill(
     numbers = {
         "lengths": len(prompt),
         "limits": limit,
-        "draft_lengths": 0,
+        "draft_lengths": draft_length,
         "emitted": min(1, len(prompt) - 1),
         **{each.fills: getattr(options, each.name) for each in NUMBERS},
         "seeds": options.seed,
         "min_lengths": len(prompt) + options.min_new_tokens,
         "draft_limits": draft_limit(options, most),
-        "finish": RUNNING,
+        "finish": IDLE,
     }
     for name, value in numbers.items():
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait

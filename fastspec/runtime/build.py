@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
+from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import CompiledDecoder, Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.weights import HeadWeights
 from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending
 from fastspec.models.parallel import ParallelDecoder
-from fastspec.models.weights.load import allocate_weights
+from fastspec.models.weights.load import DecoderWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import TakesGiven
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.heads import build_head
-from fastspec.proposers.interface import Proposer, feature_buffer
+from fastspec.proposers.interface import Proposer, feature_buffer, kept_in_pages, reads_ahead, takes_features
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.settings import Settings
+from fastspec.runtime.settings import Settings, check_range
 from fastspec.runtime.threads import sampling_alone
 from fastspec.state import DecodeState
 from fastspec.step import StepModules
+
+PREFILL_BUDGET = (
+    256  # tokens of a prompt; a GPU that waits for the weights takes hardly longer for them than for a step
+)
+_ALIKE_FROM = 256  # rows of a pass: from here on one kernel multiplies packed weights, whose sums have one order
+_MOST_BUDGET = 2**31 - 1
 
 
 def build(
@@ -46,6 +58,8 @@ def build(
     release_source: bool,
     nvtx: bool,
     progress: bool,
+    prefix_cache: bool = True,
+    prefill_budget: int | None = PREFILL_BUDGET,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
     """Everything a scheduler runs on, and its weights, to be filled before anything is run.
@@ -58,10 +72,14 @@ def build(
         release_source, progress: as in `allocate_weights`.
         nvtx: name steps and their phases to a profiler.
         ranks: that share the models; None: this process is alone.
+        prefix_cache, prefill_budget: of the generator.
 
     Raises:
+        ValueError: a budget out of range.
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
+    if prefill_budget is not None:
+        prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MOST_BUDGET)
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
@@ -71,6 +89,7 @@ def build(
     inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
 
     pending: list[Pending] = []
+    matrices: list[Weight] = []
 
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
@@ -98,6 +117,7 @@ def build(
             ops=inside,
         )
         pending.append(allocated)
+        matrices.extend(_matrices(allocated.weights))
         cache = cache_of(spec, dtype)
         if checkpoint.sliced is not None and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
@@ -125,6 +145,7 @@ def build(
             work=work,
         )
         pending.append(weights)
+        matrices.extend(_matrices(weights.weights))
         return made
 
     with runner.on():
@@ -135,10 +156,12 @@ def build(
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)
+        models = [scoring]
         if isinstance(draft, HeadCheckpoint):
             model = head_proposer(draft, scoring)
         elif draft:
             drafting = model_of(draft, layout.draft_dtype)
+            models.append(drafting)
             model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
         state = DecodeState.allocate(
             batch=layout.batch,
@@ -155,6 +178,7 @@ def build(
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
         if ranks.size > 1:
             ring.watch = ranks.world
+    pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -168,17 +192,43 @@ def build(
             features,
         ),
         state=state,
-        pages=PageTable(layout.num_pages(length), layout.page_size),
+        pages=pages,
         max_drafts=layout.max_drafts,
         decode_tiling=settings.decode_tiling,
-        chunks=layout.chunks_for(length),
+        chunks=chunks,
         runner=runner,
         ring=ring,
         verification=settings.verification,
+        alike=_alike(chunks, models, matrices),
+        prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
+    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+        unit, salt = math.lcm(layout.page_size, engine.cell), (target.name, draft.name if draft else None)
+        object.__setattr__(engine, "prefix", PrefixCache(pages, unit, reads_ahead(chosen), salt))
     return engine, pending
+
+
+def _alike(
+    chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight]
+) -> tuple[int, ...] | None:
+    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two do.
+
+    Products with packed weights sum in one order whatever the number of rows, as long as the same kernel multiplies
+    them. A library's order may hang on the number of rows, and so may that of sums over several GPUs.
+    """
+    sizes = tuple(size for size in chunks if size >= _ALIKE_FROM)
+    ours = all(type(model) is Decoder for model in models) and all(matrix.format != "rows" for matrix in matrices)
+    return sizes or None if ours else None
+
+
+def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
+    """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
+    decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
+    others = weights.others.values() if isinstance(weights, HeadWeights) else ()
+    held = [getattr(layer, each.name) for layer in decoder.layers for each in fields(layer)]
+    yield from (each for each in (*held, *others) if isinstance(each, Weight))
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:

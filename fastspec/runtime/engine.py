@@ -15,17 +15,17 @@ from fastspec.graphs.keys import PartKey, PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
+from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling
+from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, propose, score, step
 from fastspec.surroundings import shielded, using_threads
 
 _MEANS = 3  # of each time
-_PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
 _ROOM = 1024  # positions that the shortest rows' captured steps have room for
 _MORE = 4  # times as many has each further kind of them
@@ -51,6 +51,9 @@ class Engine:
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
         verification: how drafts are judged.
+        alike: sizes of passes over prompts that leave the same bits, ascending; None: the largest of `chunks` alone.
+        prefix: pages of prompts that later ones may begin with; None: every prompt is fed whole.
+        prefill_budget: prompt tokens that rows of other calls wait for in each step; None: for whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
         threads: that work on a step, on the CPU; None: nobody has chosen.
@@ -66,6 +69,9 @@ class Engine:
     runner: Runner
     ring: ResultRing
     verification: Verification = REJECTION
+    alike: tuple[int, ...] | None = None
+    prefix: PrefixCache | None = None
+    prefill_budget: int | None = None
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
@@ -165,14 +171,37 @@ class Engine:
                     PromptKey(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
                 )
 
-    def prefill_row(self, row: int, start: int, chunks: Iterable[int], *, draft: bool) -> None:
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits are promised to depend on that row alone."""
+        return self.decode_tiling.rows is not None
+
+    @property
+    def cell(self) -> int:
+        """Positions of a cell of the grid: at its edges alone a prompt may be taken up again."""
+        return (self.alike or self.chunks[-1:])[0] if self.exact else 1
+
+    def passes(self, stop: int, start: int = 0, most: int | None = None) -> list[int]:
+        """Sizes of the passes over the tokens at positions start..stop-1, see `chunks_of`."""
+        alike = (self.alike or self.chunks[-1:]) if self.exact else self.chunks
+        return chunks_of(self.chunks, stop, start, alike, self.cell, most)
+
+    def prefill_row(
+        self, row: int, start: int, chunks: Iterable[int], *, draft: bool, running: bool = True, first: bool = True
+    ) -> None:
         """Queues passes over a row's tokens from position `start` on: of the target, or of what drafts.
 
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
+
+        Args:
+            row, start, chunks: sizes of the passes, one behind the other.
+            draft: of what drafts.
+            running: whether the row steps already; if so and it has ended meanwhile, nothing is written.
+            first: of this prompt no pass has been queued yet.
         """
-        self.prefill_slot.enter(self.state, row, start)
+        self.prefill_slot.enter(self.state, row, start, running=running)
         kept = None if draft else self.prefill_slot.features
-        if kept is not None and start == 0:
+        if kept is not None and first:
             kept.zero_()  # those of the prompt that was here before
         for chunk in chunks:
             start += chunk
@@ -304,39 +333,6 @@ class Engine:
 def _forget(part: Callable[[], object]) -> None:
     """Runs a part whose result nobody needs."""
     part()
-
-
-def chunks_of(sizes: tuple[int, ...], stop: int, start: int = 0) -> list[int]:
-    """Sizes of the passes over the prompt tokens at positions start..stop-1.
-
-    They lie on an absolute grid whose cells are as long as the largest size: every whole cell is one pass, whatever
-    the length of the prompt, so that prompts that begin alike have the same bits in the whole cells they share. What is
-    left behind the last whole cell is cut by its length alone: one pass with room for it all, or the largest size that
-    it fills and then those over the rest, whichever costs less.
-
-    Args:
-        sizes: ascending.
-        stop: one position behind the last.
-        start: a multiple of the largest size.
-    """
-    assert start % sizes[-1] == 0, "prompts are taken up again at the edges of cells alone"
-    cells, left = divmod(max(0, stop - start), sizes[-1])
-    return [sizes[-1]] * cells + _tail(sizes, left)
-
-
-def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Sizes of the passes over fewer tokens than a cell has."""
-    if tokens <= 0:
-        return []
-    ways = [[size] for size in sizes if size >= tokens][:1]
-    if filled := [size for size in sizes if size < tokens]:
-        ways.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
-    return min(ways, key=_cost)  # of equals the first, which is one pass
-
-
-def _cost(chunks: list[int]) -> int:
-    """What passes cost, in tokens of a prompt."""
-    return sum(chunks) + _PASS * len(chunks)
 
 
 def blocks(positions: int) -> int:

@@ -42,7 +42,8 @@ def explain(
         f"verifying  {_verifying(settings)}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
-        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens",
+        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",
+        f"prefixes   {_prefixes(engine)}",
         f"attention  {_attention(settings, engine)}",
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
@@ -84,6 +85,18 @@ def launch_plans(settings: Settings) -> str:
 def _chunks(engine: Engine) -> str:
     sizes = engine.chunks
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
+
+
+def _waited_for(engine: Engine) -> str:
+    if engine.prefill_budget is None:
+        return ""
+    return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
+
+
+def _prefixes(engine: Engine) -> str:
+    if engine.prefix is None:
+        return "not kept"
+    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
 
 
 def _model(checkpoint: ModelSource, dtype: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.state import BUFFERS, IDLE, DecodeState
+from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +30,16 @@ class PrefillSlot:
         row = state.one_row()
         return cls(row, torch.zeros_like(row.lengths), None if features is None else torch.zeros_like(features[:1]))
 
-    def enter(self, state: DecodeState, row: int, start: int) -> None:
-        """The slot stands for row `row` of `state` from now on; passes begin at position `start`."""
+    def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True) -> None:
+        """The slot stands for row `row` of `state` from now on; passes begin at position `start`.
+
+        A row whose prompt is not in yet idles (`running` is False); the slot runs all the same.
+        """
         for name, each in BUFFERS.items():
             if each.prefill:
                 getattr(self.row, name)[0].copy_(getattr(state, name)[row])
+        if not running:
+            self.row.finish.fill_(RUNNING)
         self.start.fill_(start)
 
     def leave(self, state: DecodeState, row: int) -> None:

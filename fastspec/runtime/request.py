@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import RowOptions
+from fastspec.kv_cache.prefix import Node
 from fastspec.output import RowStats
 from fastspec.runtime.step_timer import DraftLengthPolicy
 from fastspec.shapes import FULL
@@ -62,6 +63,8 @@ class Request:
         draft_length: the host's copy of DecodeState.draft_lengths.
         draft_lag: a step without drafts was launched since the draft last caught up.
         draft_limit: the host's copy of DecodeState.draft_limits.
+        cached: tokens of the prompt whose K/V were found in the prefix cache.
+        nodes: of the prefix cache, whose pages the row has.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
     """
 
@@ -84,6 +87,8 @@ class Request:
     draft_length: int = 0
     draft_lag: bool = False
     draft_limit: int = 0
+    cached: int = 0
+    nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
 
     @property
@@ -112,6 +117,7 @@ class Request:
             self.dropped,
             tuple(self.histogram),
             tuple(self.steps_at),
+            self.cached,
         )
 
     def record(self, result: RowResult, k: int) -> list[int]:

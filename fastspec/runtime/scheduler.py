@@ -1,7 +1,8 @@
 """The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
 
 It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
-lower row, and gives row and pages back when it ends, while the other rows go on. Everything it asks of the device is
+lower row, and gives row and pages back when it ends, while the other rows go on. How prompts come in is the matter of
+`intake`. Everything it asks of the device is
 queued in one stream. Nothing waits but the reading of a step's results, and by then later steps are queued already.
 
 `step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
@@ -18,7 +19,8 @@ from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
-from fastspec.runtime.engine import Engine, chunks_of
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.intake import Intake, lag_of, mark_drafted
 from fastspec.runtime.request import Call, InFlightStep, Request
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import FULL, GREEDY, StepShape
@@ -38,8 +40,8 @@ class Scheduler:
         self.engine = engine
         self._arrivals: SimpleQueue[tuple[Request, Call | None]] = SimpleQueue()  # None: cancel
         self._calls: dict[Request, Call] = {}  # of every request that has not ended
-        self._waiting: deque[Request] = deque()
-        self._rows: dict[int, Request] = {}  # row of the state -> request in it
+        self._intake = Intake(engine)
+        self._rows: dict[int, Request] = {}  # row of the state -> request in it that steps
         self._in_flight: deque[InFlightStep] = deque()
         self._clock = StepTimer(ahead=engine.runner.depth > 1)
         self._disturbed = False  # other work was queued since the last step
@@ -114,8 +116,9 @@ class Scheduler:
         engine.ring.settle()
         engine.state.reset()
         engine.pages.release_all()
+        self._intake.reset()
         self._in_flight.clear()
-        for request in [request for request in self._calls if request not in self._waiting]:
+        for request in [request for request in self._calls if request not in self._intake.waiting]:
             self._end(request, "error")
         self._rows.clear()
         self._restart_clock()
@@ -140,17 +143,17 @@ class Scheduler:
             request, call = self._arrivals.get_nowait()
             if call is not None:
                 self._calls[request] = call
-                self._waiting.append(request)
+                self._intake.waiting.append(request)
             elif request in self._calls:
                 self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Cancels a request that waits or runs."""
         self._end(request, "cancelled")
-        if request in self._waiting:
-            self._waiting.remove(request)
-        else:
+        if request in self._rows.values():
             self._free_row(request, running=True)
+        else:
+            self._intake.drop(request)
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = request.finish_reason or reason
@@ -160,6 +163,7 @@ class Scheduler:
         """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
         row = next(row for row, held in self._rows.items() if held is request)  # it may have moved since its step
         del self._rows[row]
+        self._intake.keep(request, row)
         self.engine.pages.release(row)
         if running:  # before anybody gets the row's pages
             self.engine.state.finish[row].fill_(IDLE)
@@ -229,7 +233,7 @@ class Scheduler:
             return 0, frozenset()  # where every row has opted out the step is a plain one
         if call.policy is None:
             return call.choose_k(call.steps), frozenset(willing)
-        passes = {row: _passes(self._draft_lag_chunks(requests[row])) for row in willing}
+        passes = {row: _passes(lag_of(self.engine, requests[row])) for row in willing}
         nearest = sorted(willing, key=lambda row: (passes[row], row))
         remaining = max(request.limit - request.length for request in requests.values())
         behind = tuple(passes[row] for row in nearest)
@@ -242,14 +246,6 @@ class Scheduler:
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
-
-    def _draft_lag_chunks(self, request: Request) -> list[int]:
-        """The chunks in which the draft would take in what it has not seen of a row, all but the last two tokens."""
-        proposer = self.engine.parts.proposer
-        if proposer is None:
-            return []
-        missing = min(request.length - 2, proposer.max_length) - request.draft_length
-        return chunks_of(self.engine.chunks, missing)
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
@@ -266,18 +262,45 @@ class Scheduler:
         return request.limit + self.engine.max_drafts + 1
 
     def _admit(self) -> None:
-        """Gives waiting requests free rows, first come first served, as long as their pages fit."""
-        free = [row for row in range(self.engine.state.batch) if row not in self._rows]
-        while self._waiting and free and self.engine.pages.fits(self._positions(self._waiting[0])):
-            request, row = self._waiting.popleft(), free.pop(0)
-            self._rows[row] = request
-            self._place(row, request, self._calls[request])
-            self._prefill(row, request)
+        """Takes prompts in, first come first served: whole, or as much of them as rows of other calls wait for."""
+        fed, intake = 0, self._intake
+        while (request := intake.request or self._begin()) is not None:
+            patience = self._patience(self._calls[request])
+            fed += intake.feed(None if patience is None else patience - fed, some=not fed)
             self._disturbed = True
+            if intake.request is not None:
+                return
+            self._rows[intake.row] = request
 
-    def _place(self, row: int, request: Request, call: Call) -> None:
+    def _patience(self, call: Call) -> int | None:
+        """Prompt tokens of a call that running rows wait for in a step; None: all, for they came with it."""
+        alone = not self._rows or (not call.joined and all(self._calls[held] is call for held in self._rows.values()))
+        return None if alone else self.engine.prefill_budget
+
+    def _begin(self) -> Request | None:
+        """Gives the first request that waits a row, if there is one and its pages fit."""
+        waiting = self._intake.waiting
+        begun = self._intake.begin(self._rows, self._positions(waiting[0])) if waiting else None
+        if begun is None:
+            return None
+        request, pages = begun
+        call = self._calls[request]
+        self._place(self._intake.row, request, call, pages)
+        patience = self._patience(call)
+        # nobody but the rows of its own call waits for the draft's passes where there is no budget
+        drafting = patience is not None and request.options.draft_limit != 0 and self._draft_follows(call)
+        self._intake.plan(drafting=drafting, most=patience)
+        return request
+
+    def _draft_follows(self, call: Call) -> bool:
+        """Whether the next steps of a call are going to draft."""
+        proposer = self.engine.parts.proposer
+        if proposer is None or not proposer.max_length:
+            return False
+        return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
+
+    def _place(self, row: int, request: Request, call: Call, pages: tuple[int, ...]) -> None:
         """Fills a row of the state with a request."""
-        pages = self.engine.pages.reserve(row, self._positions(request))
         full = any(each.full for each in self._calls.values())
         admission.fill(
             self.engine.state,
@@ -288,6 +311,7 @@ class Scheduler:
             call.stop_ids,
             request.options,
             FULL if full else GREEDY,
+            request.draft_length,
         )
         request.has_tables = full
         request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
@@ -300,15 +324,13 @@ class Scheduler:
         """Moves the highest rows down when the next step can then run over half as many."""
         while self._rows and self.engine.bucket(max(self._rows) + 1) > self.engine.bucket(len(self._rows)):
             source = max(self._rows)
-            place = next(row for row in range(source) if row not in self._rows)
+            taken = {*self._rows, self._intake.row} if self._intake.request else self._rows
+            place = next((row for row in range(source) if row not in taken), None)
+            if place is None:
+                return  # but for the one whose prompt is going in
             self._rows[place] = self._rows.pop(source)
             self.engine.move(source, place)
             self._disturbed = True
-
-    def _prefill(self, row: int, request: Request) -> None:
-        """Feeds the prompt, all but its last token, to the target: alone, in chunks that its length decides."""
-        with self.engine.parts.mark("prefill"):
-            self.engine.prefill_row(row, 0, chunks_of(self.engine.chunks, len(request.prompt) - 1), draft=False)
 
     def _catch_up(self, drafting: frozenset[int]) -> float:
         """Lets the draft take in what it has not seen of these rows; returns the passes that takes."""
@@ -317,11 +339,14 @@ class Scheduler:
         passes = 0.0
         for row in sorted(drafting):
             request = self._rows[row]
-            chunks = self._draft_lag_chunks(request)
+            self._intake.adopt(request, row)
+            chunks = lag_of(self.engine, request)
             if chunks:
                 self.engine.prefill_row(row, request.draft_length, chunks, draft=True)
                 fed = request.draft_length + sum(chunks)
                 request.draft_length = min(fed, request.length - 2, proposer.max_length)
+                if self.engine.prefix is not None and not request.drafted:
+                    mark_drafted(self.engine.prefix, request)
             passes += _passes(chunks)
             request.draft_lag = False
         return passes

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.row_options import derive_seed
-from fastspec.output import RowStats
 from fastspec.server.errors import Refusal, failed, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.texts import Answer, Piece
@@ -156,16 +155,12 @@ class Job:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": new,
             "total_tokens": self._prompt_tokens + new,
-            "prompt_tokens_details": {"cached_tokens": sum(_cached(row) for row in rows)},
+            "prompt_tokens_details": {"cached_tokens": sum(row.cached_tokens for row in rows)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(row.drafted for row in rows) - accepted,
             },
         }
-
-
-def _cached(row: RowStats) -> int:
-    return int(getattr(row, "cached_tokens", 0))
 
 
 class Service:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime import admission
-from fastspec.runtime.engine import Engine, chunks_of
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.intake import Intake
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.shapes import GREEDY
+from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
@@ -23,27 +24,27 @@ CHUNKS = (32, 64)
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
-class Watched(Scheduler):
-    """A scheduler that keeps each prompt's K/V as its prefill left it."""
+class Watched(Intake):
+    """An intake that keeps each prompt's K/V as its prefill left it."""
 
     kept: dict[Request, Tensor]
 
-    def _prefill(self, row: int, request: Request) -> None:
-        super()._prefill(row, request)
+    def _finish(self, request: Request) -> None:
         cache = self.engine.parts.target.cache  # type: ignore[attr-defined]
-        pages = self.engine.state.block_table[row]
+        pages = self.engine.state.block_table[self.row]
         keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
         self.kept[request] = torch.stack((keys, values)).cpu()
+        Intake._finish(self, request)
 
 
 def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[dict[int, Tensor], list[Request]]:
     requests = [Request(list(prompt), cap, GREEDY_ROW) for prompt, cap in zip(prompts, caps, strict=True)]
     capture_all(engine, {4}, GREEDY, 5)
-    scheduler = Watched(engine)
-    scheduler.kept = {}
+    scheduler, watching = Scheduler(engine), Watched(engine)
+    scheduler._intake, watching.kept = watching, {}
     for _ in scheduler.run(requests, Call((), GREEDY, lambda made: 4, 5, lengths=lengths_of(requests))):
         pass
-    return {index: scheduler.kept[request] for index, request in enumerate(requests)}, requests
+    return {index: watching.kept[request] for index, request in enumerate(requests)}, requests
 
 
 @pytest.mark.parametrize("device", devices())

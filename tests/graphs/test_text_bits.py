@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.kernels.common import launch as device
 from fastspec.output import GenerateOutput
-from fastspec.runtime.engine import Engine, chunks_of
-from fastspec.shapes import GREEDY
+from fastspec.runtime.engine import Engine
+from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score
 from tests.helpers.modules import exchange

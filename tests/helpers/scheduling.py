@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
+from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
@@ -22,3 +24,28 @@ def run_all(
     """Yields, after every step, the new tokens of each request that stepped, by its index."""
     call = Call(stop_ids, sampler, choose_k, top_logprobs, policy, lengths_of(requests))
     return Scheduler(engine).run(requests, call)
+
+
+def keeping(engine: Engine, budget: int | None = None) -> Engine:
+    """The engine with a prefix cache, and rows of other calls wait for so many prompt tokens a step."""
+    unit = math.lcm(engine.pages.page_size, engine.cell)
+    object.__setattr__(engine, "prefix", PrefixCache(engine.pages, unit))
+    object.__setattr__(engine, "prefill_budget", budget)
+    return engine
+
+
+def check_pages(engine: Engine) -> None:
+    """Recounts pages and what is kept of them."""
+    engine.pages.check_integrity()
+    if engine.prefix is not None:
+        engine.prefix.check_integrity()
+
+
+def nothing_leaked(engine: Engine) -> None:
+    """Every page is free, but for those that are kept and that no row has; and these can be had."""
+    check_pages(engine)
+    assert engine.pages.num_free + engine.pages.num_idle == engine.pages.num_pages - 1
+    if engine.prefix is not None:
+        assert engine.prefix.make_room(engine.pages.num_pages - 1)
+        assert not len(engine.prefix)
+        check_pages(engine)

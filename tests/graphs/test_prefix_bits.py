@@ -1,0 +1,96 @@
+"""On the device: passes over prompts that are taken for alike leave the same bits; no text hangs on what is kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec import FastSpecGenerator
+from fastspec.inputs.row_options import RowOptions
+from fastspec.output import GenerateOutput
+from fastspec.runtime import admission
+from fastspec.runtime.engine import Engine
+from fastspec.shapes import GREEDY
+from tests.graphs.test_text_bits import VOCAB, small_gap_pair
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),
+]
+LENGTH = 2700  # a cell of the largest pass, and a tail of several
+
+
+def made(*, prefix_cache: bool = True) -> FastSpecGenerator:
+    target, draft = small_gap_pair()
+    return FastSpecGenerator(
+        target, draft, dtype=torch.bfloat16, max_batch_size=3, max_length=4096, prefix_cache=prefix_cache,
+        progress=False,
+    )  # fmt: skip
+
+
+def prompt_of(length: int = LENGTH, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def fed(engine: Engine, prompt: list[int], chunks: list[int]) -> list[Tensor]:
+    """K and V of target and draft after these passes, all but the last two positions."""
+    with engine.on_device():
+        pages = engine.pages.reserve(0, len(prompt) + 16)
+        admission.fill(
+            engine.state, 0, prompt, len(prompt) + 8, pages, (), RowOptions(0.0, 0, 1.0, 0.0, seed=0), GREEDY
+        )
+        for draft in (False, True):
+            engine.prefill_row(0, 0, chunks, draft=draft, running=False)
+        proposer = engine.parts.proposer
+        caches = [engine.parts.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
+        at = torch.tensor(pages, device=engine.state.tokens.device)
+        kept = [x[:, at].flatten(1, 2)[:, : len(prompt) - 2] for each in caches for x in (each.keys, each.values)]
+        engine.pages.release(0)
+        engine.state.reset()
+        torch.cuda.synchronize()
+    return kept
+
+
+def test_passes_that_are_alike_leave_the_same_bits() -> None:
+    """Every size that is taken for alike, and every way to take a prompt up again; another size is told apart."""
+    prompt = prompt_of()
+    with made() as gen:
+        engine = gen._session.engine
+        assert engine.alike == (256, 512, 1024, 2048)
+        whole = fed(engine, prompt, engine.passes(LENGTH - 1))
+        for size in engine.alike:
+            cells = LENGTH // size * size  # behind them passes of another kind may follow
+            for mine, theirs in zip(fed(engine, prompt, [size] * -(-LENGTH // size)), whole, strict=True):
+                assert torch.equal(mine[:, :cells], theirs[:, :cells]), size
+        for most in (256, 512):
+            again = fed(engine, prompt, engine.passes(LENGTH - 1, 0, most))
+            assert all(map(torch.equal, again, whole)), most
+        other = fed(engine, prompt, [64] * -(-LENGTH // 64))
+        assert not all(map(torch.equal, other, whole)), "the check sees passes of another kind"
+
+
+def told(gen: FastSpecGenerator, prompts: list[list[int]], **options: object) -> GenerateOutput:
+    output = gen.generate(
+        prompts, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True, logprobs=1, **options
+    )
+    assert isinstance(output, GenerateOutput)
+    return output
+
+
+def test_a_chats_turns_are_those_of_a_fresh_generator() -> None:
+    sampled = {"do_sample": True, "temperature": 0.8, "seed": 3}
+    first, results = prompt_of(700), []
+    for prefix_cache in (True, False):
+        with made(prefix_cache=prefix_cache) as gen:
+            one = told(gen, [first])
+            chat = first + one.new_tokens[0] + prompt_of(40, seed=1)
+            turns = [one, told(gen, [chat]), told(gen, [chat], **sampled), told(gen, [first, chat, prompt_of(600)])]
+            turns.append(told(gen, [chat], num_return_sequences=3, **sampled))
+            results.append([(turn.new_tokens, turn.logprobs) for turn in turns])
+            cached = [turn.stats.cached_tokens for turn in turns]
+            assert cached == ([0, 512, 512, 512 + 512, 3 * 512] if prefix_cache else [0] * 5)
+    assert results[0] == results[1]

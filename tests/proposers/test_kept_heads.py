@@ -1,0 +1,56 @@
+"""Learned drafters where prompts begin like earlier ones: drafts and sampled texts are those of a fresh generator."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.scheduler import Scheduler
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.dflash import Head, write_z_lab
+from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, engine_with, write_speculators
+from tests.helpers.scheduling import nothing_leaked
+from tests.runtime.test_prefix import Turn, found, together
+
+HEAD = tuple(random.Random(1).choices(range(VOCAB), k=140))
+# equal up to the end of a piece, behind which one goes on otherwise; then deeper
+TURNS = [Turn(HEAD[:80], 12, seed=1), Turn((*HEAD[:64], *HEAD[:9]), 12, seed=1), Turn(HEAD, 9, seed=2), Turn(HEAD, 9)]
+
+
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("pair")
+    target = make_checkpoint(path / "target", "llama3", num_hidden_layers=LAYERS)
+    if request.param == "dflash":
+        return target, write_z_lab(path / "head", Head(HIDDEN, VOCAB, target_layers=LAYERS, mask_id=10))
+    return target, write_speculators(path / "head", eagle3_tensors(std=0.5), boundaries=[2, 4, 5])
+
+
+def drafted(engine: Engine, turns: list[Turn], cached: list[int]) -> list[tuple[object, list[int]]]:
+    """What each turn came to, and how many drafts were accepted in its steps."""
+    scheduler, results = Scheduler(engine), []
+    for turn, wanted in zip(turns, cached, strict=True):
+        (request,) = together(scheduler, [turn])
+        assert request.cached == wanted
+        results.append((found(request), request.histogram))
+    nothing_leaked(engine)
+    return results
+
+
+def test_drafts_are_those_of_a_fresh_generator(pair: tuple[Path, Path]) -> None:
+    engine = engine_with(*pair)
+    assert engine.prefix is not None
+    # the last token of a piece was told what followed it: another follower, another piece
+    kept = drafted(engine, TURNS, [0, 0, 64, 128])
+    object.__setattr__(engine, "prefix", None)
+    assert kept == drafted(engine, TURNS, [0, 0, 0, 0])
+
+
+def test_a_reader_that_keeps_things_elsewhere_shares_no_prompt(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastspec.runtime.build.kept_in_pages", lambda proposer: False)
+    assert engine_with(*pair).prefix is None
