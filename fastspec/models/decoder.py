@@ -13,6 +13,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.states import StateCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
@@ -33,6 +34,7 @@ class Decoder:
         max_positions: positions the rotary table covers; every position of a pass must lie below it.
         batch: rows of a decoding pass at most.
         max_queries: tokens of each of them at most.
+        states: of its recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -45,10 +47,15 @@ class Decoder:
         max_positions: int,
         batch: int,
         max_queries: int,
+        states: StateCache | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
+        self.states = states
+        # of each layer its place in the cache of keys, or in that of states
+        kinds = [plan.delta is not None for plan in spec.plans]
+        self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
         self.ops = ops
         device = weights.norm.device
         dim = spec.head_dim
@@ -97,7 +104,9 @@ class Decoder:
 
     def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
-        return self._behind(index, self._attend(index, self.weights.layers[index], qkv, rows), x, rows.tiling)
+        layer = self.weights.layers[index]
+        mix = self._attend if layer.delta is None else self._recur
+        return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `_layer`, from what its attention gave on."""
@@ -156,6 +165,8 @@ class Decoder:
         tiling: Tiling,
     ) -> Tensor:
         """x and what a part of a layer adds to it, by its last product. With several ranks, the place of a sum."""
+        if plan.residual_scale == 1.0 and norm is None:
+            return self.ops.linear(given, weight, bias, tiling, residual=x)
         return x + self._to_add(plan, self.ops.linear(given, weight, bias, tiling), norm)
 
     def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
@@ -211,7 +222,26 @@ class Decoder:
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
 
+    def _recur(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
+        """What a recurrent layer gives to its output projection, [B, Q, DeltaRule.values]."""
+        rule, place, states = self.spec.plans[index].delta, self._places[index], self.states
+        assert rule is not None, "the layer is recurrent"
+        assert layer.delta is not None, "and has the weights of one"
+        assert states is not None, "so the model has states"
+        where = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
+        out = self.ops.delta_rule(product, layer.delta, *where, rule)
+        gate = product[..., rule.channels : rule.channels + rule.values]
+        return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
+
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
+        plan = self.spec.plans[index]
+        if plan.output_gate:
+            gates = self.spec.num_heads * self.spec.head_dim
+            qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)
+            return self._attended(index, layer, qkv, rows) * reference.sigmoid(gate)
+        return self._attended(index, layer, qkv, rows)
+
+    def _attended(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         plan = self.spec.plans[index]
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
         norms = self._norms(index)
@@ -247,8 +277,8 @@ class Decoder:
             qkv,
             cos,
             sin,
-            self.cache.keys[index],
-            self.cache.values[index],
+            self.cache.keys[self._places[index]],
+            self.cache.values[self._places[index]],
             rows.block_table,
             rows.positions,
             rows.write_mask,

@@ -7,7 +7,7 @@ import torch
 from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelSource, is_recurrent
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
@@ -95,7 +95,8 @@ def _waited_for(engine: Engine) -> str:
 
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        return "not kept"
+        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
+        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
 
 
@@ -103,7 +104,9 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
-    sliding = f", {windows} of them with a sliding window" if windows else ""
+    recurrent = spec.num_layers - len(spec.attention_shapes)
+    kinds = f", {recurrent} of them recurrent" if recurrent else ""
+    sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
     hosted = f"\n           {spec.hosting}" if spec.hosting else ""
     return (

@@ -116,6 +116,7 @@ def settings_of(
     memory = layout.plan(length, _free_bytes(on, target))
     _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
     _check_hosted(target, draft, compile, layout.feature_layers)
+    _check_recurrent(target, draft, compile)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
 
@@ -221,6 +222,15 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
             f"the proposer reads hidden states of the target's layers, and {target.name} is hosted: use another "
             "proposer, or a target of a native family"
         )
+
+
+def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bool) -> None:
+    for source in (target, draft):
+        if compile and source is not None and source.spec.state_bytes(0, torch.float32):
+            raise ValueError(
+                f"compile=True is for models that attend in every layer, and {source.name} has recurrent ones: leave "
+                "compile unset"
+            )
 
 
 def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:

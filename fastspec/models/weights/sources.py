@@ -56,7 +56,7 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
-OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")  # of models with a text part
+OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.", "visual.")  # of models with a text part
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
