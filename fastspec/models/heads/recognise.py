@@ -109,7 +109,8 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
             _refuse(f"{relative} ({key} in the config)")
     if "dflash2" in _architectures(raw).lower():
         _refuse("DFlash2")
-    whole = "model.embed_tokens.weight" in stored and not says_head(raw)  # a model with more layers is a model
+    embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
+    whole = embeds and not says_head(raw)  # a model with more layers is a model
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark)), None)
         if found is not None and not whole:
