@@ -52,7 +52,7 @@ GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
-    "attention_ruled",
+    *("attention_ruled", "recurrent"),
     *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 
