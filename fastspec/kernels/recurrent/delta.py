@@ -16,7 +16,7 @@ token's bits do not depend on how many there are. A sum over a key lies in one w
 
 q and k of a head are convolved anew by every program that needs them. One of them writes their inputs: to places that
 no program reads in the same launch, for the inputs that are read and those that are written follow one another, and
-there are as many places. With more tokens than slots they do not, so a second launch writes them.
+there are as many places. With more tokens than slots there are not, so a second launch writes them.
 """
 
 from __future__ import annotations
@@ -186,7 +186,6 @@ def _keep_kernel(
     num_tokens,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
     SCANNED: tl.constexpr,
@@ -251,13 +250,12 @@ def delta_rule(
     if tokens > slots:
         launch(
             _keep_kernel,
-            (batch, slots, triton.cdiv(rule.channels, 1024)),
+            (batch, inputs.shape[1], triton.cdiv(rule.channels, 1024)),
             product,
             *where,
             tokens,
             ROWS=rule.rows,
             CHANNELS=rule.channels,
-            SLOTS=slots,
             PLACES=inputs.shape[1],
             BLOCK=1024,
             SCANNED=_SCANNED,

@@ -52,8 +52,8 @@ def delta_rule(
         layer: its weights.
         states: fp32 [rows, slots, value_heads, value_dim, key_dim]; that behind position p is written to slot
             p % slots. Where a row may have more tokens than there are slots, that of the last one alone is.
-        inputs: [rows, slots + width - 1, channels]; that of position p is written to place p % places. Where a row has
-            more tokens than there are slots, those of its last ones are, as many as there are slots.
+        inputs: [rows, slots + width - 1, channels]; that of position p is written to place p % places, of as many as
+            there are: those of the last tokens stay.
         state_rows: int64 [B], the row of `states` and `inputs` of each row, all different.
         positions: int64 [B, Q].
         write_mask: bool [B, Q].
@@ -122,10 +122,8 @@ def causal_conv(
         old = torch.where((positions >= back)[..., None], old, torch.zeros_like(old))
         here = at - back >= first[:, None]
         total = total + torch.where(here[..., None], new, old).float() * taps[:, width - 1 - back]
-    newest, slots = torch.where(write_mask, positions, 0).amax(dim=1), places - width + 1
     for t in range(count):
-        kept = write_mask[:, t] & (positions[:, t] > newest - slots)
-        _store(inputs, state_rows, positions[:, t] % places, x[:, t], kept)
+        _store(inputs, state_rows, positions[:, t] % places, x[:, t], write_mask[:, t])
     rounded = total.to(x.dtype)
     return silu(rounded)
 
