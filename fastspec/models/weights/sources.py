@@ -57,6 +57,7 @@ QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
 OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.", "visual.")  # of models with a text part
+MTP: Final = ("mtp.",)  # layers that draft, beside a model
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
@@ -316,14 +317,13 @@ def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSp
 
 def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
     others = tensors.others()
-    if FAMILIES[spec.family].text_part:
-        parts = [other for other in others if other.removeprefix(PREFIX).startswith(OTHER_PARTS)]
+    images = OTHER_PARTS if FAMILIES[spec.family].text_part else ()
+    why = "they are for images; here the model reads and writes text alone"
+    for reason, begins in {why: images, "they draft (MTP), and are no part of the model": MTP}.items():
+        parts = [other for other in others if other.removeprefix(PREFIX).startswith(begins)]
         others = [other for other in others if other not in set(parts)]
         if parts:
-            warnings.warn(
-                f"{name}: {listing(parts)} not used: they are for images; here the model reads and writes text alone",
-                stacklevel=2,
-            )
+            warnings.warn(f"{name}: {listing(parts)} not used: {reason}", stacklevel=2)
     if others:
         warnings.warn(
             f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
