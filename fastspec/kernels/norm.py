@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.launch import has_pdl, launch
 
 MAX_WIDTH = 65536
 ELEMENTS = 2048  # of a row to a warp, at most
@@ -34,8 +35,12 @@ def _norm_kernel(
     BIAS: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -65,7 +70,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype or not bias.is_contiguous()):
         raise ValueError(f"bias is {told(bias)}; wanted it as the weight, {told(weight)}")
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
     launch(
         _norm_kernel,
         (x.numel() // width,),
@@ -79,7 +84,9 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out
