@@ -120,6 +120,10 @@ class Loader:
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
 
+    def alike(self, *names: str) -> bool:
+        """Whether all the named matrices are stored quantised, or none."""
+        return len({self._source.kind(name) is None for name in names}) == 1
+
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
         """What the named matrices together are quantised to; None where they are not, or not alike."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
