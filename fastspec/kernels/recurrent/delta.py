@@ -111,6 +111,29 @@ def _conv(
     return (rounded * _sigmoid(rounded)).to(dtype).to(tl.float32), x
 
 
+@triton.jit
+def _gates(b_ptr, more, VALUE_HEADS: tl.constexpr):
+    """beta, and what the decay is taken of, at one token of one head, in fp32."""
+    b = tl.load(b_ptr)
+    a = tl.load(b_ptr + VALUE_HEADS).to(tl.float32) + more
+    beta = _sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
+    return beta, tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+
+
+@triton.jit
+def _unit(x):
+    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) + _EPS))
+
+
+@triton.jit
+def _advanced(state, q, k, v, decay, beta):
+    """The state behind one more token, and what it gives."""
+    state = state * decay
+    delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
+    state = state + delta[:, None] * k[None, :]
+    return state, tl.sum(state * q[None, :], axis=1)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _delta_kernel(
     product_ptr,
@@ -170,16 +193,10 @@ def _delta_kernel(
         v, v_in = _conv(
             at, inputs_ptr, weights.conv, v_channel, has_value, old, position, ROWS, CHANNELS, WIDTH, PLACES
         )
-        b = tl.load(at + (ROWS - 2 * VALUE_HEADS) + head)
-        a = tl.load(at + (ROWS - VALUE_HEADS) + head).to(tl.float32) + more
-        beta = _sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
-        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        q = q * (1.0 / tl.sqrt_rn(tl.sum(q * q, axis=0) + _EPS)) * KEY_DIM**-0.5
-        k = k * (1.0 / tl.sqrt_rn(tl.sum(k * k, axis=0) + _EPS))
-        state = state * tl.exp(-rate * softplus)
-        delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
-        state = state + delta[:, None] * k[None, :]
-        out = tl.sum(state * q[None, :], axis=1).to(out_ptr.dtype.element_ty)
+        beta, softplus = _gates(at + (ROWS - 2 * VALUE_HEADS) + head, more, VALUE_HEADS)
+        q, k = _unit(q) * KEY_DIM**-0.5, _unit(k)
+        state, out = _advanced(state, q, k, v, tl.exp(-rate * softplus), beta)
+        out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
         if keeps | (t == first + count - 1):
             place = position % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
