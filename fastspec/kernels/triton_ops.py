@@ -32,7 +32,7 @@ from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.norm import norm
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of

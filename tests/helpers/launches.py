@@ -27,7 +27,7 @@ from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import norm
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
