@@ -83,7 +83,7 @@ class Decoder:
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
         found = [feature for layer in layers if (feature := features[layer]) is not None]
-        return last, torch.stack(found, dim=2)
+        return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
         """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""

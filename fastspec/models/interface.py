@@ -93,6 +93,10 @@ class ModelSource(Protocol):
         """How its matrices are stored where they are quantised; else empty."""
 
     @property
+    def mtp(self) -> bool:
+        """Whether MTP layers lie beside it, which may draft for it."""
+
+    @property
     def ranks(self) -> int:
         """Processes that share it, each with its slices."""
 

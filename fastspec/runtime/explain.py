@@ -36,7 +36,7 @@ def explain(
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
@@ -91,6 +91,11 @@ def _waited_for(engine: Engine) -> str:
     if engine.prefill_budget is None:
         return ""
     return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
+
+
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}"
 
 
 def _prefixes(engine: Engine) -> str:

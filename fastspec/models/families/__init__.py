@@ -11,6 +11,7 @@ from fastspec.models.families.glm4 import GLM, GLM4
 from fastspec.models.families.granite import GRANITE
 from fastspec.models.families.hunyuan import HUNYUAN
 from fastspec.models.families.llama import LLAMA, SEED_OSS
+from fastspec.models.families.mimo import MIMO
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
@@ -24,6 +25,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "mimo": MIMO,
     "qwen3": QWEN3,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_5_TEXT,

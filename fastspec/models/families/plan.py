@@ -174,6 +174,8 @@ class Family:
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
         text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
         partial_rope: a config may ask that only the first part of a head is turned.
+        read_as: the type of transformers whose config class reads this family's configs, where it has none for it;
+            its checkpoints name code of their own, which is not run. Empty: the family's own.
         interleaved: rope turns neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what is turned.
     """
 
@@ -185,6 +187,7 @@ class Family:
     act: tuple[str, str] = ("hidden_act", "silu")
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_layers: tuple[str, ...] = ()
+    read_as: str = ""
     interleaved: bool = False
     partial_rope: bool = False
     text_part: bool = False

@@ -49,9 +49,11 @@ class HeadCheckpoint:
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
+        source: the target, where its own checkpoint holds the head; None: it lies alone.
         stored: empty: heads are not quantised.
         module: None: heads are read from files.
         ranks: 1: several processes do not share a head.
+        mtp: a head has no head.
     """
 
     name: str
@@ -59,9 +61,11 @@ class HeadCheckpoint:
     directory: Path
     vocab_map: Tensor | None
     sample: tuple[int, ...]
+    source: Checkpoint | None = None
     stored: str = ""
     module: None = None
     ranks: int = 1
+    mtp: bool = False
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, with activations of `dtype`."""
@@ -82,7 +86,7 @@ def head_directory(source: object, revision: str | None) -> tuple[Path, dict[str
     """
     if not isinstance(source, str | os.PathLike):
         return None
-    with _naming("draft"):
+    with naming("draft"):
         return _head_directory(source, revision)
 
 
@@ -149,7 +153,7 @@ def resolve_head(
     if reader is None:
         raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
     tensors = HeadTensors(directory)
-    with _naming(f"draft: {name}"):
+    with naming(f"draft: {name}"):
         check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
         spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
@@ -157,7 +161,7 @@ def resolve_head(
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Puts what is refused in front of the reason."""
     try:
         yield

@@ -346,3 +346,13 @@ def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dic
         "o": loader.weight(f"{prefix}{names.delta_out}.weight"),
         "delta": own,
     }
+
+
+def layer_weights(loader: Loader, spec: ModelSpec, index: int) -> LayerWeights:
+    """One layer of a model, by the names of its parameters."""
+    return _layer(loader, spec, spec.plans[index], f"model.layers.{index}.")
+
+
+def norm_weight(loader: Loader, spec: ModelSpec, name: str) -> Tensor:
+    """A norm of the kind that a model has, as its ops want it."""
+    return _norm(loader, spec, name)

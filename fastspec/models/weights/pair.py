@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
+from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
@@ -25,15 +26,19 @@ def resolve_pair(
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
     """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
 
+    "mtp" as draft is the target's own MTP layer, not a directory of that name.
+
     Args:
         revisions, quantization: of target and draft.
         feature_layers: boundaries of the target that a head is to read; None: those its config names.
 
     Raises:
-        As `resolve` and `resolve_head`; UnsupportedOption: quantization that is not a format, or of what is stored
-        quantised, or an option that the draft has no use for.
+        As `resolve`, `resolve_head` and `resolve_mtp`; UnsupportedOption: quantization that is not a format, or of what
+        is stored quantised, or an option that the draft has no use for.
     """
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
+    if isinstance(draft, str) and draft == MTP:
+        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers)
     head = head_directory(draft, revisions[1])
     if head is not None:
         if quantization[1] is not None:
