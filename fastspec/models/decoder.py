@@ -13,7 +13,6 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.kv_cache.states import StateCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
@@ -29,12 +28,11 @@ class Decoder:
     Args:
         spec: what distinguishes this model.
         weights: fused weights, all on one device.
-        cache: pages this model reads and writes.
+        cache: pages and states that this model reads and writes.
         ops: implementations of everything a pass does.
         max_positions: positions the rotary table covers; every position of a pass must lie below it.
         batch: rows of a decoding pass at most.
         max_queries: tokens of each of them at most.
-        states: of its recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -47,12 +45,10 @@ class Decoder:
         max_positions: int,
         batch: int,
         max_queries: int,
-        states: StateCache | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        self.states = states
         # of each layer its place in the cache of keys, or in that of states
         kinds = [plan.delta is not None for plan in spec.plans]
         self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
@@ -224,7 +220,7 @@ class Decoder:
 
     def _recur(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
         """What a recurrent layer gives to its output projection, [B, Q, DeltaRule.values]."""
-        rule, place, states = self.spec.plans[index].delta, self._places[index], self.states
+        rule, place, states = self.spec.plans[index].delta, self._places[index], self.cache.states
         assert rule is not None, "the layer is recurrent"
         assert layer.delta is not None, "and has the weights of one"
         assert states is not None, "so the model has states"

@@ -134,7 +134,7 @@ class CausalModel(Protocol):
 
 def is_recurrent(model: object) -> bool:
     """Whether a model has recurrent states beside its K/V, which a pass changes and a length alone does not mask."""
-    return bool(getattr(model, "states", None) is not None)
+    return getattr(getattr(model, "cache", None), "states", None) is not None
 
 
 class Pending(Protocol):

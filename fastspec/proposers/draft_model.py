@@ -22,7 +22,7 @@ class DraftModel:
 
     The first pass of a step feeds a row's last two tokens: after full acceptance the last draft was never fed
     to the draft itself, and feeding two always fills that hole without asking whether it is there. A draft with
-    recurrent states takes back one token there, and feeds it again; see `_may_feed`.
+    recurrent states takes back one token there, and feeds it again.
 
     Args:
         model: the draft; its cache has the page geometry of the shared table.
@@ -71,7 +71,7 @@ class DraftModel:
             state, shape, draws: as there.
             given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, drawn by nobody.
         """
-        may_feed = self._may_feed(state) if self._recurrent else None
+        may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
                 rows = self._fed(state, shape, j, may_feed)
@@ -79,18 +79,12 @@ class DraftModel:
                 if given is not None:
                     take(state, shape, given[0][:, j], j < given[1], j)
 
-    def _may_feed(self, state: DecodeState) -> Tensor:
-        """bool [B, 1]: rows whose states a pass may write.
+    def _fed(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
+        """What draft j is read off: a row's last two tokens, or the draft before it.
 
-        Of a row that has not taken in all but its last two tokens, or that lets no draft count, drafts are for
-        nothing. Keys of such passes would be masked and written again; states would be lost.
+        A row of which no draft may count may not have been caught up: the keys of its passes would be written again
+        before they are read, but the states that it goes on from would be lost. So it is fed where `may_feed` says so.
         """
-        return ((state.draft_lengths >= state.lengths - 2) & (state.draft_limits > 0))[:, None]
-
-    def _fed(
-        self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None
-    ) -> ForwardBatch:
-        """What draft j is read off: a row's last two tokens, or the draft before it."""
         # that is position lengths + j - 2, which must lie in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
         ids, positions, write_mask = self.ops.feed_rows(

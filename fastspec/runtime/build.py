@@ -123,16 +123,14 @@ def build(
         if checkpoint.sliced is not None and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
             return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
-        return kind(spec, allocated.weights, cache, inside, states=states_of(spec, dtype), **sizes)
-
-    def states_of(spec: ModelSpec, dtype: torch.dtype) -> StateCache | None:
-        rows = layout.batch, layout.max_drafts
-        return StateCache.allocate(spec.deltas, *rows, dtype=dtype, device=device) if spec.deltas else None
+        return kind(spec, allocated.weights, cache, inside, **sizes)
 
     def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
-        pages = layout.num_pages(length), layout.page_size
+        pages, where = (layout.num_pages(length), layout.page_size), dict[str, Any](dtype=dtype, device=device)
+        rows = layout.batch, layout.max_drafts
+        states = StateCache.allocate(spec.deltas, *rows, **where) if spec.deltas else None
         return PagedKVCache.allocate(
-            len(spec.attending), *pages, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device
+            len(spec.attending), *pages, spec.num_kv_heads, spec.head_dim, **where, states=states
         )
 
     def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:

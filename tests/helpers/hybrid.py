@@ -62,7 +62,8 @@ def save_published(model: PreTrainedModel, directory: Path) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor.clone() for name, tensor in model.state_dict().items()
+        name.replace("model.", "model.language_model.", 1): tensor.clone()
+        for name, tensor in model.state_dict().items()
     }
     tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
     tensors["mtp.fc.weight"] = torch.ones(8, 8)
@@ -74,10 +75,12 @@ def decoder(spec: ModelSpec, weights: DecoderWeights, *, rows: int = 1, drafts: 
     """Our decoder of some rows with room for 64 positions each."""
     device, heads = torch.device("cpu"), (spec.num_kv_heads, spec.head_dim)
     dtype = weights.norm.dtype
-    cache = PagedKVCache.allocate(len(spec.attending), 1 + 4 * rows, 16, *heads, dtype=dtype, device=device)
     states = StateCache.allocate(spec.deltas, rows, drafts, dtype=dtype, device=device)
+    cache = PagedKVCache.allocate(
+        len(spec.attending), 1 + 4 * rows, 16, *heads, dtype=dtype, device=device, states=states
+    )
     options = {"ops": TORCH_OPS, "max_queries": drafts + 1, **options}
-    return Decoder(spec, weights, cache, max_positions=64, batch=rows, states=states, **options)
+    return Decoder(spec, weights, cache, max_positions=64, batch=rows, **options)
 
 
 @torch.inference_mode()

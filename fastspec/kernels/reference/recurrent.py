@@ -1,7 +1,7 @@
 """Torch definition of a recurrent layer: a causal convolution, the gated delta rule, a gated norm.
 
 Row invariance: everything is done token by token, and sums go by halves, so that a token's bits depend on its row and
-the tokens before it alone. Sigmoid and its like are written with exp, which a CPU rounds alike wherever an element lies.
+the tokens before it alone. Sigmoid and its like are written with exp, which a CPU rounds alike wherever an element is.
 """
 
 from __future__ import annotations
@@ -140,12 +140,16 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = heads.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     wide_gate = gate.float()
-    return (normed.flatten(-2).float() * (wide_gate / (1 + torch.exp(-wide_gate)))).to(x.dtype)
+    gated: Tensor = normed.flatten(-2).float() * (wide_gate / (1 + torch.exp(-wide_gate)))
+    return gated.to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), computed in fp32."""
-    return torch.sigmoid(x) if x.is_cuda else (1 / (1 + torch.exp(-x.float()))).to(x.dtype)
+    if x.is_cuda:
+        return torch.sigmoid(x)
+    wide: Tensor = 1 / (1 + torch.exp(-x.float()))
+    return wide.to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:

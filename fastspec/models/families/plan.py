@@ -117,8 +117,9 @@ class LayerNames:
         input_norm, post_norm: the norms before attention and before the MLP.
         attended_norm, mlp_norm: the norms of what attention and MLP add.
         delta: of a recurrent layer, the projections of q, k and v, of z, of b and of a; or of q, k, v and z, and of b
-            and a, whose rows lie by key head: of each its q, k, v and z, and its b and a. delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, the logarithm of its
-            decay, what is added to a, its gated norm, its output projection.
+            and a, whose rows lie by key head: of each its q, k, v and z, and its b and a.
+        delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, the logarithm of its decay, what is
+            added to a, its gated norm, its output projection.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -47,9 +47,7 @@ def delta_order(rule: DeltaRule) -> list[int]:
     def gates(start: int) -> list[int]:
         """b or a of every value head."""
         first = rule.key_heads * each
-        return [
-            first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)
-        ]
+        return [first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)]
 
     q, k = of_heads(0, rule.key_dim), of_heads(rule.key_dim, rule.key_dim)
     v, z = of_heads(2 * rule.key_dim, own), of_heads(2 * rule.key_dim + own, own)

@@ -23,9 +23,9 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
+from fastspec.models.weights.layouts import delta_order, qkv_order, turned_heads
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, Rounding, TensorSource
-from fastspec.models.weights.layouts import delta_order, qkv_order, turned_heads
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shapes import (
@@ -291,19 +291,19 @@ def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> Lay
     def bias(part: str) -> Tensor | None:
         return loader.tensor(f"{prefix}{part}.bias") if plan.mlp_bias else None
 
-    norms: dict[str, Tensor | None] = {"input_norm": None, "post_norm": None}
+    given: dict[str, Any] = {"input_norm": None, "post_norm": None}
     for field, part in layer_norms(spec).items():
-        norms[field] = _norm(loader, spec, f"{prefix}{part}.weight")
+        given[field] = _norm(loader, spec, f"{prefix}{part}.weight")
         if plan.norm_bias:
-            norms[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
-    mixing = _attention(loader, spec, plan, prefix) if plan.delta is None else _delta(loader, spec, plan.delta, prefix)
+            given[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
+    rule = plan.delta
+    given |= _attention(loader, spec, plan, prefix) if rule is None else _delta(loader, spec, rule, prefix)
     return LayerWeights(
         gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in names.gate_up), gated=plan.fused_gate),
         gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in names.gate_up)) if plan.mlp_bias else None,
         down=loader.weight(f"{prefix}{names.down}.weight"),
         down_bias=bias(names.down),
-        **mixing,
-        **norms,
+        **given,
     )
 
 

@@ -70,9 +70,7 @@ def a_case(dtype: torch.dtype, device: str, rows: int = 3, rule: DeltaRule = RUL
     return Case(layer, states, inputs, torch.arange(rows, 0, -1, device=device), rule)
 
 
-def a_product(
-    rows: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0, rule: DeltaRule = RULE
-) -> Tensor:
+def a_product(rows: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0, rule: DeltaRule = RULE) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, tokens, rule.rows, generator=generator).to(dtype).to(device)
 
