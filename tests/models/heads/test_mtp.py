@@ -200,7 +200,8 @@ def test_an_mtp_layer_is_quantised_as_its_target_or_not(tmp_path: Path) -> None:
     coded: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name.endswith("_proj.weight"):
-            scale = torch.full((-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)), float(tensor.abs().max()) / 448)
+            blocks = -(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)
+            scale = torch.full(blocks, float(tensor.abs().max()) / 448)
             coded[name] = (tensor / scale[0, 0]).to(torch.float8_e4m3fn)
             coded[f"{name}_scale_inv"] = scale
         else:
@@ -209,8 +210,8 @@ def test_an_mtp_layer_is_quantised_as_its_target_or_not(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     config |= {"modules_to_not_convert": ["lm_head", "mtp.fc"]}
     add_to(target, {}, quantization_config=config)
-    model, shared = built(target)
-    rounded = {name: tensor for name, tensor in tensors.items()}
+    model, _ = built(target)
+    rounded = dict(tensors)
     for name in tensors:
         if name.endswith("_proj.weight"):
             at = f"mtp.{name}"
@@ -219,9 +220,9 @@ def test_an_mtp_layer_is_quantised_as_its_target_or_not(tmp_path: Path) -> None:
     g, following = inputs(128, live.config.vocab_size)
     whole = model.drafted(g[None], fed(following, 0, ROWS))
     torch.testing.assert_close(whole[0], definition.behind(g, following), rtol=1e-4, atol=1e-4)
-    plain = {name: stored[name] if name.startswith("mtp.") else tensor for name, tensor in coded.items()}
-    plain = {name: tensor for name, tensor in plain.items() if not (name.startswith("mtp.") and "scale" in name)}
-    save_file(plain, target / "model.safetensors", {"format": "pt"})
+    others = {name: tensor for name, tensor in coded.items() if not name.startswith("mtp.")}
+    plain = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    save_file({**others, **plain}, target / "model.safetensors", {"format": "pt"})
     model, _ = built(target)
     whole = model.drafted(g[None], fed(following, 0, ROWS))
     wanted = MtpDefinition.of(live, tensors, "mtp").behind(g, following)
