@@ -26,7 +26,10 @@ _PARTS = {
 _MIMO = {
     "model_type": "mimo",
     "architectures": ["MiMoForCausalLM"],
-    "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+    "auto_map": {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    },
     "num_nextn_predict_layers": 1,
 }
 

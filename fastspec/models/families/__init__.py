@@ -11,12 +11,11 @@ from fastspec.models.families.glm4 import GLM, GLM4
 from fastspec.models.families.granite import GRANITE
 from fastspec.models.families.hunyuan import HUNYUAN
 from fastspec.models.families.llama import LLAMA, SEED_OSS
-from fastspec.models.families.mimo import MIMO
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import Family
-from fastspec.models.families.qwen2 import QWEN2
+from fastspec.models.families.qwen2 import MIMO, QWEN2
 from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
