@@ -32,7 +32,7 @@ from tests.step import test_step_law
 from tests.step.test_step_law import TOLERANCE, VOCAB, compare
 from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
-MTP: Any = "mtp"
+MTP = "mtp"
 
 
 class Truth:
