@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
+from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
 from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
 from fastspec.models.weights.sources import Checkpoint, resolve
 
@@ -39,8 +39,8 @@ def resolve_pair(
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
         return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers)
-    head = head_directory(draft, revisions[1])
-    if head is not None:
+    files = draft_files(draft, revisions[1])
+    if (head := files.head) is not None:
         if quantization[1] is not None:
             raise UnsupportedOption(
                 f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
@@ -52,7 +52,7 @@ def resolve_pair(
             f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
             f"{draft!r} is none; leave it out"
         )
-    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1])
+    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
     return found, None if other is None else _rounded(other, quantization[1])
 
 

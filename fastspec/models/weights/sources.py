@@ -113,7 +113,13 @@ class Checkpoint:
         return self.spec
 
 
-def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
+def resolve(
+    source: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    role: str,
+    revision: str | None = None,
+    fetched: Path | None = None,
+) -> Checkpoint:
     """Finds a checkpoint and checks all of it but the weights' values.
 
     Values are read for one reason: a head that is stored beside a tied embedding is compared with it.
@@ -123,6 +129,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
             loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id; only for a Hub id.
+        fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
 
     Returns:
         The checkpoint, with nothing allocated.
@@ -147,7 +154,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(download(source, revision, check_before_download), str(source), role)
+        return _from_directory(fetched or download(source, revision, check_before_download), str(source), role)
 
 
 @contextmanager
