@@ -143,11 +143,13 @@ def _delta_kernel(
     first, count = _span(where.write_mask + row * num_tokens, num_tokens)
     held = tl.load(where.state_rows + row)
     inputs_ptr = where.inputs + held * (PLACES * CHANNELS)
+    product_ptr += row * num_tokens * ROWS
+    out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
     states_ptr = where.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
     within = value[:, None] * KEY_DIM + key[None, :]
     whole = has_value[:, None] & has_key[None, :]
     # where no token counts, any position will do: nothing is read or written
-    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0)
+    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     slot = (start + SLOTS - 1) % SLOTS
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + slot * (VALUE_HEADS * VALUE_DIM * KEY_DIM) + within, mask=known, other=0.0)
@@ -162,7 +164,7 @@ def _delta_kernel(
         gdc_wait()  # for the product: states are of earlier passes
     for t in range(first, first + count):
         position, old = start + t - first, t - first + 1
-        at = product_ptr + (row * num_tokens + t) * ROWS
+        at = product_ptr + t * ROWS
         q, q_in = _conv(at, inputs_ptr, weights.conv, q_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
         k, k_in = _conv(at, inputs_ptr, weights.conv, k_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
         v, v_in = _conv(
@@ -178,7 +180,7 @@ def _delta_kernel(
         delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
         state = state + delta[:, None] * k[None, :]
         out = tl.sum(state * q[None, :], axis=1).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ((row * num_tokens + t) * VALUE_HEADS + head) * VALUE_DIM + value, out, mask=has_value)
+        tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
         if keeps | (t == first + count - 1):
             place = position % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
             tl.store(states_ptr + place + within, state, mask=whole)
@@ -189,9 +191,7 @@ def _delta_kernel(
     nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # what a mask leaves out is finite
     for t in range(0, num_tokens):
         if (t < first) | (t >= first + count):
-            tl.store(
-                out_ptr + ((row * num_tokens + t) * VALUE_HEADS + head) * VALUE_DIM + value, nothing, mask=has_value
-            )
+            tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
