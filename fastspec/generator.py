@@ -45,12 +45,13 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
+            own MTP layer); None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
-            while it decodes, by measured tokens per second (docs/guides).
+        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
+            measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.

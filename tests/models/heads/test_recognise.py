@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -237,3 +238,21 @@ def test_the_config_is_read_strictly(target: Path, tmp_path: Path) -> None:
         edit(head / "config.json", **{field: value})
         assert field in refused(target, head, (CheckpointError, UnsupportedModel))
         (head / "config.json").write_text(json.dumps(before))
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_hub_id_is_looked_up_once(kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config, and then the weights of that commit; whatever it turns out to be."""
+    draft = write_eagle3(tmp_path / "a", eagle3_tensors()) if kind == "head" else make_checkpoint(tmp_path, "llama3")
+    asked: list[str] = []
+
+    def fake(repo: str, **options: object) -> str:
+        asked.append(repo)
+        return str(draft)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    _, found = resolve_pair(target, "owner/draft", (None, None), (None, None))
+    assert asked == ["owner/draft"] * 2
+    assert found is not None
+    assert found.name == "owner/draft"
+    assert isinstance(found, HeadCheckpoint) == (kind == "head")
