@@ -82,6 +82,7 @@ def generate(
     suppress_tokens: flags.BannedIds = None,
     min_new_tokens: flags.MinNewTokens = None,
     stop_strings: flags.StopStrings = None,
+    json_schema: flags.JsonSchema = None,
     num_return_sequences: flags.Sequences = 1,
     seed: flags.Seed = None,
     verification: flags.Rule = None,

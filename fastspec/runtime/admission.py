@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastspec.grammar.row import ALL
 from fastspec.inputs.row_options import NUMBERS, RowOptions
 from fastspec.shapes import FULL
 from fastspec.state import IDLE, MAX_STOP_IDS, DecodeState
@@ -52,6 +53,8 @@ def fill(
         "seeds": options.seed,
         "min_lengths": len(prompt) + options.min_new_tokens,
         "draft_limits": draft_limit(options, most),
+        "constrained": options.grammar is not None,
+        "masks": ALL,
         "finish": IDLE,
     }
     for name, value in numbers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastspec.grammar.row import RowGrammar
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import RowOptions
 from fastspec.kv_cache.prefix import Node
@@ -65,6 +66,7 @@ class Request:
         draft_limit: the host's copy of DecodeState.draft_limits.
         cached: tokens of the prompt whose K/V were found in the prefix cache.
         nodes: of the prefix cache, whose pages the row has.
+        grammar: its place in the grammar that its text follows; None: any text.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
     """
 
@@ -72,6 +74,7 @@ class Request:
     max_new_tokens: int
     options: RowOptions
     watch: Callable[[list[int]], int | None] | None = None
+    grammar: RowGrammar | None = None
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     invalid_at: int | None = None
@@ -129,7 +132,9 @@ class Request:
         tokens = result.block[: result.emitted]
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
-        if result.drafted:
+        if self.grammar is not None and (whole := self.grammar.advance(tokens)) is not None:
+            end, tokens = whole, tokens[:whole]
+        if result.drafted and self.grammar is None:  # drafts of a grammar pass by the draft model
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
         self.steps += 1
