@@ -83,6 +83,8 @@ def generate(
     min_new_tokens: flags.MinNewTokens = None,
     stop_strings: flags.StopStrings = None,
     json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None,
+    grammar: flags.Grammar = None,
     num_return_sequences: flags.Sequences = 1,
     seed: flags.Seed = None,
     verification: flags.Rule = None,

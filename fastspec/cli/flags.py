@@ -59,6 +59,10 @@ StopStrings = Annotated[
 JsonSchema = Annotated[
     Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON schema that the text follows.")
 ]
+Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole text matches.")]
+Grammar = Annotated[
+    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Lark grammar that the text follows.")
+]
 Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
 Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
@@ -75,7 +79,7 @@ Drafter = Annotated[
 
 _NUMBERS = [each for each in NUMBERS if each.name != "temperature"]
 _DRAWING = tuple(each.name for each in _NUMBERS if not each.changes_greedy)
-_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed")
+_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed", "regex")
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +96,9 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         options["logit_bias"] = _biases(flags["logit_bias"])
     if flags["stop_strings"]:
         options["stop_strings"] = list(flags["stop_strings"])
-    if flags["json_schema"] is not None:
-        options["json_schema"] = flags["json_schema"].read_text(encoding="utf-8")
+    for name in ("json_schema", "grammar"):
+        if flags[name] is not None:
+            options[name] = flags[name].read_text(encoding="utf-8")
     if flags["num_return_sequences"] != 1:
         options["num_return_sequences"] = flags["num_return_sequences"]
     if flags["temperature"]:

@@ -159,7 +159,9 @@ class RowGrammar:
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self) -> NDArray[np.int32]:
-        """The ids that may come next, int32 [W]."""
+        """The ids that may come next, int32 [W]; any, where the host will cut the row."""
+        if self._whole and not self._stop_ids:
+            return ~self._not_known
         allowed = np.zeros(self._words, dtype=np.int32)
         if not self._matcher.is_error():
             data = self._matcher.compute_bitmask()

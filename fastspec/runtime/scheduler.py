@@ -20,10 +20,9 @@ from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
-from fastspec.runtime.constrained import constrained, due, send, turns_of
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.intake import Intake, lag_of, mark_drafted
-from fastspec.runtime.request import Call, InFlightStep, Request
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, turns_of
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
 from fastspec.state import IDLE, RUNNING
@@ -196,7 +195,7 @@ class Scheduler:
             self.engine.capture(rows, shape)
             self._disturbed = True
         if turns:
-            send(self.engine.state, turns, k)
+            admission.allow(self.engine.state, turns, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)

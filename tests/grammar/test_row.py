@@ -102,6 +102,9 @@ def test_without_stop_ids_a_row_ends_with_its_text() -> None:
     a, b = (byte_tokenizer()(letter)["input_ids"][0] for letter in "ab")
     assert row.advance([a]) is None
     assert ids_of(row.turn(0).masks[0]) == [b]  # the text might end here, if something could say so
+    whole = row_of({"regex": "ab"}, ()).turn(8)
+    assert whole.drafts == [a, b]
+    assert len(ids_of(whole.masks[2])) == VOCAB, "what comes behind the text is cut off"
     assert row.advance([b, b, b]) == 1
 
 
