@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from fastspec import FastSpecGenerator, GenerateOutput, InvalidLogits, NGram, UnsupportedOption
 from fastspec.grammar.row import RowGrammar
 from fastspec.grammar.spec import GrammarSpec
+from fastspec.graphs.keys import StepKey
 from fastspec.inputs.row_options import RowOptions
 from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.engine import Engine
@@ -23,6 +25,7 @@ from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import ALONE, BESIDE, GREEDY, StepShape
 from tests.helpers.services import END, opened, small_pair
 from tests.helpers.tiny import VOCAB, tiny_engine
+from tests.runtime.test_recapture import Recorder
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -156,6 +159,20 @@ def test_auto_and_opting_out(pair: tuple[Path, Path], plain: FastSpecGenerator) 
             found = output(generator, num_speculative_tokens=drafts, **given)
             assert torch.equal(found.sequences, expected)
         assert not found.stats.rows[0].drafted, "it has opted out"
+
+
+@pytest.mark.parametrize("schemas", [SCHEMA, [SCHEMA, None, None]], ids=["all rows", "one row"])
+def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Path], schemas: Any) -> None:
+    with made(pair, "model") as generator:
+        runner, scheduler = Recorder(), generator._open().scheduler
+        scheduler.engine = replace(scheduler.engine, runner=runner)
+        handle = next(iter(generator.stream(PROMPTS, json_schema=schemas, max_new_tokens=40, do_sample=False)))
+        before = {key for key in runner.keys if isinstance(key, StepKey)}
+        output(generator, json_schema=schemas, max_new_tokens=40, do_sample=False)
+        assert {key for key in runner.keys if isinstance(key, StepKey)} == before
+        kinds = {key.shape.grammars for key in before}
+        assert kinds == ({ALONE} if schemas is SCHEMA else {None, ALONE, BESIDE})
+        assert handle
 
 
 @pytest.mark.parametrize(
