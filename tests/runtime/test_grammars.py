@@ -114,6 +114,14 @@ def test_what_is_forced_is_drafted_without_a_draft_pass(
     assert stats.steps <= -(-len(found.new_tokens[0]) // 5) + 1
 
 
+def test_log_probabilities_are_the_raw_targets(gen: FastSpecGenerator) -> None:
+    found = output(gen, PROMPTS[:1], regex="the list", logprobs=2, do_sample=False)
+    assert found.logprobs is not None
+    assert found.top_logprobs is not None
+    assert max(found.logprobs[0]) < -0.5, "what is forced is not certain"
+    assert not {pairs[0][0] for pairs in found.top_logprobs[0]} <= set(found.new_tokens[0])
+
+
 def test_sampled_texts_follow_the_grammar(each: FastSpecGenerator) -> None:
     seen = set()
     for seed in range(4):
