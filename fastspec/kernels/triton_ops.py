@@ -31,7 +31,7 @@ from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.norm import norm
-from fastspec.kernels.ops import Ops
+from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -177,12 +177,15 @@ TRITON_OPS = Ops(
     keeps_codes=keeps_codes,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
+    keeps_experts=TORCH_OPS.keeps_experts,
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,
     norm=norm,
     linear=linear,
     layer_tail=layer_tail,
+    route=reference.route,
+    experts=reference.experts,
     attend=attend,
     store_heads=store_heads,
     argmax=argmax,

@@ -125,11 +125,31 @@ class ModelSpec:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = (heads + 2 * kv_heads) * (self.hidden_size + self.qkv_bias)
         out = self.hidden_size * (heads + self.o_bias)
-        mlp = (1 + self.plans[0].gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
-        mlp += self.hidden_size * (self.intermediate_size + self.mlp_bias)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        matrices = self.num_layers * (qkv + out + mlp) + embeddings
-        return matrices * dtype.itemsize + self._norm_elements() * self.norm_dtype(dtype).itemsize
+        matrices = self.num_layers * (qkv + out) + sum(map(self._mlp_elements, self.plans)) + embeddings
+        corrections = 4 * sum(plan.experts.count for plan in self.plans if plan.experts and plan.experts.correction)
+        return matrices * dtype.itemsize + self._norm_elements() * self.norm_dtype(dtype).itemsize + corrections
+
+    @property
+    def routed_elements(self) -> int:
+        """Elements that a token's experts work in, between their products and behind them; 0 without experts."""
+        plans = [plan.experts for plan in self.plans if plan.experts]
+        each = [plan.routing.chosen * (plan.width + self.hidden_size) + 3 * plan.shared for plan in plans]
+        return max(each, default=0)
+
+    def _mlp_elements(self, plan: LayerPlan) -> int:
+        """Elements of a layer's MLP, experts, router and sinks."""
+        sinks = self.num_heads if plan.sinks else 0
+        if plan.experts is None:
+            mlp = (1 + plan.gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
+            return mlp + self.hidden_size * (self.intermediate_size + self.mlp_bias) + sinks
+        experts, hidden = plan.experts, self.hidden_size
+        each = 2 * experts.width * (hidden + experts.bias) + hidden * (experts.width + experts.bias)
+        return (
+            experts.count * (each + hidden + experts.router_bias)
+            + (3 * experts.shared + experts.shared_gate) * hidden
+            + sinks
+        )
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded behind their weight."""

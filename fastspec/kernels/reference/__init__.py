@@ -1,6 +1,7 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
+from fastspec.kernels.reference.experts import experts, route, sigmoid
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
@@ -25,6 +26,7 @@ __all__ = [
     "attention_out",
     "commit",
     "embed",
+    "experts",
     "feed_rows",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -39,8 +41,10 @@ __all__ = [
     "publish",
     "rms_norm",
     "rope",
+    "route",
     "sampled_commit",
     "sampled_draw",
+    "sigmoid",
     "silu_mul",
     "store_heads",
     "tile_argmax",

@@ -19,15 +19,20 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
+from fastspec.models.weights.expert_tensors import by_expert
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shapes import (
+    CORRECTION,
+    DOWN,
+    GATE_UP,
     NORM,
     NORM_BIAS,
     check_no_others,
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan
     from fastspec.models.weights.sources import Checkpoint
 
 
@@ -62,6 +68,8 @@ class LayerWeights:
         o: [hidden, H * D]. o_bias: [hidden].
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
         down: [hidden, intermediate]. down_bias: [hidden].
+        experts: the MLP is a mixture of experts; gate_up and down are those of its shared expert, else None.
+        sinks: [H], of each head the score of one more key without a value.
     """
 
     input_norm: Tensor | None
@@ -72,14 +80,23 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Weight
     o_bias: Tensor | None
-    gate_up: Weight
+    gate_up: Weight | None
     gate_up_bias: Tensor | None
-    down: Weight
+    down: Weight | None
     down_bias: Tensor | None
     attended_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def mlp(self) -> tuple[Weight, Weight]:
+        """gate_up and down, of a layer that has an MLP or a shared expert."""
+        assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
+        assert self.down is not None, "gate_up does not come alone"
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +116,7 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Bytes of device memory that the weights take; a tied head is counted once."""
-        held: list[Weight | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
+        held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         for layer in self.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
@@ -153,7 +170,7 @@ def allocate_weights(
     """
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
-    source = _source_of(checkpoint)
+    source = source_of(checkpoint)
     whole, spec = _whole(checkpoint), checkpoint.native
     check_tensors(source.infos(), whole, checkpoint.name)
     if checkpoint.module is not None:
@@ -187,7 +204,7 @@ def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
-    source = _own(_source_of(checkpoint), checkpoint)
+    source = _own(source_of(checkpoint), checkpoint)
     loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True)
     return _assemble(loader, checkpoint.native).nbytes()
 
@@ -229,15 +246,17 @@ def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share))
 
 
-def _source_of(checkpoint: Checkpoint) -> TensorSource:
+def source_of(checkpoint: Checkpoint) -> TensorSource:
+    """The tensors of a checkpoint by the names of parameters."""
+    whole = _whole(checkpoint)
     if checkpoint.module is not None:
-        return ModuleTensors(checkpoint.module)
+        return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-    stored: Stored = ShardTensors(checkpoint.directory)
+    stored: Stored = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
         stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
-    return named(stored, _whole(checkpoint))
+    return named(stored, whole)
 
 
 def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
@@ -247,7 +266,7 @@ def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
-    layers = tuple(_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers))
+    layers = tuple(_layer(loader, spec, plan, f"model.layers.{index}.") for index, plan in enumerate(spec.plans))
     norm = _norm(loader, spec, NORM)
     head = embed if spec.tied else loader.weight(HEAD)
     bias = _norm(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
@@ -260,8 +279,8 @@ def _norm(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = 
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
-def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    plan, names, head_order = spec.plans[0], spec.names, spec.head_order
+def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> LayerWeights:
+    names, head_order = spec.names, spec.head_order
 
     def order(heads: int, others: int = 0) -> list[int] | None:
         """The order of the rows of that many heads, and of other rows behind them, which stay as they are."""
@@ -286,6 +305,11 @@ def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
         norms[field] = _norm(loader, spec, f"{prefix}{part}.weight")
         if plan.norm_bias:
             norms[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
+    experts, gate_up, down = None, names.gate_up, names.down
+    if plan.experts is not None:
+        experts = _experts(loader, names, plan.experts, prefix)
+        gate_up, down = names.shared_gate_up, names.shared_down
+    has_mlp = plan.experts is None or plan.experts.shared > 0
     qkv_order = order(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads * spec.head_dim)
     return LayerWeights(
         qkv=weight(names.qkv, order=qkv_order),
@@ -294,9 +318,33 @@ def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
         k_norm=head_norm(names.k_norm, spec.num_kv_heads),
         o=weight((names.o,)),
         o_bias=bias((names.o,), spec.o_bias),
-        gate_up=weight(names.gate_up, gated=plan.fused_gate),
-        gate_up_bias=bias(names.gate_up, spec.mlp_bias),
-        down=weight((names.down,)),
-        down_bias=bias((names.down,), spec.mlp_bias),
+        gate_up=weight(gate_up, gated=plan.fused_gate) if has_mlp else None,
+        gate_up_bias=bias(gate_up, spec.mlp_bias),
+        down=weight((down,)) if has_mlp else None,
+        down_bias=bias((down,), spec.mlp_bias),
+        experts=experts,
+        sinks=loader.tensor(f"{prefix}{names.sinks}") if plan.sinks else None,
         **norms,
+    )
+
+
+def _experts(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
+    """Router and experts of a layer."""
+    router = f"{prefix}{names.router}"
+    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
+
+    def bias(*parts: str) -> Tensor | None:
+        if not plan.bias:
+            return None
+        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
+
+    return ExpertWeights(
+        router=loader.weight(f"{router}.weight"),
+        gate_up=loader.stack([tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]),
+        down=loader.stack([(f"{each}{DOWN}.weight",) for each in at]),
+        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
+        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
+        gate_up_bias=bias(*GATE_UP),
+        down_bias=bias(DOWN),
+        shared_gate=loader.weight(f"{prefix}{names.shared_gate}.weight") if plan.shared_gate else None,
     )

@@ -11,9 +11,13 @@ from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan
 
 NORM: Final = "model.norm.weight"
 NORM_BIAS: Final = "model.norm.bias"
+GATE_UP: Final = ("gate_proj", "up_proj")  # of one expert
+DOWN: Final = "down_proj"
+CORRECTION: Final = "e_score_correction_bias"  # of a router's scores
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -24,15 +28,15 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[NORM_BIAS] = (hidden,)
     if not spec.tied:
         shapes[HEAD] = (spec.vocab_size, hidden)
-    of_layer = _layer_shapes(spec)
-    for layer in range(spec.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    of_plan = {plan: _layer_shapes(spec, plan) for plan in dict.fromkeys(spec.plans)}
+    for layer, plan in enumerate(spec.plans):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_plan[plan].items()}
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of one layer's tensors, below its prefix."""
-    plan, names, hidden, dim = spec.plans[0], spec.names, spec.hidden_size, spec.head_dim
+def _layer_shapes(spec: ModelSpec, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a layer of this plan, below its prefix."""
+    names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
     q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -44,8 +48,13 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     add(names.qkv, [q_rows, kv_rows, kv_rows], hidden, plan.qkv_bias)
     add((names.o,), [hidden], q_rows, plan.o_bias)
-    add(names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
-    add((names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    if plan.experts is None:
+        add(names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
+        add((names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    else:
+        shapes |= _expert_shapes(names, plan.experts, hidden)
+    if plan.sinks:
+        shapes[names.sinks] = (spec.num_heads,)
     for norm in layer_norms(spec).values():
         shapes[f"{norm}.weight"] = (hidden,)
         if plan.norm_bias:
@@ -54,6 +63,27 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         whole = plan.qk_norm == "projection"
         shapes[f"{names.q_norm}.weight"] = (q_rows if whole else dim,)
         shapes[f"{names.k_norm}.weight"] = (kv_rows if whole else dim,)
+    return shapes
+
+
+def _expert_shapes(names: LayerNames, plan: ExpertsPlan, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a mixture of experts."""
+    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (plan.count, hidden)}
+    if plan.router_bias:
+        shapes[f"{names.router}.bias"] = (plan.count,)
+    if plan.correction:
+        shapes[f"{names.router}.{CORRECTION}"] = (plan.count,)
+    for expert in range(plan.count):
+        for part in (*GATE_UP, DOWN):
+            rows, columns = (hidden, plan.width) if part == DOWN else (plan.width, hidden)
+            shapes[f"{names.experts}.{expert}.{part}.weight"] = (rows, columns)
+            if plan.bias:
+                shapes[f"{names.experts}.{expert}.{part}.bias"] = (rows,)
+    if plan.shared:
+        shapes |= {f"{part}.weight": (plan.shared, hidden) for part in names.shared_gate_up}
+        shapes[f"{names.shared_down}.weight"] = (hidden, plan.shared)
+    if plan.shared_gate:
+        shapes[f"{names.shared_gate}.weight"] = (1, hidden)
     return shapes
 
 
