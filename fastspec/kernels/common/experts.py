@@ -91,7 +91,7 @@ class ExpertStack:
 
 def power_of_two(exponents: Tensor) -> Tensor:
     """fp32 2^(e - 127) of uint8 exponents."""
-    return torch.ldexp(torch.ones((), device=exponents.device), exponents.int() - _BIAS)
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
