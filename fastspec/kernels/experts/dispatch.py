@@ -18,17 +18,22 @@ from fastspec.shapes import ClampedGate
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one program: rows of x, rows of the weight, warps, pipeline stages."""
+    """Of one program: rows of x, rows of the weight, warps, pipeline stages.
+
+    Attributes:
+        runs: of mxfp4, the most runs of 64 values in a turn of the loop.
+    """
 
     rows: int
     block_n: int
     num_warps: int
     num_stages: int
+    runs: int = 1
 
 
 # by element size of values, 1 for mxfp4: the first that holds a call's rows. A row's bits hang on no entry, but in fp32
 LAUNCH = {
-    1: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
+    1: (Tile(8, 16, 1, 6, 5), Tile(16, 16, 1, 5, 3), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
@@ -38,7 +43,7 @@ SUM_BLOCK = 512
 
 
 class Sorted(NamedTuple):
-    """Pairs (row, place) by expert: `order` int32 [R * chosen], where experts begin in it [E + 1], where tiles end [E]."""
+    """Pairs by expert: `order` int32 [R * chosen], where experts begin in it [E + 1], where their tiles end [E]."""
 
     order: Tensor
     starts: Tensor
@@ -103,6 +108,11 @@ def _tile(itemsize: int, rows: int) -> Tile:
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
+def _runs(k: int, tile: Tile) -> int:
+    """Runs of 64 values in a turn of the loop: the largest divisor of their number that the tile has room for."""
+    return next(runs for runs in range(tile.runs, 0, -1) if k // 64 % runs == 0)
+
+
 def _product(
     x: Tensor,
     stack: ExpertStack,
@@ -130,7 +140,7 @@ def _product(
         expert_kernel, grid, x, stack.data, stack.scales, bias, ids, *(by_expert or (None, None, None)), out,
         num_rows, alpha, limit,
         E=count, WIDTH=width, K=k, CHOSEN=chosen, ROWS=tile.rows, BLOCK_N=tile.block_n,
-        BLOCK_K=BLOCK_K[x.element_size()], PLACES=triton.next_power_of_2(chosen),
+        BLOCK_K=BLOCK_K[x.element_size()], RUNS=_runs(k, tile), PLACES=triton.next_power_of_2(chosen),
         SLOTS=triton.next_power_of_2(min(pairs, count)), EXPERTS=triton.next_power_of_2(count),
         GATED=gated, CLAMPED=clamp is not None, OF_PAIRS=not gated, BY_EXPERT=pairs >= count,
         SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **_options(pdl),

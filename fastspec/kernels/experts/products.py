@@ -45,9 +45,7 @@ def _pairs_of_all(
 
 
 @triton.jit
-def _pairs_of_tile(
-    order_ptr, starts_ptr, ends_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
-):
+def _pairs_of_tile(order_ptr, starts_ptr, ends_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """The expert of a tile of sorted pairs, the pairs, and whether each is one."""
     e = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + e, mask=e < E, other=2147483647)  # of tiles
@@ -93,9 +91,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def _gated_values_product(
-    x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """As `_values_product`, of gate rows and of the up rows that lie `up_of` values behind them."""
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
@@ -114,18 +110,54 @@ def _gated_values_product(
 
 
 @triton.jit
-def _codes_product(x_at, weight_at, scales_at, here, out, K: tl.constexpr):
-    """As `_values_product`, of mxfp4; scales_at [BLOCK_N] points to the scales of each row."""
+def _add_run(out, codes, factors, low, high):
+    """out + one run of 64 values of mxfp4, of two scales."""
+    first = tl.dot(_numbers(codes & 15, low.dtype), low)
+    out = tl.fma(first, tl.broadcast_to(_factor(factors[0])[:, None], out.shape), out)
+    second = tl.dot(_numbers(codes >> 4, low.dtype), high)
+    return tl.fma(second, tl.broadcast_to(_factor(factors[1])[:, None], out.shape), out)
+
+
+@triton.jit
+def _scales_from(scales_at, run, RUNS: tl.constexpr):
+    """The scales of RUNS runs from `run` on, two each."""
+    found = ()
+    for i in tl.static_range(2 * RUNS):
+        found += (tl.load(scales_at + run * 2 + i),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _codes_product(
+    x_at, weight_at, scales_at, here, up_of, out, up, K: tl.constexpr, RUNS: tl.constexpr, GATED: tl.constexpr
+):
+    """As `_gated_values_product`, of mxfp4; scales_at [BLOCK_N] points to each row's, `up_of` counts rows.
+
+    Scales are single bytes, which come into registers without a detour: those of the next RUNS runs are asked for while
+    the tensor cores have these.
+    """
     b = tl.arange(0, 32)
-    for run in range(0, K // 64):
-        codes = tl.load(weight_at + run * 32 + b[None, :])
-        low = tl.load(x_at + run * 64 + b[:, None], mask=here[None, :], other=0.0)
-        high = tl.load(x_at + run * 64 + 32 + b[:, None], mask=here[None, :], other=0.0)
-        first = tl.dot(_numbers(codes & 15, low.dtype), low)
-        out = tl.fma(first, tl.broadcast_to(_factor(tl.load(scales_at + run * 2))[:, None], out.shape), out)
-        second = tl.dot(_numbers(codes >> 4, low.dtype), high)
-        out = tl.fma(second, tl.broadcast_to(_factor(tl.load(scales_at + run * 2 + 1))[:, None], out.shape), out)
-    return out
+    LAST: tl.constexpr = K // 64 - RUNS
+    factors = _scales_from(scales_at, 0, RUNS)
+    up_factors = factors
+    if GATED:
+        up_factors = _scales_from(scales_at + up_of * (K // 32), 0, RUNS)
+    for run in range(0, K // 64, RUNS):
+        coming = _scales_from(scales_at, tl.minimum(run + RUNS, LAST), RUNS)
+        up_coming = coming
+        if GATED:
+            up_coming = _scales_from(scales_at + up_of * (K // 32), tl.minimum(run + RUNS, LAST), RUNS)
+        for i in tl.static_range(RUNS):
+            at = run + i
+            codes = tl.load(weight_at + at * 32 + b[None, :])
+            low = tl.load(x_at + at * 64 + b[:, None], mask=here[None, :], other=0.0)
+            high = tl.load(x_at + at * 64 + 32 + b[:, None], mask=here[None, :], other=0.0)
+            out = _add_run(out, codes, (factors[2 * i], factors[2 * i + 1]), low, high)
+            if GATED:
+                codes = tl.load(weight_at + up_of * (K // 2) + at * 32 + b[None, :])
+                up = _add_run(up, codes, (up_factors[2 * i], up_factors[2 * i + 1]), low, high)
+        factors, up_factors = coming, up_coming
+    return out, up
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -149,6 +181,7 @@ def expert_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RUNS: tl.constexpr,  # of mxfp4, runs of 64 values in a turn of the loop: a divisor of their number
     PLACES: tl.constexpr,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -168,9 +201,7 @@ def expert_kernel(
         expert, pair, valid = _pairs_of_tile(order_ptr, starts_ptr, ends_ptr, tl.program_id(1), E, EXPERTS, ROWS)
     else:
         m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-        expert, pair, valid = _pairs_of_all(
-            ids_ptr, tl.program_id(1), m, num_rows, CHOSEN, PLACES, SLOTS, BY_EXPERT
-        )
+        expert, pair, valid = _pairs_of_all(ids_ptr, tl.program_id(1), m, num_rows, CHOSEN, PLACES, SLOTS, BY_EXPERT)
     if tl.max(valid.to(tl.int32), axis=0) > 0:
         ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
         row = pair if OF_PAIRS else pair // CHOSEN
@@ -179,13 +210,8 @@ def expert_kernel(
         out = tl.zeros((BLOCK_N, ROWS), tl.float32)
         up = out
         if scales_ptr is not None:
-            out = _codes_product(x_at, weight_ptr + last[:, None] * (K // 2), scales_ptr + last * (K // 32), valid, out, K)
-            if GATED:
-                last += WIDTH
-                up = _codes_product(
-                    x_at, weight_ptr + last[:, None] * (K // 2), scales_ptr + last * (K // 32), valid, up, K
-                )
-                last -= WIDTH
+            codes_at, scales_at = weight_ptr + last[:, None] * (K // 2), scales_ptr + last * (K // 32)
+            out, up = _codes_product(x_at, codes_at, scales_at, valid, WIDTH, out, up, K, RUNS, GATED)
         elif GATED:
             out, up = _gated_values_product(x_at, weight_ptr + last[:, None] * K, valid, WIDTH * K, out, up, K, BLOCK_K)
         else:

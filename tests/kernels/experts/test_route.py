@@ -1,4 +1,4 @@
-"""Which experts rows have: the torch definition against transformers' routers, and the kernel against the definition."""
+"""Which experts rows have: the torch definition against transformers, and the kernel against the definition."""
 
 from __future__ import annotations
 

@@ -217,7 +217,9 @@ def test_every_field_of_a_plan_is_one_that_some_family_needs() -> None:
         assert len(values) > 1, field.name
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma2", "hunyuan", "ministral3", "starcoder2", "cohere2", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gemma2", "hunyuan", "ministral3", "starcoder2", "cohere2", "qwen2_moe", "gpt_oss"]
+)
 def test_a_compiled_pass_has_the_logits_of_the_plain_one(family: str) -> None:
     """One graph: fullgraph=True raises at a break. The backend runs the traced operations one by one."""
     checkpoint = resolve(make_family(family), role="target")
