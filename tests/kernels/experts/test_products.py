@@ -150,7 +150,7 @@ def test_the_sum_is_in_the_order_of_the_row_and_the_pairs_of_a_graph_give_the_sa
 def test_what_does_not_fit_is_refused() -> None:
     weights = weights_of("plain", torch.float32, "cpu")
     x, ids, factors, residual = rows_of(2, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="x is torch.float16"):
+    with pytest.raises(ValueError, match=r"x is torch\.float16"):
         dispatch.experts(x.half(), ids, factors, weights, None, residual=residual)
     with pytest.raises(ValueError, match="ids is int64"):
         dispatch.experts(x, ids.long(), factors, weights, None, residual=residual)

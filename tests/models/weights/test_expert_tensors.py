@@ -154,11 +154,11 @@ def test_a_config_of_other_experts_is_refused(family: str, tmp_path: Path) -> No
     raw = json.loads((tmp_path / "config.json").read_text())
     field = next(name for name in ("moe_intermediate_size", "intermediate_size") if name in raw)
     (tmp_path / "config.json").write_text(json.dumps(raw | {field: 2 * raw[field]}))
-    with pytest.raises(CheckpointError, match="has shape .*wanted"):
+    with pytest.raises(CheckpointError, match=r"has shape .*wanted"):
         resolve(tmp_path, role="target")
     field = next(name for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in raw)
     (tmp_path / "config.json").write_text(json.dumps(raw | {field: 2 * raw[field]}))
-    with pytest.raises(CheckpointError, match="missing|has shape"):
+    with pytest.raises(CheckpointError, match=r"missing|has shape"):
         resolve(tmp_path, role="target")
 
 
