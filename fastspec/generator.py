@@ -76,7 +76,8 @@ class FastSpecGenerator:
         progress: show progress bars and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft as well; by default every process has all of it.
+        draft_tensor_parallel: "split" shares the draft as well, with "replicated" every process has all of it. Default:
+            on GPUs what makes its passes shorter, on the CPU "replicated".
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # it needs Triton, which is not everywhere
 
 MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
 
-_UNTESTED = "UNTESTED: no GPUs have run it yet"
-
 
 class OverDevices:
     """Exchange of CUDA tensors; all of it can be captured.
@@ -44,9 +42,8 @@ class OverDevices:
     def describe(self) -> str:
         """As in `Exchange`."""
         if self._room is None:
-            return f"NCCL in the graph, for {self._why}; {_UNTESTED}"
-        how = "pushed into the peers' memory by a kernel of the step, added as one tree in fp32; prompts by NCCL"
-        return f"{how}; {_UNTESTED}"
+            return f"NCCL in the graph, for {self._why}"
+        return "pushed into the peers' memory by a kernel of the step, added as one tree in fp32; prompts by NCCL"
 
     def sum(self, partial: Tensor) -> Tensor:
         """As in `Exchange`."""

@@ -112,8 +112,10 @@ class Eagle3Drafts(LearnedDrafts[Eagle3]):
         model = self.model
         if shape.sampler == GREEDY:
             drafts = state.draft_tokens[:, j]
-            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=drafts)
+            # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+            picks = drafts if self._map is None else torch.zeros_like(drafts)
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
             if self._map is not None:
-                drafts.copy_(self._target_ids(drafts))
+                drafts.copy_(self._target_ids(picks))
             return
         self._sample(state, shape, draws, model.logits(x, shape.tiling), j)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.shards import ShardTensors
 from fastspec.models.weights.sliced import sliced
 from fastspec.models.weights.sources import resolve
+from fastspec.parallel.draft import splitting_pays
 from fastspec.parallel.exchange import tree_sum
 from fastspec.parallel.slices import Share, check_divides, divides, share_of
 from tests.helpers.checkpoints import make_checkpoint
@@ -92,6 +93,32 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:
     ):
         with pytest.raises(UnsupportedOption, match=named):
             FastSpecGenerator("/nowhere", **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A draft of so many bytes a pass."""
+
+    bytes: float
+    num_layers: int = 16
+    family: str = "llama"
+    vocab_size: int = 128256
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    intermediate_size: int = 8192
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return int(self.bytes)
+
+
+def test_a_draft_is_cut_where_its_bytes_weigh_more_than_its_sums() -> None:
+    def pays(draft: Drafting) -> list[int]:
+        return [ranks for ranks in (1, 2, 4, 8) if splitting_pays(draft, torch.bfloat16, ranks, 3.35e12)]
+
+    assert pays(Drafting(3e9)) == [2, 4]
+    assert pays(Drafting(2e10)) == [2, 4, 8]
+    assert pays(Drafting(5e8)) == []
+    assert pays(replace(Drafting(2e10), num_heads=31)) == [], "it does not divide"
 
 
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:
