@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 EARLY_BLOCKS = 17
 PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
+# steps with rows that follow a grammar: what is proposed for the others counts, or drafts are those of grammars alone
+GRAMMARS = BESIDE, ALONE = "beside", "alone"
 NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
 
 
@@ -94,6 +96,42 @@ class DeltaRule(NamedTuple):
         return self.width - 1
 
 
+class RoutingRule(NamedTuple):
+    """How the experts of a token are chosen from its router's logits, one an expert, and with what factors.
+
+        s = softmax(logits), sigmoid(logits), or the logits themselves
+        chosen: the `chosen` largest of s [+ correction], lowest id first of equals; where there are groups of
+            neighbouring experts, among the `kept_groups` whose two largest make the largest sums
+        factor = s of a chosen expert, through a softmax over the chosen where s are logits; divided by their sum
+            where `normed`; times `scale`
+
+    Attributes:
+        chosen: experts of a token.
+        scores: what s is; "logits" takes the softmax over the chosen experts alone.
+        normed: factors are divided by their sum.
+        scale: factor on all of them.
+        groups: groups of experts, of equally many.
+        kept_groups: groups in which experts may be chosen.
+    """
+
+    chosen: int
+    scores: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    normed: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+
+
+class ClampedGate(NamedTuple):
+    """A gate of an expert that is no silu: g = min(g, limit), u = clamp(u, -limit, limit).
+
+    g * sigmoid(alpha * g) * (u + 1), as in gpt-oss (transformers' GptOssExperts).
+    """
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What is fixed on the host before a step is launched; one captured graph per value later.
@@ -107,6 +145,7 @@ class StepShape:
             log-probability; None records nothing.
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
+        grammars: one of GRAMMARS where rows follow a grammar; None: none does.
     """
 
     num_drafts: int
@@ -116,6 +155,7 @@ class StepShape:
     top_logprobs: int | None = None
     verification: Verification = REJECTION
     first_block: int = 0
+    grammars: str | None = None
 
     def fed(
         self,

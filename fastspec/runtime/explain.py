@@ -20,6 +20,10 @@ WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
     "gives other text"
 )
+_GRAMMARS = (
+    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "grammar forces and what the row repeats, not the draft's"
+)
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -36,10 +40,11 @@ def explain(
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",
@@ -91,6 +96,11 @@ def _waited_for(engine: Engine) -> str:
     if engine.prefill_budget is None:
         return ""
     return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
+
+
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}"
 
 
 def _prefixes(engine: Engine) -> str:

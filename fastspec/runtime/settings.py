@@ -92,7 +92,7 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens, draft)
+    drafts = _drafts(num_speculative_tokens, draft, proposer)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = device_of(device, target), checked(verification)
@@ -153,13 +153,18 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str, draft: ModelSource | None) -> int:
-    """Drafts per step that there must be room for."""
+def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
+    """Drafts per step that there must be room for.
+
+    With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
+    """
     most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST if most is None else min(MOST, most)
+        model = draft is not None and not isinstance(draft, HeadCheckpoint)
+        useful = MOST if model or (draft is None and proposer is None) else MAX_DRAFTS
+        return useful if most is None else min(useful, most)
     drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
     if draft is not None and most is not None and drafts > most:
         raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")

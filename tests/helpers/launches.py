@@ -18,7 +18,7 @@ from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -39,6 +39,7 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import AttentionRule, DeltaRule
 from fastspec.state import DecodeState
+from tests.helpers.expert_launches import mixtures
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
@@ -389,6 +390,8 @@ def exchanges(arch: int) -> Calls:
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
+        keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
+        yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:
@@ -450,6 +453,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),
     "recurrent": recurrent,
+    "experts": mixtures,
     "prompts": prompts,
     "steps": steps,
     **{f"sampled_{vocab}": partial(sampled, vocab) for vocab in VOCABS},

@@ -1,11 +1,14 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
+from fastspec.kernels.reference.experts import experts, route
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
     gelu_tanh,
     gelu_tanh_mul,
+    keys_of,
+    largest_of,
     linear,
     norm,
     packed_argmax,
@@ -27,10 +30,13 @@ __all__ = [
     "commit",
     "delta_rule",
     "embed",
+    "experts",
     "feed_rows",
     "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "keys_of",
+    "largest_of",
     "layer_tail",
     "linear",
     "mlp",
@@ -42,6 +48,7 @@ __all__ = [
     "publish",
     "rms_norm",
     "rope",
+    "route",
     "sampled_commit",
     "sampled_draw",
     "sigmoid",

@@ -8,14 +8,17 @@ from typing import Any, Final, Literal, NoReturn
 
 from fastspec.errors import UnsupportedModel
 
-HeadKind = Literal["eagle3", "dflash"]
-Layout = Literal["eagle", "z-lab", "speculators"]
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo"]
 
-NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
 LAYOUTS: Final[Mapping[Layout, str]] = {
     "eagle": "layout of EAGLE and SGLang",
     "z-lab": "layout of z-lab",
     "speculators": "layout of speculators",
+    "mtp": "layout of Qwen",
+    "nextn": "layout of DeepSeek and GLM",
+    "mimo": "layout of MiMo",
 }
 SPECULATORS: Final = "speculators_model_type"
 SUPPORTED: Final = "supported heads: EAGLE-3 and DFlash, each in its first layout and in that of speculators"

@@ -27,20 +27,22 @@ from fastspec.models.config import (
     supported_models,
 )
 from fastspec.models.families import FAMILIES
-from fastspec.models.fields import SIZE_LIMITS
+from fastspec.models.fields import check_sizes
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.hub import download
+from fastspec.models.weights.leftovers import name_others
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import named, planned_bytes
-from fastspec.models.weights.names import EMBED, HEAD, PREFIX, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.shapes import check_no_others, check_tensors, listing, tensor_shapes
+from fastspec.models.weights.shapes import check_no_others, check_tensors, tensor_shapes
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 
 if TYPE_CHECKING:
@@ -56,9 +58,6 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
-OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.", "visual.")  # of models with a text part
-MTP: Final = ("mtp.",)  # layers that draft, beside a model
-OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
 
@@ -79,6 +78,7 @@ class Checkpoint:
         cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
         rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
         sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
+        mtp: MTP layers lie beside the model.
     """
 
     name: str
@@ -92,6 +92,7 @@ class Checkpoint:
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
     rounded: CodeFormat | None = None
     sliced: Sliced | None = None
+    mtp: bool = False
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
@@ -112,7 +113,13 @@ class Checkpoint:
         return self.spec
 
 
-def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
+def resolve(
+    source: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    role: str,
+    revision: str | None = None,
+    fetched: Path | None = None,
+) -> Checkpoint:
     """Finds a checkpoint and checks all of it but the weights' values.
 
     Values are read for one reason: a head that is stored beside a tied embedding is compared with it.
@@ -122,6 +129,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
             loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id; only for a Hub id.
+        fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
 
     Returns:
         The checkpoint, with nothing allocated.
@@ -146,7 +154,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(download(source, revision, check_before_download), str(source), role)
+        return _from_directory(fetched or download(source, revision, check_before_download), str(source), role)
 
 
 @contextmanager
@@ -207,10 +215,11 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
         check_hosted_module(module)
         info = hosted_info(module.config, type(module))  # type: ignore[arg-type]
         return Checkpoint(name, role, info, None, module, settings_of_module(module, info.vocab_size))
-    tensors = ModuleTensors(module)
+    held = ModuleTensors(module)
     name = type(module).__name__
     config: Any = copy.deepcopy(module.config)
-    spec = _with_stored_dtype(spec_from_config(config), tensors.infos())
+    spec = _with_stored_dtype(spec_from_config(config), held.infos())
+    tensors = by_expert(held, spec, name)
     check_tensors(tensors.infos(), spec, name)
     check_no_others(tensors.infos(), spec, name)
     check_as_built(module, spec)
@@ -228,10 +237,11 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         return _hosted(directory, name, role, raw, config)
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
-    shards: Stored = ShardTensors(directory)
-    stored, scales = "", {}
     with _naming(directory):
         quantisation = _quantisation(directory, raw)
+    shards: Stored = by_expert(ShardTensors(directory), spec, name)
+    check_mxfp4(shards, quantisation, name)
+    stored, scales = "", {}
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
@@ -241,9 +251,9 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     spec = _with_own_head(spec, tensors, f"{role}: {name}")
-    _name_others(tensors, spec, f"{role}: {name}")
+    mtp = name_others(tensors, spec, f"{role}: {name}")
     settings = settings_of_directory(directory, raw, spec.vocab_size)
-    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales)
+    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
 
 
 def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
@@ -315,23 +325,6 @@ def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSp
     return replace(spec, tied=False)
 
 
-def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
-    others = tensors.others()
-    images = OTHER_PARTS if FAMILIES[spec.family].text_part else ()
-    why = "they are for images; here the model reads and writes text alone"
-    for reason, begins in {why: images, "they draft (MTP), and are no part of the model": MTP}.items():
-        parts = [other for other in others if other.removeprefix(PREFIX).startswith(begins)]
-        others = [other for other in others if other not in set(parts)]
-        if parts:
-            warnings.warn(f"{name}: {listing(parts)} not used: {reason}", stacklevel=2)
-    if others:
-        warnings.warn(
-            f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
-            "has no place for them. transformers leaves them out too; is it the config of these weights?",
-            stacklevel=2,
-        )
-
-
 def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
     stored = infos[EMBED].dtype if EMBED in infos else spec.dtype
     return spec if isinstance(stored, str) else replace(spec, dtype=stored)
@@ -365,19 +358,13 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         quantisation_of(raw)
     if raw.get("per_layer_config"):
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
-    for field, limit in SIZE_LIMITS.items():
-        value = raw.get(field, 1)
-        if value is None and (field in OPTIONAL_SIZES or family not in FAMILIES):
-            continue
-        if family not in FAMILIES and isinstance(value, list):  # a number a layer
-            continue
-        if type(value) is not int or not 1 <= value <= limit:
-            raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
+    check_sizes(raw, str(path), native=family in FAMILIES)
     return raw
 
 
 def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
-    if raw.get("auto_map"):
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if raw.get("auto_map") and not (family and family.read_as):
         raise UnsupportedModel(
             f"{path}: auto_map asks for code from the checkpoint, which is never run; {supported_models()}"
         )
@@ -388,7 +375,8 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
-    kind = CONFIG_MAPPING[raw["model_type"]]
+    family = FAMILIES.get(raw["model_type"])
+    kind = CONFIG_MAPPING[(family and family.read_as) or raw["model_type"]]
     unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
     read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
     try:
