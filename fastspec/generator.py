@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
@@ -145,6 +146,7 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._grammars = Grammars(self.vocab_size)
         engine, weights = build(
             self._settings,
             self._target,
@@ -244,7 +246,8 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.end()
         stats = session.stats(call, start, time.perf_counter())
-        if advice := break_even_advice(stats, self._settings.layout):
+        free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
+        if free and (advice := break_even_advice(stats, self._settings.layout)):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
         return output if chosen.return_dict else output.sequences
@@ -344,9 +347,11 @@ class FastSpecGenerator:
         usual: int | None = None,
     ) -> calls.Prepared:
         """Checks a call and turns it into requests; touches no device memory."""
-        self._open()
+        self._open().check_options(keywords)
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        make = partial(
+            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
+        )
         ranks = self._session.ranks
         call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)

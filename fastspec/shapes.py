@@ -15,6 +15,8 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 EARLY_BLOCKS = 17
 PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
+# steps with rows that follow a grammar: what is proposed for the others counts, or drafts are those of grammars alone
+GRAMMARS = BESIDE, ALONE = "beside", "alone"
 NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
 
 
@@ -107,6 +109,7 @@ class StepShape:
             log-probability; None records nothing.
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
+        grammars: one of GRAMMARS where rows follow a grammar; None: none does.
     """
 
     num_drafts: int
@@ -116,6 +119,7 @@ class StepShape:
     top_logprobs: int | None = None
     verification: Verification = REJECTION
     first_block: int = 0
+    grammars: str | None = None
 
     def fed(
         self,

@@ -167,6 +167,9 @@ def argmax(
     """As `reference.pick`, which defines it."""
     if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
+    elif out.dtype == torch.uint64:  # keys, which the other kernel of a pick does not give
+        logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+        out.view(torch.int64).copy_(reference.keys_of(logits, limit))
     elif tiling.rows is None:
         reference.argmax(x, weight, limit, tiling, norm=norm, out=out)
     else:  # `out` may be a column of the drafts, and that kernel writes ids side by side

@@ -20,6 +20,10 @@ WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
     "gives other text"
 )
+_GRAMMARS = (
+    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "grammar forces and what the row repeats, not the draft's"
+)
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -40,6 +44,7 @@ def explain(
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",

@@ -18,7 +18,7 @@ from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -389,6 +389,8 @@ def exchanges(arch: int) -> Calls:
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
+        keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
+        yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:

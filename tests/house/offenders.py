@@ -9,7 +9,7 @@ LONG_SIGNATURES = {
     "_verify_kernel": 32,
     "attend": 17,
     "attend_op": 15,
-    "generate": 27,
+    "generate": 30,
     "plan": 15,
     "ring_kernel": 27,
     "settings_of": 13,

@@ -99,6 +99,11 @@ def test_ids_are_boundaries_or_outputs(target: Path, tmp_path: Path) -> None:
     assert spec_of(target, top).readings == ((2, 4, 6),), "7 is not there"
     assert spec_of(target, write_speculators(tmp_path / "c", tensors, boundaries=ids)).readings == ((1, 3, 4),)
     assert spec_of(target, written, [0, 6, 3]).readings == ((0, 6, 3),)
+    both = {"eagle_aux_hidden_state_layer_ids": ids, "layer_ids": [2, 4, 5]}
+    named_twice = write_eagle3(tmp_path / "e", tensors, eagle_config=both)
+    assert spec_of(target, named_twice).readings == ((2, 4, 5),), "only one reading fits both names"
+    both["layer_ids"] = ids
+    assert len(spec_of(target, write_eagle3(tmp_path / "f", tensors, eagle_config=both)).readings) == 2
     final = eagle3_tensors(read=1)
     normed = write_eagle3(tmp_path / "d", final, eagle_config={"use_aux_hidden_state": False})
     assert spec_of(target, normed).readings == ((NORMED,),)
