@@ -39,6 +39,7 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import AttentionRule, DeltaRule
 from fastspec.state import DecodeState
+from tests.helpers.expert_launches import mixtures
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
@@ -452,6 +453,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),
     "recurrent": recurrent,
+    "experts": mixtures,
     "prompts": prompts,
     "steps": steps,
     **{f"sampled_{vocab}": partial(sampled, vocab) for vocab in VOCABS},

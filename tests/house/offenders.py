@@ -9,6 +9,7 @@ LONG_SIGNATURES = {
     "_verify_kernel": 32,
     "attend": 17,
     "attend_op": 15,
+    "expert_kernel": 29,
     "generate": 30,
     "plan": 15,
     "ring_kernel": 27,

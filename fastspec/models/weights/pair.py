@@ -75,6 +75,11 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
             "the original weights"
         )
+    if checkpoint.native.routed_elements:
+        raise UnsupportedOption(
+            f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
+            "loading; leave it out"
+        )
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=wanted[0], stored=f"matrices rounded to {form} while loading, {effect}")
