@@ -51,7 +51,9 @@ def test_a_mixture_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -
 def test_several_gpus_are_refused() -> None:
     spec = spec_from_config(config_of("mixtral"))
     share = share_of(spec, 0, 2, one_tree=True)
-    with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with mixtral, whose layers are mixtures"):
+    with pytest.raises(
+        UnsupportedOption, match="tensor_parallel=2 does not go with mixtral, whose layers are mixtures"
+    ):
         local_spec(spec, share)
 
 
