@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 
 MAX_WIDTH = 65536
 ELEMENTS = 2048  # of a row to a warp, at most
@@ -56,8 +56,14 @@ def _norm_kernel(
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False, pdl: bool = False
+) -> Tensor:
     """As `reference.norm`, which defines it.
+
+    Args:
+        x, weight, eps, bias, centred: as there.
+        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
@@ -70,7 +76,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype or not bias.is_contiguous()):
         raise ValueError(f"bias is {told(bias)}; wanted it as the weight, {told(weight)}")
     out = torch.empty_like(x)
-    block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
+    block = triton.next_power_of_2(width)
     launch(
         _norm_kernel,
         (x.numel() // width,),
@@ -87,6 +93,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
         PDL=pdl,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
+        # `launch_pdl` is named only where it is wanted: the interpreter does not know it
         **({"launch_pdl": True} if pdl else {}),
     )
     return out

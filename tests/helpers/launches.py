@@ -369,7 +369,10 @@ def steps(arch: int) -> Calls:
             yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
-            yield f"norm {dtype}", partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred)
+            yield (
+                f"norm {dtype}",
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+            )
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
