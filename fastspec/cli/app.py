@@ -19,6 +19,7 @@ from fastspec.cli.chat import chat
 from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.output import write_text
+from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import Progress
 from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
@@ -94,6 +95,7 @@ def generate(
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
     start_ranks(tensor_parallel)
@@ -190,6 +192,7 @@ def doctor(
     raise typer.Exit(0 if report.ok else 1)
 
 
+app.command()(pairs)
 app.command()(quantize)
 app.command()(chat)
 app.command()(serve)

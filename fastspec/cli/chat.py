@@ -38,6 +38,7 @@ def chat(
 ) -> None:
     """Talks with the model, by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
+    flags.suggest_draft(target, draft, proposer)
     options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
     options["num_speculative_tokens"] = num_speculative_tokens
     if proposer is not None:

@@ -11,6 +11,7 @@ import typer
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
 from fastspec.inputs.row_options import NUMBERS
+from fastspec.models.pairs import natural_pairs
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
 
@@ -143,3 +144,12 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
         raise typer.BadParameter("a draft needs its target: name that too", param_hint="--draft")
     shipped, its_draft = demo_pair()
     return str(shipped), str(its_draft)
+
+
+def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
+    """Says on stderr which drafts fit a target that was given alone, where the table of pairs knows some."""
+    if target is None or draft is not None or proposer is not None:
+        return
+    found = natural_pairs(target)
+    if found is not None and found.drafts:
+        typer.echo(f"fastspec: no draft, so decoding is plain; --draft {found.drafts[0]} fits {target}", err=True)

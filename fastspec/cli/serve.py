@@ -49,6 +49,7 @@ def serve(
 ) -> None:
     """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
     source, drafter = flags.pair_of(target, draft)
+    flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
     options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
     options["num_speculative_tokens"] = num_speculative_tokens

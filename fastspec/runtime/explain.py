@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.linear.plan import tested
 from fastspec.models.interface import ModelSource
+from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
@@ -32,11 +33,11 @@ def explain(
     drafting: DraftPlan,
 ) -> str:
     """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
-    layout = settings.layout
+    layout, none = settings.layout, f"none: plain decoding{suggestion(target.name)}"
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else none}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",

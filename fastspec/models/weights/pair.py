@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
+from fastspec.models.pairs import refuse_strangers
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
@@ -30,9 +31,12 @@ def resolve_pair(
         feature_layers: boundaries of the target that a head is to read; None: those its config names.
 
     Raises:
-        As `resolve` and `resolve_head`; UnsupportedOption: quantization that is not a format, or of what is stored
+        As `resolve` and `resolve_head`; ValueError: two Hub ids that are known to have different tokenizers, before
+        anything is fetched; UnsupportedOption: quantization that is not a format, or of what is stored
         quantised, or an option that the draft has no use for.
     """
+    if isinstance(target, str) and isinstance(draft, str):
+        refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     head = head_directory(draft, revisions[1])
     if head is not None:
