@@ -59,7 +59,8 @@ class FastSpecGenerator:
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. Of a
+            draft also "auto": the format in which its passes are estimated to be shortest here, which may be as stored.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.

@@ -10,6 +10,7 @@ from fastspec.kernels.linear.plan import tested
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
+from fastspec.models.weights.pair import AS_STORED
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
@@ -106,6 +107,8 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     windows = sum(window is not None for window in spec.windows)
     sliding = f", {windows} of them with a sliding window" if windows else ""
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
+    if checkpoint.stored.startswith(AS_STORED):
+        quantised = f"\n           format     {checkpoint.stored}"
     hosted = f"\n           {spec.hosting}" if spec.hosting else ""
     return (
         f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "

@@ -101,9 +101,9 @@ def settings_of(
         max_drafts=drafts if draft or proposer else 0,
         page_size=page_size,
         target=target.spec,
-        target_dtype=_dtype(dtype, target.spec, on),
+        target_dtype=dtype_of(dtype, target.spec, on),
         draft=draft.spec if draft else None,
-        draft_dtype=_dtype(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
+        draft_dtype=dtype_of(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
@@ -223,7 +223,8 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
         )
 
 
-def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
+    """The dtype of a model of which `dtype` was asked for."""
     if dtype is None:
         return spec.dtype if device.type == "cuda" else torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

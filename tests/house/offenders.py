@@ -9,9 +9,11 @@ LONG_SIGNATURES = {
     "_verify_kernel": 32,
     "attend": 17,
     "attend_op": 15,
-    "generate": 27,
+    "chat": 13,
+    "generate": 28,
     "plan": 15,
     "ring_kernel": 27,
+    "serve": 13,
     "settings_of": 13,
 }
 # files with figures of speed in docstrings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
@@ -15,6 +15,10 @@ from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fastspec.kernels.common.codes import CodeFormat
+
+AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
 
 
 def resolve_pair(
@@ -60,7 +64,8 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
         return checkpoint
     name, wanted = f"{checkpoint.role}_quantization", [each for each in FORMATS if each == form]
     if not wanted:
-        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)} or None")
+        more = ", 'auto'" if checkpoint.role == "draft" else ""
+        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
     if checkpoint.spec.hosting:
         raise UnsupportedOption(
             f"{name}={form!r} is for native families alone, and {checkpoint.name} is hosted; leave it out"
@@ -70,6 +75,11 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
             "the original weights"
         )
+    return rounded_to(checkpoint, wanted[0])
+
+
+def rounded_to(checkpoint: Checkpoint, form: CodeFormat) -> Checkpoint:
+    """The checkpoint with its matrices rounded while they are loaded; it is neither hosted nor stored quantised."""
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
-    return replace(checkpoint, rounded=wanted[0], stored=f"matrices rounded to {form} while loading, {effect}")
+    return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")
