@@ -92,6 +92,7 @@ def generate(
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
     tensor_parallel: flags.TensorParallel = None,
     draft_quantization: flags.DraftFormat = None,
+    kv_dtype: flags.KVDtype = None,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
@@ -103,7 +104,7 @@ def generate(
     asked = flags.options_of(context.params)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
     options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
-    options |= flags.given(draft_quantization=draft_quantization)
+    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if verification is not None:
         options["verification"] = verification
     if tensor_parallel is not None:

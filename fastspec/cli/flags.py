@@ -47,6 +47,9 @@ DraftFormat = Annotated[
         help="Round the draft's weights while they are loaded; auto picks the fastest. It never changes the text.",
     ),
 ]
+KVDtype = Annotated[
+    str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, and another text.")
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]

@@ -10,13 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import KVScales
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKVCache:
-    """K and V of one model: [num_layers, num_pages, page_size, num_kv_heads, head_dim] each."""
+    """K and V of one model: [num_layers, num_pages, page_size, num_kv_heads, head_dim] each.
+
+    Attributes:
+        keys, values: the storage, in the model's dtype or in `FP8`.
+        scales: of each layer, of storage in 8 bits; empty: 1, or none.
+    """
 
     keys: Tensor
     values: Tensor
+    scales: tuple[KVScales, ...] = ()
 
     @classmethod
     def allocate(
@@ -29,10 +37,16 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
         """Allocates zeroed pages."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, scales)
+
+    def scales_of(self, layer: int) -> KVScales | None:
+        """The scales of one layer; None: none are known."""
+        return self.scales[layer] if self.scales else None
 
     @property
     def page_size(self) -> int:

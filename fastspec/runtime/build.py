@@ -12,6 +12,7 @@ import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.kernels.common.kv_scales import FP8, KVScales
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
@@ -28,6 +29,7 @@ from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import DecoderWeights, allocate_weights
+from fastspec.models.weights.quantised.cache_scales import for_layers
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
@@ -118,24 +120,25 @@ def build(
         )
         pending.append(allocated)
         matrices.extend(_matrices(allocated.weights))
-        cache = cache_of(spec, dtype)
+        of_target, of_draft = layout.cache_dtypes
+        kept = of_draft if checkpoint.role == "draft" else of_target
+        scales = for_layers(checkpoint.cache_scales, spec.num_layers) if kept == FP8 else ()
+        cache = cache_of(spec, kept, scales)
         if checkpoint.sliced is not None and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
             return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
         return kind(spec, allocated.weights, cache, inside, **sizes)
 
-    def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
-        pages = layout.num_pages(length), layout.page_size
-        return PagedKVCache.allocate(
-            spec.num_layers, *pages, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device
-        )
+    def cache_of(spec: ModelSpec, dtype: torch.dtype, scales: tuple[KVScales, ...] = ()) -> PagedKVCache:
+        sizes = spec.num_layers, layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        return PagedKVCache.allocate(*sizes, dtype=dtype, device=device, scales=scales)
 
     def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
         assert isinstance(scoring, Decoder), "checked with the head"
         made, weights = build_head(
             head,
             scoring,
-            cache_of(head.spec.decoder, layout.draft_dtype),
+            cache_of(head.spec.decoder, layout.cache_dtypes[1]),
             dtype=layout.draft_dtype,
             ops=inside,
             sizes=sizes,

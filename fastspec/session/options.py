@@ -43,6 +43,7 @@ class PlanOptions(TypedDict, total=False):
     target_quantization: str | None
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
+    kv_dtype: str | None
 
 
 def checked(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.shapes import AttentionRule
 
 LOG2E = 1.4426950408889634  # kernels take powers of 2, so scores times this
@@ -45,6 +46,7 @@ class PagedCache(NamedTuple):
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
+        k_factor, v_factor: on K and V before they are stored in 8 bits, 1 / scale; None: they are stored as they are.
         block_table: int64 [B, table_width], rows at `table_stride`; behind `cache_of_row` in a kernel, one row of it.
         table_stride: elements from one row of the table to the next.
         table_width: pages that a row has room for.
@@ -57,6 +59,8 @@ class PagedCache(NamedTuple):
     table_stride: Any
     table_width: Any
     num_pages: Any
+    k_factor: Any
+    v_factor: Any
 
 
 class Scoring(NamedTuple):
@@ -64,15 +68,19 @@ class Scoring(NamedTuple):
 
         score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
 
+    Where K and V are stored in 8 bits, k and v are what is stored: the scale of K is part of the factor.
+
     Attributes:
         factor: on q . k.
         cap: the softcap, times log2(e); None: none.
         sinks: [H] in fp32 or the cache's dtype: of each head, the score of one more key, of value zero; None: none.
+        value_scale: on sums of values; None: 1.
     """
 
     factor: Any
     cap: Any
     sinks: Any
+    value_scale: Any
 
 
 class WorkArea(NamedTuple):
@@ -102,13 +110,17 @@ def new_tokens(
     return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps)
 
 
-def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int) -> Scoring:
+def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
     """The group of this rule and of sinks whose shape is checked, for heads of this dim."""
+    factor, value_scale = rule.factor(dim), None if scales is None else scales.v
+    if scales is not None:
+        factor *= scales.k
     if rule.softcap is None:
-        return Scoring(rule.factor(dim) * LOG2E, None, sinks)
-    return Scoring(rule.factor(dim) / rule.softcap, rule.softcap * LOG2E, sinks)
+        return Scoring(factor * LOG2E, None, sinks, value_scale)
+    return Scoring(factor / rule.softcap, rule.softcap * LOG2E, sinks, value_scale)
 
 
-def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """The group of these tensors, whose shapes are checked."""
-    return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])
+def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor, scales: KVScales | None = None) -> PagedCache:
+    """The group of these tensors, whose shapes are checked; scales where K and V are stored in 8 bits."""
+    factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
+    return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0], *factors)
