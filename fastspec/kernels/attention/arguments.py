@@ -28,6 +28,7 @@ class NewTokens(NamedTuple):
         q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
         num_angles: positions that `cos` and `sin` have.
         eps: of the head norms.
+        k_factor, v_factor: on K and V before they are stored in 8 bits, 1 / scale; None: they are stored as they are.
     """
 
     qkv: Any
@@ -39,6 +40,8 @@ class NewTokens(NamedTuple):
     k_norm: Any
     num_angles: Any
     eps: Any
+    k_factor: Any
+    v_factor: Any
 
 
 class PagedCache(NamedTuple):
@@ -46,7 +49,6 @@ class PagedCache(NamedTuple):
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
-        k_factor, v_factor: on K and V before they are stored in 8 bits, 1 / scale; None: they are stored as they are.
         block_table: int64 [B, table_width], rows at `table_stride`; behind `cache_of_row` in a kernel, one row of it.
         table_stride: elements from one row of the table to the next.
         table_width: pages that a row has room for.
@@ -59,8 +61,6 @@ class PagedCache(NamedTuple):
     table_stride: Any
     table_width: Any
     num_pages: Any
-    k_factor: Any
-    v_factor: Any
 
 
 class Scoring(NamedTuple):
@@ -103,11 +103,13 @@ def new_tokens(
     norms: tuple[Tensor, Tensor, float] | None,
     positions: Tensor,
     write_mask: Tensor,
+    scales: KVScales | None = None,
 ) -> NewTokens:
-    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`."""
+    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`, scales of 8-bit caches."""
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     num_angles = 0 if cos is None else cos.shape[0]
-    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps)
+    factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
+    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps, *factors)
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
@@ -120,7 +122,6 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
     return Scoring(factor / rule.softcap, rule.softcap * LOG2E, sinks, value_scale)
 
 
-def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor, scales: KVScales | None = None) -> PagedCache:
-    """The group of these tensors, whose shapes are checked; scales where K and V are stored in 8 bits."""
-    factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
-    return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0], *factors)
+def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
+    """The group of these tensors, whose shapes are checked."""
+    return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

@@ -143,8 +143,8 @@ def attend(
     check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
     check_sinks(sinks, num_heads, qkv.dtype)
     scales = scales_of(keys, kv_scales)
-    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask)
-    cache, blocks = paged_cache(keys, values, block_table, scales), (first_block, num_blocks)
+    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask, scales)
+    cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
     return _decode(tokens, cache, num_heads, blocks, (rule, sinks, scales), work, regroup)
 
 

@@ -283,7 +283,7 @@ def paged_attention(
         _flash_kernel,
         (num_heads, triton.cdiv(num_queries, launch.rows), batch),
         query,
-        paged_cache(keys, values, block_table, scales),
+        paged_cache(keys, values, block_table),
         positions,
         out,
         num_queries,

@@ -23,8 +23,7 @@ def head_layout(HALF, WARPS):
 def cache_of_row(cache, batch):
     """A cache with one row of its block table."""
     table = cache.block_table + batch * cache.table_stride
-    factors = cache.k_factor, cache.v_factor
-    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages, *factors)
+    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @gluon.jit

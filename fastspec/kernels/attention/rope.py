@@ -46,8 +46,7 @@ def _chunk_rows(block_d: int) -> int:
 def cache_of_row(cache, batch):
     """A cache with one row of its block table."""
     table = cache.block_table + batch * cache.table_stride
-    factors = cache.k_factor, cache.v_factor
-    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages, *factors)
+    return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @triton.jit
@@ -156,10 +155,10 @@ def append(
     target = slot[:, None] + column[None, :]
     stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
     DTYPE: tl.constexpr = cache.k.dtype.element_ty
-    tl.store(cache.k + target, as_stored(k1, cache.k_factor, DTYPE), mask=stored)
-    tl.store(cache.k + target + HALF, as_stored(k2, cache.k_factor, DTYPE), mask=stored)
-    tl.store(cache.v + target, as_stored(v1, cache.v_factor, DTYPE), mask=stored)
-    tl.store(cache.v + target + HALF, as_stored(v2, cache.v_factor, DTYPE), mask=stored)
+    tl.store(cache.k + target, as_stored(k1, tokens.k_factor, DTYPE), mask=stored)
+    tl.store(cache.k + target + HALF, as_stored(k2, tokens.k_factor, DTYPE), mask=stored)
+    tl.store(cache.v + target, as_stored(v1, tokens.v_factor, DTYPE), mask=stored)
+    tl.store(cache.v + target + HALF, as_stored(v2, tokens.v_factor, DTYPE), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -234,8 +233,8 @@ def store_heads(
     launch(
         _rotate_kernel,
         grid,
-        new_tokens(qkv, cos, sin, norms, positions, write_mask),
-        paged_cache(keys, values, block_table, scales_of(keys, kv_scales)),
+        new_tokens(qkv, cos, sin, norms, positions, write_mask, scales_of(keys, kv_scales)),
+        paged_cache(keys, values, block_table),
         out,
         num_queries,
         KV_HEADS=kv_heads,
