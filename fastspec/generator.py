@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
@@ -45,12 +46,13 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
+            own MTP layer); None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
-            while it decodes, by measured tokens per second (docs/guides).
+        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
+            measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.
@@ -79,7 +81,8 @@ class FastSpecGenerator:
         progress: show progress bars and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft as well; by default every process has all of it.
+        draft_tensor_parallel: "split" shares the draft as well, with "replicated" every process has all of it. Default:
+            on GPUs what makes its passes shorter, on the CPU "replicated".
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
@@ -148,6 +151,7 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._grammars = Grammars(self.vocab_size)
         engine, weights = build(
             self._settings,
             self._target,
@@ -247,7 +251,8 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.end()
         stats = session.stats(call, start, time.perf_counter())
-        if advice := break_even_advice(stats, self._settings.layout):
+        free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
+        if free and (advice := break_even_advice(stats, self._settings.layout)):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
         return output if chosen.return_dict else output.sequences
@@ -347,9 +352,11 @@ class FastSpecGenerator:
         usual: int | None = None,
     ) -> calls.Prepared:
         """Checks a call and turns it into requests; touches no device memory."""
-        self._open()
+        self._open().check_options(keywords)
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        make = partial(
+            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
+        )
         ranks = self._session.ranks
         call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)

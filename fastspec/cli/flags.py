@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -66,6 +67,13 @@ MinNewTokens = Annotated[int | None, typer.Option(help="No stop token before so 
 StopStrings = Annotated[
     list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Text to stop behind. Repeatable.")
 ]
+JsonSchema = Annotated[
+    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON schema that the text follows.")
+]
+Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole text matches.")]
+Grammar = Annotated[
+    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Lark grammar that the text follows.")
+]
 Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
 Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
@@ -82,7 +90,7 @@ Drafter = Annotated[
 
 _NUMBERS = [each for each in NUMBERS if each.name != "temperature"]
 _DRAWING = tuple(each.name for each in _NUMBERS if not each.changes_greedy)
-_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed")
+_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed", "regex")
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,6 +107,9 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         options["logit_bias"] = _biases(flags["logit_bias"])
     if flags["stop_strings"]:
         options["stop_strings"] = list(flags["stop_strings"])
+    for name in ("json_schema", "grammar"):
+        if flags[name] is not None:
+            options[name] = flags[name].read_text(encoding="utf-8")
     if flags["num_return_sequences"] != 1:
         options["num_return_sequences"] = flags["num_return_sequences"]
     if flags["temperature"]:

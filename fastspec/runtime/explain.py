@@ -8,7 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelSource, is_recurrent
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.pair import AS_STORED
@@ -23,6 +23,10 @@ WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
     "gives other text"
 )
+_GRAMMARS = (
+    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "grammar forces and what the row repeats, not the draft's"
+)
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -35,14 +39,15 @@ def explain(
     drafting: DraftPlan,
 ) -> str:
     """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
-    layout, none = settings.layout, f"none: plain decoding{suggestion(target.name)}"
+    layout = settings.layout
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else none}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
@@ -108,9 +113,15 @@ def _waited_for(engine: Engine) -> str:
     return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
 
 
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}{suggestion(target.name)}"
+
+
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        return "not kept"
+        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
+        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
 
 
@@ -118,7 +129,9 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
-    sliding = f", {windows} of them with a sliding window" if windows else ""
+    recurrent = spec.num_layers - len(spec.attention_shapes)
+    kinds = f", {recurrent} of them recurrent" if recurrent else ""
+    sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
     if checkpoint.stored.startswith(AS_STORED):
         quantised = f"\n           format     {checkpoint.stored}"

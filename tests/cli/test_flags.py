@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from pathlib import Path
 from typing import Any
 
 import click
@@ -69,6 +70,16 @@ def test_flags_reach_generate_under_its_own_names() -> None:
         "stop_strings": ["end", "def"],
         "seed": 7,
     }
+
+
+def test_grammars_are_read(tmp_path: Path) -> None:
+    for name, text in {"json_schema": '{"type": "object"}', "grammar": 'start: "a"', "regex": "a+"}.items():
+        stub, file = Stub(), tmp_path / name
+        file.write_text(text)
+        given = text if name == "regex" else str(file)
+        result = invoke(stub, "generate", "--prompt", "x", "--" + name.replace("_", "-"), given)
+        assert result.exit_code == 0, result.output
+        assert stub.calls[0][name] == text
 
 
 def test_zeros_are_passed_on() -> None:

@@ -10,7 +10,7 @@ LONG_SIGNATURES = {
     "attend": 18,
     "attend_op": 15,
     "chat": 14,
-    "generate": 29,
+    "generate": 32,
     "plan": 15,
     "ring_kernel": 27,
     "serve": 14,

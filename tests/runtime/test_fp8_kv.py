@@ -109,7 +109,7 @@ def test_scales_of_a_checkpoint_are_used(tmp_path: Path) -> None:
 
 
 def test_of_several_heads_the_largest_scale_holds_all() -> None:
-    found = for_layers({1: CacheScales((0.5, 0.75), (2.0,))}, 2)
+    found = for_layers({1: CacheScales((0.5, 0.75), (2.0,))}, (0, 1))
     assert found == (KVScales(), KVScales(0.75, 2.0))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from fastspec.errors import CheckpointError
@@ -49,7 +49,7 @@ def read(stored: Stored) -> dict[int, CacheScales]:
     return found
 
 
-def for_layers(found: Mapping[int, CacheScales], layers: int) -> tuple[KVScales, ...]:
-    """The scales by which K and V of so many layers are stored here: of several heads the largest, which holds all."""
-    named = [found.get(layer, CacheScales()) for layer in range(layers)]
+def for_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
+    """The scales by which K and V of these layers are stored here: of several heads the largest, which holds all."""
+    named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)
