@@ -1,7 +1,7 @@
 """`draft_quantization="auto"`: the format in which a draft's passes are estimated to be shortest. It changes no text.
 
 A pass of few rows waits for the weights, so its time is estimated as their bytes over the share of the memory's speed
-that products of that format reach. Acceptance is taken to be the same in every format: `python -m perf formats`
+that products of that format reach. Acceptance is taken to be the same in every format: `python -m perf.formats`
 measures it for a pair.
 """
 
