@@ -307,6 +307,7 @@ class Decoder:
             first_block=rows.first_block,
             rule=rule,
             sinks=sinks,
+            kv_scales=self.cache.scales_of(self._places[index]),
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
