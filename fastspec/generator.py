@@ -61,7 +61,10 @@ class FastSpecGenerator:
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. Of a
+            draft also "auto": the format in which its passes are estimated to be shortest here, which may be as stored.
+        kv_dtype: "fp8" keeps K and V of both models in 8 bits (e4m3): half the memory, and another text than with 16
+            bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
@@ -106,6 +109,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = None,
+        kv_dtype: str | None = None,
         feature_layers: Sequence[int] | None = None,
         draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
@@ -133,6 +137,7 @@ class FastSpecGenerator:
             "draft_revision": draft_revision,
             "target_quantization": target_quantization,
             "draft_quantization": draft_quantization,
+            "kv_dtype": kv_dtype,
             "feature_layers": feature_layers,
             "draft_vocab": draft_vocab,
         }

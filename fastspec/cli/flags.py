@@ -12,6 +12,7 @@ import typer
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
 from fastspec.inputs.row_options import NUMBERS
+from fastspec.models.pairs import natural_pairs
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
 
@@ -42,6 +43,16 @@ Draft = Annotated[
     str | None, typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer.")
 ]
 MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")]
+DraftFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp8|int8|int4|auto",
+        help="Round the draft's weights while they are loaded; auto picks the fastest. It never changes the text.",
+    ),
+]
+KVDtype = Annotated[
+    str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, and another text.")
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]
@@ -156,3 +167,17 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
         raise typer.BadParameter("a draft needs its target: name that too", param_hint="--draft")
     shipped, its_draft = demo_pair()
     return str(shipped), str(its_draft)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
+    """Says on stderr which drafts fit a target that was given alone, where the table of pairs knows some."""
+    if target is None or draft is not None or proposer is not None:
+        return
+    found = natural_pairs(target)
+    if found is not None and found.drafts:
+        typer.echo(f"fastspec: no draft, so decoding is plain; --draft {found.drafts[0]} fits {target}", err=True)

@@ -33,9 +33,9 @@ from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
-from fastspec.kernels.norm import norm
+from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -155,6 +155,11 @@ def layer_tail(
     if attended.dim() == 4:
         attended = packing.in_order(attended)
     return reference.layer_tail(linear, attended, x, layer, next_layer, eps, tiling, reduce)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+    """As `reference.norm`, which defines it."""
+    return norm_rows(x, weight, eps, pdl=has_pdl(x.device), **options)
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

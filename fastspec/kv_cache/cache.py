@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kv_cache.states import StateCache
 
 
@@ -18,13 +19,16 @@ class PagedKVCache:
     """What one model keeps of its rows.
 
     Attributes:
-        keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each.
+        keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each, in the
+            model's dtype or in `FP8`.
         states: of its recurrent layers; None: it has none.
+        scales: of each layer that attends, of storage in 8 bits; empty: 1, or none.
     """
 
     keys: Tensor
     values: Tensor
     states: StateCache | None = None
+    scales: tuple[KVScales, ...] = ()
 
     @classmethod
     def allocate(
@@ -38,11 +42,16 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: StateCache | None = None,
+        scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
         """Allocates zeroed pages, beside the states that are there."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(keys, values, states)
+        return cls(keys, values, states, scales)
+
+    def scales_of(self, layer: int) -> KVScales | None:
+        """The scales of one layer; None: none are known."""
+        return self.scales[layer] if self.scales else None
 
     @property
     def page_size(self) -> int:

@@ -122,7 +122,10 @@ class Decoder:
         """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         x, options = self._normed(plan, x, layer.input_norm, layer.input_norm_bias)
-        return self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        product = self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        if layer.delta is None or layer.delta.gates is None:
+            return product
+        return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         """A product whose result lies here whole, or this rank's part of it."""
@@ -304,6 +307,7 @@ class Decoder:
             first_block=rows.first_block,
             rule=rule,
             sinks=sinks,
+            kv_scales=self.cache.scales_of(self._places[index]),
             work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.pairs import suggestion
 from fastspec.models.weights.sources import load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def shared_vocab(
 
     Raises:
         ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
-            differ by more than padding. The message names the first id that differs and both texts.
+            differ by more than padding. The message names the first id that differs and both texts, and drafts
+            that fit where the table of pairs knows some.
     """
     if isinstance(draft, HeadCheckpoint):
         return target.spec.vocab_size  # it speaks in the target's ids
@@ -57,13 +59,13 @@ def shared_vocab(
     if not common:
         raise ValueError(
             f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; choose a draft with "
-            "the target's tokenizer"
+            f"the target's tokenizer{suggestion(target.name)}"
         )
     for token in common:
         if p_texts[token] != q_texts[token]:
             raise ValueError(
                 f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} in the "
-                f"draft {draft.name}; choose a draft with the target's tokenizer"
+                f"draft {draft.name}; choose a draft with the target's tokenizer{suggestion(target.name)}"
             )
     return min(rows, common[-1] + 1)
 
@@ -86,7 +88,7 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
         raise ValueError(
             f"vocab_size is {p_size} in the target {target.name} but {q_size} in the draft {draft.name}, and there "
             "are no two tokenizers to compare; pass directories with tokenizer files, or choose a draft of the same "
-            "family"
+            f"family{suggestion(target.name)}"
         )
     warnings.warn(
         f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean the same "

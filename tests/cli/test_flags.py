@@ -231,3 +231,14 @@ def test_several_texts_are_printed_apart(demo: FastSpecGenerator) -> None:
             ids[0] + tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
     assert len(set(found)) == 4
+
+
+def test_the_drafts_format_reaches_every_generator() -> None:
+    stub = Stub()
+    invoke(stub, "generate", "--prompt", "x", "--draft-quantization", "auto")
+    invoke(stub, "demo", "--draft-quantization", "int4", "--repeats", "1", "--max-new-tokens", "4")
+    invoke(stub, "chat", "--draft-quantization", "fp8")
+    invoke(stub, "generate", "--prompt", "x", "--kv-dtype", "fp8")
+    assert stub.opened.pop()[1]["kv_dtype"] == "fp8"
+    asked = [options.get("draft_quantization") for _, options in stub.opened]
+    assert asked == ["auto", "int4", None, "fp8"]  # the demo's second one has no draft

@@ -16,6 +16,7 @@ import torch
 from fastspec.kernels.attention import dispatch
 from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
+from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
@@ -27,7 +28,7 @@ from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import norm
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -68,14 +69,18 @@ def _attend(
     blocks: tuple[int, int],
     regroup: bool = False,
     ruled: bool = False,
+    cached: torch.dtype | None = None,
 ) -> object:
-    """One call; shape: queries and rows, blocks: first and all, of 256 keys; ruled: softcap, sinks, no rotation."""
+    """One call; shape: queries and rows, blocks: first and all, of 256 keys; ruled: softcap, sinks, no rotation.
+
+    The cache is of dtype `cached`, by default the dtype of all.
+    """
     window, norm, page_size, narrow = variant
     (queries, batch), (first, last) = shape, blocks
     dim -= narrow * dim // 4
     heads, positions = KV_HEADS * GROUP, 256 * last
     pages = positions // page_size + 1
-    cache = on_meta((pages, page_size, KV_HEADS, dim), dtype)
+    cache = on_meta((pages, page_size, KV_HEADS, dim), cached or dtype)
     gamma = on_meta((dim,), dtype) if norm else None
     angles = None if ruled else on_meta((positions, dim // 2), F32)
     return dispatch.attend(
@@ -104,6 +109,15 @@ def attention(of_size: int, arch: int) -> Calls:
         for variant in (PLAIN, FULL) if size == of_size else ():
             named = f"attend {DTYPES[size]} {width}"
             yield named, partial(_attend, DTYPES[size], width, variant, (5, 1), (0, 8))
+
+
+def attention_cached_in_8_bits(arch: int) -> Calls:
+    """Decoding passes and prompts over K and V in e4m3, which GPUs before sm_89 do not have."""
+    variants = ((64, PLAIN, False), (128, PLAIN, False), (128, FULL, True), (256, PLAIN, False))
+    for width, variant, ruled in variants if arch >= 89 else ():
+        for queries in (5, 64):
+            named = f"8 bits {width} {queries}"
+            yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
@@ -369,7 +383,10 @@ def steps(arch: int) -> Calls:
             yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
-            yield f"norm {dtype}", partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred)
+            yield (
+                f"norm {dtype}",
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+            )
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -448,6 +465,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     **{f"short_{dim}_full": partial(attention_short, dim, True) for dim in (64, 128)},
     "attention_long": attention_long,
     "attention_prompt": attention_prompt,
+    "attention_cached_in_8_bits": attention_cached_in_8_bits,
     "attention_ruled": attention_ruled,
     "portable_whole": partial(portables, WHOLE),
     "portable_pieces": partial(portables, RAGGED[0]),

@@ -29,7 +29,6 @@ SPILLS = {
     ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
-    ("_delta_kernel", None): 8,  # keys of 96, on sm_90: not timed
     ("expert_kernel", None): 40,  # of mxfp4 with a gate; not timed
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
@@ -55,19 +54,23 @@ GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
-    *("attention_ruled", "recurrent", "experts"),
+    *("attention_ruled", "attention_cached_in_8_bits", "recurrent", "experts"),
     *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 
 
-# kernels for short caches are there from sm_90 on
+def _late(group: str) -> bool:
+    """Whether kernels are there from sm_90 on: those for short caches, and of e4m3."""
+    return group.startswith("short") or group == "attention_cached_in_8_bits"
+
+
 CASES: list[Any] = [
-    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not group.startswith("short")),
+    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not _late(group)),
     *(
         pytest.param(arch, group, marks=pytest.mark.slow)
         for group in GROUPS
         for arch in (AS_80, AS_86)
-        if not group.startswith("short")
+        if not _late(group)
     ),
 ]
 

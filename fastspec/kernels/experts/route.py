@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check
-from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.launch import launch, new_ids
 from fastspec.shapes import RoutingRule
 
 MOST_EXPERTS = 4096  # that one program sorts
@@ -126,7 +126,7 @@ def route(
         raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MOST_EXPERTS}")
     if correction is not None:
         check("correction", correction, (experts,), torch.float32)
-    ids = torch.zeros(rows, rule.chosen, dtype=torch.int32, device=logits.device)
+    ids = new_ids(rows * rule.chosen, logits.device, torch.int32).view(rows, rule.chosen)
     factors = torch.empty(rows, rule.chosen, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return ids, factors

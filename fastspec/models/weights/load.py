@@ -59,12 +59,15 @@ class DeltaWeights:
         decay: fp32 [value_heads], logarithms of A.
         step: fp32 [value_heads], what is added to a.
         norm: [value_dim], of the gated norm.
+        gates: [2 * value_heads, hidden], the rows of b and a where these alone are not quantised; None: they lie in
+            `LayerWeights.qkv`.
     """
 
     conv: Tensor
     decay: Tensor
     step: Tensor
     norm: Tensor
+    gates: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,19 +359,30 @@ def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) ->
 def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dict[str, Any]:
     """The fields of a recurrent layer in `LayerWeights`, in place of those of attention."""
     names = spec.names
-    order = delta_order(rule) if len(names.delta) == 2 else None  # the others are stored as they are multiplied
+    qkv, gates = _projections(loader, rule, [f"{prefix}{part}.weight" for part in names.delta])
     own = DeltaWeights(
         conv=loader.tensor(f"{prefix}{names.delta_conv}.weight"),
         decay=loader.tensor(f"{prefix}{names.delta_decay}", dtype=torch.float32),
         step=loader.tensor(f"{prefix}{names.delta_step}", dtype=torch.float32),
         norm=loader.tensor(f"{prefix}{names.delta_norm}.weight"),
+        gates=gates,
     )
     return {
-        "qkv": loader.weight(*(f"{prefix}{part}.weight" for part in names.delta), order=order),
+        "qkv": qkv,
         **dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias")),
         "o": loader.weight(f"{prefix}{names.delta_out}.weight"),
         "delta": own,
     }
+
+
+def _projections(loader: Loader, rule: DeltaRule, parts: list[str]) -> tuple[Weight, Weight | None]:
+    """The projections of a recurrent layer as one matrix, or those of b and a apart where they alone are plain."""
+    order = delta_order(rule) if len(parts) == 2 else None  # others are stored as they are multiplied
+    if loader.alike(*parts):
+        return loader.weight(*parts, order=order), None
+    half, rows = len(parts) // 2, rule.channels + rule.values
+    first, behind = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])
+    return loader.weight(*parts[:half], order=first), loader.weight(*parts[half:], order=behind)
 
 
 def layer_weights(loader: Loader, spec: ModelSpec, index: int) -> LayerWeights:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
 from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
+from fastspec.models.pairs import refuse_strangers
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fastspec.kernels.common.codes import CodeFormat
+
+AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
 
 
 def resolve_pair(
@@ -35,9 +40,12 @@ def resolve_pair(
         draft_vocab: ids that an MTP layer may draft; None: all.
 
     Raises:
-        As `resolve`, `resolve_head` and `resolve_mtp`; UnsupportedOption: quantization that is not a format, or of what
-        is stored quantised, or an option that the draft has no use for.
+        As `resolve`, `resolve_head` and `resolve_mtp`; ValueError: two Hub ids that are known to have different
+        tokenizers, before anything is fetched; UnsupportedOption: quantization that is not a format, or of what is
+        stored quantised, or an option that the draft has no use for.
     """
+    if isinstance(target, str) and isinstance(draft, str):
+        refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
         return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers, draft_vocab)
@@ -65,7 +73,8 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
         return checkpoint
     name, wanted = f"{checkpoint.role}_quantization", [each for each in FORMATS if each == form]
     if not wanted:
-        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)} or None")
+        more = ", 'auto'" if checkpoint.role == "draft" else ""
+        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
     if checkpoint.spec.hosting:
         raise UnsupportedOption(
             f"{name}={form!r} is for native families alone, and {checkpoint.name} is hosted; leave it out"
@@ -80,6 +89,11 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
             "loading; leave it out"
         )
+    return rounded_to(checkpoint, wanted[0])
+
+
+def rounded_to(checkpoint: Checkpoint, form: CodeFormat) -> Checkpoint:
+    """The checkpoint with its matrices rounded while they are loaded; it is neither hosted nor stored quantised."""
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
-    return replace(checkpoint, rounded=wanted[0], stored=f"matrices rounded to {form} while loading, {effect}")
+    return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")

@@ -75,7 +75,7 @@ class Checkpoint:
         generation_config: a private copy of the checkpoint's generation settings.
         quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
         stored: that in words.
-        cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
+        cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
         rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
         sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
         mtp: MTP layers lie beside the model.
@@ -261,7 +261,7 @@ def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict
     if scales or quantisation.cache:
         warnings.warn(
             f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "
-            "K and V stay in 16 bits here, which is closer to the unquantised model",
+            "K and V stay in 16 bits unless kv_dtype='fp8' is given, which is closer to the unquantised model",
             stacklevel=2,
         )
     return scales
