@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
@@ -45,12 +46,13 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
+            own MTP layer); None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
-            while it decodes, by measured tokens per second (docs/guides).
+        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
+            measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.
@@ -59,9 +61,13 @@ class FastSpecGenerator:
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's.
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. Of a
+            draft also "auto": the format in which its passes are estimated to be shortest here, which may be as stored.
+        kv_dtype: "fp8" keeps K and V of both models in 8 bits (e4m3): half the memory, and another text than with 16
+            bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
+        draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
             have the text of a fresh generator to the bit. It takes no memory of its own (docs/guides/chat.md).
@@ -103,7 +109,9 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = None,
+        kv_dtype: str | None = None,
         feature_layers: Sequence[int] | None = None,
+        draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
         prefix_cache: bool = True,
         prefill_budget: int | None = PREFILL_BUDGET,
@@ -129,7 +137,9 @@ class FastSpecGenerator:
             "draft_revision": draft_revision,
             "target_quantization": target_quantization,
             "draft_quantization": draft_quantization,
+            "kv_dtype": kv_dtype,
             "feature_layers": feature_layers,
+            "draft_vocab": draft_vocab,
         }
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
@@ -144,6 +154,7 @@ class FastSpecGenerator:
         self.num_speculative_tokens = self._drafting.default
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._grammars = Grammars(self.vocab_size)
         engine, weights = build(
             self._settings,
             self._target,
@@ -243,7 +254,8 @@ class FastSpecGenerator:
         if streamer is not None:
             streamer.end()
         stats = session.stats(call, start, time.perf_counter())
-        if advice := break_even_advice(stats, self._settings.layout):
+        free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
+        if free and (advice := break_even_advice(stats, self._settings.layout)):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
         return output if chosen.return_dict else output.sequences
@@ -343,9 +355,11 @@ class FastSpecGenerator:
         usual: int | None = None,
     ) -> calls.Prepared:
         """Checks a call and turns it into requests; touches no device memory."""
-        self._open()
+        self._open().check_options(keywords)
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual)
+        make = partial(
+            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
+        )
         ranks = self._session.ranks
         call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)

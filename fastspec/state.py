@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec.grammar.row import words_of
 from fastspec.sampling import verify
 from fastspec.sampling.distribution import SamplerRows
 from fastspec.sampling.processors import ProcessorRows
 
 # values of DecodeState.finish: what a commit leaves there, and one more
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
+PAUSED = 4  # a row with a grammar, until the host has told it what may come next
 MAX_STOP_IDS = 64
+OWN = "row"
 MAX_TOP_LOGPROBS = 20
 # buffers by the name of the field that takes them; here, for a step that is traced cannot ask a class for its fields
 _SAMPLER = tuple(each.name for each in fields(SamplerRows))
@@ -50,7 +53,7 @@ class Buffer:
     Attributes:
         shape: letters as `StateSizes` explains them, separated by spaces; "K+1" is one more than K.
         dtype: of the elements.
-        fill: value in a row that was never admitted; a letter stands for its size.
+        fill: value in a row that was never admitted; a letter stands for its size, OWN for the row's number.
         written_by: the stages that write to it.
         meaning: one line.
         reset: `DecodeState.reset` fills it again. Admission fills the others before they are read.
@@ -72,7 +75,7 @@ class Buffer:
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
         """The fill as a number."""
-        return letters[self.fill] if isinstance(self.fill, str) else self.fill
+        return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
         """Bytes of the tensor."""
@@ -101,7 +104,7 @@ class StateSizes:
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes by the letters of shapes; also S, stop ids, and N, top log-probabilities."""
+        """Sizes by the letters of shapes; also S, stop ids, N, top log-probabilities, and W, words of V bits."""
         return {
             "B": self.batch,
             "K": self.max_drafts,
@@ -110,6 +113,7 @@ class StateSizes:
             "V": self.vocab_size,
             "Q": self.vocab_size if self.keep_draft_probs else 0,
             "S": MAX_STOP_IDS,
+            "W": words_of(self.vocab_size),
             "N": min(MAX_TOP_LOGPROBS, self.vocab_size),
         }
 
@@ -150,9 +154,10 @@ class DecodeState:
     lengths: Tensor       = _buffer("B",       INT64, 1,    "admit, commit",           "tokens that count; the last is in no cache yet", reset=True, prefill=True)
     limits: Tensor        = _buffer("B",       INT64, 1,    "admit",                   "lengths may not pass this", reset=True)
     draft_lengths: Tensor = _buffer("B",       INT64, 0,    "admit, catch-up, commit", "positions from 0 on that the draft's cache holds", reset=True, prefill=True)
-    finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT or IDLE", reset=True, prefill=True)
+    finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT, IDLE or PAUSED", reset=True, prefill=True)
     stop_ids: Tensor      = _buffer("B S",     INT64, -1,   "admit",                   "ids that end the row, padded with -1", reset=True)
     block_table: Tensor   = _buffer("B P",     INT64, 0,    "admit",                   "cache pages of the row", reset=True, prefill=True)
+    state_rows: Tensor    = _buffer("B",       INT64, OWN,  "move",                    "its row of recurrent states; each row of them has one owner", prefill=True)
     temperature: Tensor   = _buffer("B",       FP32,  0,    "admit",                   "0 is greedy", reset=True)
     top_k: Tensor         = _buffer("B",       INT64, 0,    "admit",                   "0 keeps all")
     top_p: Tensor         = _buffer("B",       FP32,  1.0,  "admit",                   "1 keeps all")
@@ -167,6 +172,10 @@ class DecodeState:
     output_counts: Tensor = _buffer("B V",     INT32, 0,    "admit, commit",           "how often each id was emitted")
     min_lengths: Tensor   = _buffer("B",       INT64, 0,    "admit",                   "no stop id comes while lengths is below this")
     draft_limits: Tensor  = _buffer("B",       INT64, "K",  "admit",                   "drafts of the row that may count in a step")
+    constrained: Tensor   = _buffer("B",       BOOL,  0,    "admit",                   "the row follows a grammar", reset=True)
+    masks: Tensor         = _buffer("B K+1 W", INT32, -1,   "admit, grammar",          "ids that the grammar allows at each place, a bit each")
+    given_tokens: Tensor  = _buffer("B K",     INT64, 0,    "grammar",                 "the next drafts of a row with a grammar")
+    given_counts: Tensor  = _buffer("B",       INT64, 0,    "grammar",                 "how many of them count")
     draft_tokens: Tensor  = _buffer("B K",     INT64, 0,    "propose",                 "this step's drafts")
     draft_probs: Tensor   = _buffer("B K Q",   FP32,  0,    "propose",                 "distribution of each draft (0 above the draft's ids)")
     draft_counts: Tensor  = _buffer("B",       INT64, 0,    "propose, step",           "how many of this step's drafts count; 0 where none were made")
@@ -195,6 +204,8 @@ class DecodeState:
         letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
         def new(name: str, each: Buffer) -> Tensor:
+            if each.fill == OWN:
+                return torch.arange(batch, dtype=each.dtype, device=device)
             dtype = prob_dtype if name == "draft_probs" else each.dtype
             return torch.full(each.sizes(letters), each.fill_value(letters), dtype=dtype, device=device)
 
@@ -234,10 +245,12 @@ class DecodeState:
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""
+        """Row `source` goes on as row `place`; its K/V and states stay where they are, for it keeps pages and row."""
+        given_up = self.state_rows[place].clone()
         for name in BUFFERS:
             values = getattr(self, name)
             values[place].copy_(values[source])
+        self.state_rows[source].copy_(given_up)
         self.finish[source].fill_(IDLE)
 
     @property

@@ -19,10 +19,10 @@ from fastspec.kernels.reference.step import Record, record_logprobs
 from fastspec.models.interface import CausalModel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
-from fastspec.sampling import distribution, processors, verify
+from fastspec.sampling import distribution, masks, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import FULL, NO_LIMIT, ForwardBatch, StepShape
-from fastspec.state import DecodeState, Outbox
+from fastspec.shapes import ALONE, FULL, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
+from fastspec.state import PAUSED, DecodeState, Outbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,11 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
     """Advances every running row of `state`; rows that are not running are left as they are."""
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
-            propose(parts.proposer, parts, state, shape, draws)
-            torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
+            if shape.grammars != ALONE:
+                propose(parts.proposer, parts, state, shape, draws)
+                torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
+            if shape.grammars is not None:
+                take_given(parts, state, shape)
     with parts.mark("score"):
         logits, features = _scored(parts, state, shape)
     with parts.mark("verify and commit"):
@@ -65,6 +68,8 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
     if features is not None:
         with parts.mark("take in"):
             hand_over_step(parts.proposer, state, shape, features, parts.features)
+    if shape.grammars is not None:
+        pause(state)
 
 
 def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -90,7 +95,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = shape.fed(ids, positions, write_mask, state.block_table)
+    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     hidden, features = _fed(parts, rows)
     return parts.target.logits(hidden, shape.tiling), features
 
@@ -111,14 +116,69 @@ def verify_and_commit(
     record = None
     if shape.top_logprobs is not None:
         record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
+    if shape.grammars is None:
+        _judge(parts, state, shape, draws, logits, entry, record)
+        return
+    # log-probabilities are the raw target's, so they are recorded apart
+    apart = record is not None
+    _judge(parts, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
+    if record is not None:
+        _record(parts, state, shape, record, logits, entry)
+
+
+def _judge(
+    parts: StepModules,
+    state: DecodeState,
+    shape: StepShape,
+    draws: verify.Draws,
+    logits: Tensor,
+    entry: tuple[Tensor, Tensor] | None,
+    record: Record | None,
+) -> None:
+    """`verify_and_commit` by the logits [B, k+1, V] that tokens are chosen by."""
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(parts, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
-        deterministic = parts.proposer is None or parts.proposer.deterministic
-        rule = {"rule": shape.verification, "deterministic": deterministic, "draws": draws}
+        rule = {"rule": shape.verification, "deterministic": not _drawn(parts, shape), "draws": draws}
         parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule, record=record)
     else:
         parts.ops.verify_commit(logits, state, parts.scratch, entry, record)
+
+
+def _drawn(parts: StepModules, shape: StepShape) -> bool:
+    """Whether the drafts of a step were drawn, so that draft_probs holds their distributions."""
+    return parts.proposer is not None and not parts.proposer.deterministic and shape.grammars != ALONE
+
+
+def _record(
+    parts: StepModules,
+    state: DecodeState,
+    shape: StepShape,
+    record: Record,
+    raw: Tensor,
+    entry: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Records log-probabilities under raw logits after a commit that did not, and publishes all of it."""
+    record_logprobs(state, record.top, raw)
+    if entry:
+        parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
+
+
+def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None:
+    """Rows with a grammar have the drafts that the host gave them; where those are all there are, others have none."""
+    k, rows = shape.num_drafts, state.constrained
+    drafts = state.draft_tokens[:, :k]
+    drafts.copy_(torch.where(rows[:, None], state.given_tokens[:, :k], drafts))
+    others = torch.zeros_like(state.draft_counts) if shape.grammars == ALONE else state.draft_counts
+    state.draft_counts.copy_(torch.where(rows, state.given_counts, others))
+    if _drawn(parts, shape) and keep_draft_probs(shape):
+        certain = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
+        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], certain, state.draft_probs[:, :k]))
+
+
+def pause(state: DecodeState) -> None:
+    """Rows with a grammar wait until the host has read what this step emitted, and told what may come next."""
+    state.finish.copy_(torch.where(state.constrained & state.running, PAUSED, state.finish))
 
 
 def accept_synthetic(
@@ -144,9 +204,7 @@ def accept_synthetic(
     accepted = processors.flag_invalid(accepted, processors.invalid(logits))
     parts.ops.commit(accepted, block, state, parts.scratch, None if record else entry)
     if record:
-        record_logprobs(state, record.top, raw)
-        if entry:
-            parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
+        _record(parts, state, shape, record, raw, entry)
     if shape.sampler == FULL:
         processors.count(state.output_counts, state.block, state.emitted)
 
@@ -171,7 +229,7 @@ def prefill(
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    rows = shape.fed(ids, positions, write_mask, state.block_table)
+    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     _, features = _fed(parts, rows)
     if features is not None:
         hand_over_prompt(parts.proposer, state, shape, features, rows, kept)

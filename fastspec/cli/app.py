@@ -19,6 +19,7 @@ from fastspec.cli.chat import chat
 from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.output import write_text
+from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import Progress
 from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
@@ -66,7 +67,10 @@ def generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer."),
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
     max_new_tokens: flags.MaxNewTokens = 128,
     num_speculative_tokens: flags.Drafts = 4,
@@ -82,6 +86,9 @@ def generate(
     suppress_tokens: flags.BannedIds = None,
     min_new_tokens: flags.MinNewTokens = None,
     stop_strings: flags.StopStrings = None,
+    json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None,
+    grammar: flags.Grammar = None,
     num_return_sequences: flags.Sequences = 1,
     seed: flags.Seed = None,
     verification: flags.Rule = None,
@@ -90,16 +97,20 @@ def generate(
     device: flags.Device = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
     tensor_parallel: flags.TensorParallel = None,
+    draft_quantization: flags.DraftFormat = None,
+    kv_dtype: flags.KVDtype = None,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
     start_ranks(tensor_parallel)
     asked = flags.options_of(context.params)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
     options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
+    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if verification is not None:
         options["verification"] = verification
     if tensor_parallel is not None:
@@ -133,6 +144,7 @@ def demo(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
     device: flags.Device = None,
     tensor_parallel: flags.TensorParallel = None,
+    draft_quantization: flags.DraftFormat = None,
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
@@ -142,11 +154,14 @@ def demo(
     start_ranks(tensor_parallel)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
+    rounded = flags.given(draft_quantization=draft_quantization)
     if tensor_parallel is not None:
         options["tensor_parallel"] = tensor_parallel
     with errors_in_one_line(), Progress() as progress, ExitStack() as opened:
         progress.stage(_LOADING)
-        generator = opened.enter_context(_opened(context, target, draft, num_speculative_tokens, options))
+        generator = opened.enter_context(
+            _opened(context, target, draft, num_speculative_tokens, {**options, **rounded})
+        )
         loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
         progress.stage("first runs, which are not timed")
         plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
@@ -190,6 +205,7 @@ def doctor(
     raise typer.Exit(0 if report.ok else 1)
 
 
+app.command()(pairs)
 app.command()(quantize)
 app.command()(chat)
 app.command()(serve)

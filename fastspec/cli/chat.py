@@ -35,11 +35,15 @@ def chat(
     proposer: flags.Drafter = None,
     device: flags.Device = None,
     max_length: flags.MaxLength = None,
+    draft_quantization: flags.DraftFormat = None,
+    kv_dtype: flags.KVDtype = None,
 ) -> None:
     """Talks with the model, by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
+    flags.suggest_draft(target, draft, proposer)
     options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
     options["num_speculative_tokens"] = num_speculative_tokens
+    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
     asked: dict[str, Any] = {"temperature": temperature, "do_sample": True} if temperature else {"do_sample": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
 from fastspec.inputs.row_options import NUMBERS
+from fastspec.models.pairs import natural_pairs
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
 
@@ -37,8 +39,20 @@ Drafts = Annotated[
     ),
 ]
 Target = Annotated[str | None, typer.Argument(help="Directory or Hub id; else the shipped pair.")]
-Draft = Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer.")
+]
 MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")]
+DraftFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp8|int8|int4|auto",
+        help="Round the draft's weights while they are loaded; auto picks the fastest. It never changes the text.",
+    ),
+]
+KVDtype = Annotated[
+    str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, and another text.")
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]
@@ -54,6 +68,13 @@ BannedIds = Annotated[str | None, typer.Option(metavar="ID,ID,..", help="Tokens 
 MinNewTokens = Annotated[int | None, typer.Option(help="No stop token before so many.")]
 StopStrings = Annotated[
     list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Text to stop behind. Repeatable.")
+]
+JsonSchema = Annotated[
+    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON schema that the text follows.")
+]
+Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole text matches.")]
+Grammar = Annotated[
+    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Lark grammar that the text follows.")
 ]
 Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
@@ -71,7 +92,7 @@ Drafter = Annotated[
 
 _NUMBERS = [each for each in NUMBERS if each.name != "temperature"]
 _DRAWING = tuple(each.name for each in _NUMBERS if not each.changes_greedy)
-_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed")
+_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed", "regex")
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +109,9 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         options["logit_bias"] = _biases(flags["logit_bias"])
     if flags["stop_strings"]:
         options["stop_strings"] = list(flags["stop_strings"])
+    for name in ("json_schema", "grammar"):
+        if flags[name] is not None:
+            options[name] = flags[name].read_text(encoding="utf-8")
     if flags["num_return_sequences"] != 1:
         options["num_return_sequences"] = flags["num_return_sequences"]
     if flags["temperature"]:
@@ -143,3 +167,17 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
         raise typer.BadParameter("a draft needs its target: name that too", param_hint="--draft")
     shipped, its_draft = demo_pair()
     return str(shipped), str(its_draft)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
+    """Says on stderr which drafts fit a target that was given alone, where the table of pairs knows some."""
+    if target is None or draft is not None or proposer is not None:
+        return
+    found = natural_pairs(target)
+    if found is not None and found.drafts:
+        typer.echo(f"fastspec: no draft, so decoding is plain; --draft {found.drafts[0]} fits {target}", err=True)

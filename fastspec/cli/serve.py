@@ -29,6 +29,8 @@ def serve(
     num_speculative_tokens: flags.Drafts = 4,
     max_batch_size: Annotated[int, typer.Option(help="Answers written at once; further ones wait.")] = 8,
     max_length: flags.MaxLength = None,
+    draft_quantization: flags.DraftFormat = None,
+    kv_dtype: flags.KVDtype = None,
     device: flags.Device = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
@@ -49,9 +51,11 @@ def serve(
 ) -> None:
     """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
     source, drafter = flags.pair_of(target, draft)
+    flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
     options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
     options["num_speculative_tokens"] = num_speculative_tokens
+    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
     with errors_in_one_line():

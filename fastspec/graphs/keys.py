@@ -59,4 +59,5 @@ def _step(rows: int, shape: StepShape) -> str:
     recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
     positions = f", {shape.num_blocks * KEY_BLOCK} positions"
     begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
-    return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{positions}{begin}"
+    grammars = "" if shape.grammars is None else f", grammars {shape.grammars}"
+    return f"{rows} rows, k = {shape.num_drafts}, {shape.sampler}{recorded}{positions}{begin}{grammars}"

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
+from fastspec.grammar.spec import KINDS
 from fastspec.inputs.row_options import NUMBERS, RowOptions, derive_seed, rows_of
 from fastspec.inputs.values import flag, is_array, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
@@ -47,6 +48,7 @@ OWN = (
     *(each.name for each in NUMBERS if not each.in_transformers),
     "logit_bias",
     "allowed_token_ids",
+    *KINDS,
 )
 # one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
 PER_ROW = (*_SHARED_NUMBERS, "min_new_tokens")

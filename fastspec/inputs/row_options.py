@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastspec.adaptive.controller import AUTO
+from fastspec.grammar.spec import KINDS, GrammarSpec
 from fastspec.inputs import values
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
@@ -77,6 +78,7 @@ class RowOptions:
         allowed: ids that may come at all; None: every id.
         min_new_tokens: no stop id comes before so many.
         draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
+        grammar: that the text follows; None: any text.
     """
 
     temperature: float = field(metadata=_number("temperature", 1.0, 0.0, MAX_TEMPERATURE))
@@ -91,6 +93,7 @@ class RowOptions:
     allowed: tuple[int, ...] | None = None
     min_new_tokens: int = 0
     draft_limit: int | None = None
+    grammar: GrammarSpec | None = None
 
     @property
     def processed(self) -> bool:
@@ -132,13 +135,13 @@ def rows_of(
         ValueError: a value out of range, a list of another length, or no id left that a row could begin with.
         UnsupportedOption: a banned or biased sequence of several ids.
     """
-    columns = {name: values.column(name, given[name], num_rows) for name in _COLUMNS}
+    columns = {name: values.column(name, given[name], num_rows) for name in (*_COLUMNS, *KINDS)}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
     seeds = _seeds(given["seed"], num_rows, copies)
     rows = []
     for index in range(num_rows):
-        row = {name: columns[name][index] for name in _COLUMNS}
-        options = _numbers(row, do_sample, max_new_tokens) | ids.of_row(index)
+        row = {name: column[index] for name, column in columns.items()}
+        options = _numbers(row, do_sample, max_new_tokens) | ids.of_row(index) | {"grammar": GrammarSpec.read(row)}
         _check_choice(index, options, vocab_size, stop_ids)
         rows += [RowOptions(**options, seed=seed) for seed in seeds[index * copies : (index + 1) * copies]]
     return tuple(rows)

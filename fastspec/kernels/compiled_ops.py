@@ -108,8 +108,12 @@ def attend(
     work: Work,
     product: Weight | None = None,
     tiling: Tiling = UNTILED,
+    kv_scales: None = None,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here."""
+    """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here.
+
+    Caches in 8 bits are not for these ops: settings refuse them.
+    """
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
     keys = tensors[3]
     assert keys is not None  # the cache, which is always there

@@ -90,9 +90,10 @@ def norm(
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
         # `launch_pdl` is named only where it is wanted: the interpreter does not know it
-        **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out

@@ -53,6 +53,8 @@ class Ops:
     experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
     argmax: Callable[..., None]
     verify_commit: Callable[..., None]
     sampled_work: Callable[[int, int, int, torch.device], Any]
@@ -88,6 +90,8 @@ TORCH_OPS = Ops(
     experts=reference.experts,
     attend=reference.attend,
     store_heads=reference.store_heads,
+    delta_rule=reference.delta_rule,
+    gated_norm=reference.gated_norm,
     argmax=reference.argmax,
     verify_commit=reference.verify_commit,
     sampled_work=lambda batch, max_drafts, vocab, device: None,

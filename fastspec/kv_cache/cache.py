@@ -10,13 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import KVScales
+from fastspec.kv_cache.states import StateCache
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKVCache:
-    """K and V of one model: [num_layers, num_pages, page_size, num_kv_heads, head_dim] each."""
+    """What one model keeps of its rows.
+
+    Attributes:
+        keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each, in the
+            model's dtype or in `FP8`.
+        states: of its recurrent layers; None: it has none.
+        scales: of each layer that attends, of storage in 8 bits; empty: 1, or none.
+    """
 
     keys: Tensor
     values: Tensor
+    states: StateCache | None = None
+    scales: tuple[KVScales, ...] = ()
 
     @classmethod
     def allocate(
@@ -29,10 +41,17 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
+        scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
-        """Allocates zeroed pages."""
+        """Allocates zeroed pages, beside the states that are there."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, states, scales)
+
+    def scales_of(self, layer: int) -> KVScales | None:
+        """The scales of one layer; None: none are known."""
+        return self.scales[layer] if self.scales else None
 
     @property
     def page_size(self) -> int:

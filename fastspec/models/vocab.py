@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.pairs import suggestion
 from fastspec.models.weights.sources import load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ def shared_vocab(
 
     Raises:
         ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
-            differ by more than padding. The message names the first id that differs and both texts.
+            differ by more than padding. The message names the first id that differs and both texts, and drafts
+            that fit where the table of pairs knows some.
     """
     if isinstance(draft, HeadCheckpoint):
         return target.spec.vocab_size  # it speaks in the target's ids
@@ -55,13 +59,13 @@ def shared_vocab(
     if not common:
         raise ValueError(
             f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; choose a draft with "
-            "the target's tokenizer"
+            f"the target's tokenizer{suggestion(target.name)}"
         )
     for token in common:
         if p_texts[token] != q_texts[token]:
             raise ValueError(
                 f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} in the "
-                f"draft {draft.name}; choose a draft with the target's tokenizer"
+                f"draft {draft.name}; choose a draft with the target's tokenizer{suggestion(target.name)}"
             )
     return min(rows, common[-1] + 1)
 
@@ -84,7 +88,7 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
         raise ValueError(
             f"vocab_size is {p_size} in the target {target.name} but {q_size} in the draft {draft.name}, and there "
             "are no two tokenizers to compare; pass directories with tokenizer files, or choose a draft of the same "
-            "family"
+            f"family{suggestion(target.name)}"
         )
     warnings.warn(
         f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean the same "
@@ -93,3 +97,21 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
         stacklevel=3,
     )
     return min(p_size, q_size)
+
+
+def frequent_ids(texts: Iterable[Iterable[int]], count: int) -> list[int]:
+    """The `count` ids that are most frequent in texts, ascending; of equally frequent ones the lowest.
+
+    For `draft_vocab`: of texts like those that are to be written.
+
+    Args:
+        texts: ids of each, as a tokenizer gives them.
+        count: fewer are returned where texts have fewer.
+
+    Raises:
+        ValueError: `count` is below 1, or texts are empty.
+    """
+    found = Counter(int(each) for text in texts for each in text)
+    if count < 1 or not found:
+        raise ValueError(f"got {len(found)} different ids in texts and count={count}; wanted one of each at least")
+    return sorted(sorted(found, key=lambda each: (-found[each], each))[:count])

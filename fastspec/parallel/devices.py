@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastspec.kernels.reference import largest_of
 from fastspec.parallel.exchange import add_rounded, tree_sum
 from fastspec.parallel.world import World
 
@@ -71,6 +72,14 @@ class OverDevices:
         if (room := self._room_for(part)) is not None:
             return self._kernels.exchange_gather(part, room)
         return torch.cat(self._gathered(part), dim=-1)
+
+    def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
+        """As in `Exchange`."""
+        halves = keys.view(torch.float32)
+        if (room := self._room_for(halves)) is not None:
+            self._kernels.exchange_largest(keys, width, room, out)
+        else:
+            out.copy_(largest_of([each.view(torch.int64) for each in self._gathered(halves)], width))
 
     def _room_for(self, tensor: Tensor) -> Room | None:
         """The room for a tensor; None where it goes by NCCL."""

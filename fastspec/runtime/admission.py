@@ -1,15 +1,21 @@
-"""Fills a row of the state with a request, without waiting for the device."""
+"""Fills a row of the state with a request, and tells one that follows a grammar what may come next.
+
+Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastspec.grammar.row import ALL, Turn
 from fastspec.inputs.row_options import NUMBERS, RowOptions
 from fastspec.shapes import FULL
-from fastspec.state import IDLE, MAX_STOP_IDS, DecodeState
+from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
 
 
 def fill(
@@ -52,12 +58,38 @@ def fill(
         "seeds": options.seed,
         "min_lengths": len(prompt) + options.min_new_tokens,
         "draft_limits": draft_limit(options, most),
+        "constrained": options.grammar is not None,
+        "masks": ALL,
         "finish": IDLE,
     }
     for name, value in numbers.items():
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait
     if sampler == FULL:
         fill_tables(state, row, len(prompt), options)
+
+
+def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
+    """Queues the copy of what rows may do next, and lets them run; waits for nothing.
+
+    Args:
+        state: of which rows `turns` go on.
+        turns: by row.
+        k: drafts of the step; further ones of a row are left out.
+    """
+    places, words = k + 1, state.masks.shape[2]
+    packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)
+    for line, (row, whole) in zip(packed, turns.items(), strict=True):
+        turn = whole.cut(k)
+        line[0], line[1] = row, len(turn.drafts)
+        line[2 : 2 + k] = turn.drafts + [0] * (k - len(turn.drafts))
+        line[2 + k : 2 + k + turn.masks.size] = turn.masks.ravel()
+    sent = _moved(torch.from_numpy(packed), state.masks.device)
+    rows = sent[:, 0].long()
+    state.given_counts.index_copy_(0, rows, sent[:, 1].long())
+    if k:
+        state.given_tokens[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
+    state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(turns), places, words))
+    state.finish.index_fill_(0, rows, RUNNING)
 
 
 def draft_limit(options: RowOptions, most: int) -> int:
@@ -82,5 +114,8 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
 
 def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
-    here = torch.tensor(values, dtype=dtype, device="cpu")
+    return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+def _moved(here: Tensor, device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

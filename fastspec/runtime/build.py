@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.states import StateCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import CompiledDecoder, Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -25,9 +27,10 @@ from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import CausalModel, Pending
+from fastspec.models.interface import CausalModel, Pending, is_recurrent
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import DecoderWeights, allocate_weights
+from fastspec.models.weights.quantised.cache_scales import CacheScales, for_layers
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
@@ -118,24 +121,30 @@ def build(
         )
         pending.append(allocated)
         matrices.extend(_matrices(allocated.weights))
-        cache = cache_of(spec, dtype)
+        of_target, of_draft = layout.cache_dtypes
+        kept = of_draft if checkpoint.role == "draft" else of_target
+        cache = cache_of(spec, dtype, kept, checkpoint.cache_scales)
         if checkpoint.sliced is not None and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
             return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
         return kind(spec, allocated.weights, cache, inside, **sizes)
 
-    def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
-        pages = layout.num_pages(length), layout.page_size
-        return PagedKVCache.allocate(
-            spec.num_layers, *pages, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device
-        )
+    def cache_of(
+        spec: ModelSpec, dtype: torch.dtype, kept: torch.dtype, found: Mapping[int, CacheScales] | None = None
+    ) -> PagedKVCache:
+        """Pages of `kept`, with the scales that a checkpoint has; what else there is has the model's dtype."""
+        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=device)
+        states = StateCache.allocate(spec.deltas, *rows, **where) if spec.deltas else None
+        scales = for_layers(found or {}, spec.attending) if kept == FP8 else ()
+        return PagedKVCache.allocate(*sizes, **{**where, "dtype": kept}, states=states, scales=scales)
 
     def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
         assert isinstance(scoring, Decoder), "checked with the head"
         made, weights = build_head(
             head,
             scoring,
-            cache_of(head.spec.decoder, layout.draft_dtype),
+            cache_of(head.spec.decoder, layout.draft_dtype, layout.cache_dtypes[1]),
             dtype=layout.draft_dtype,
             ops=inside,
             sizes=sizes,
@@ -204,7 +213,9 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
-    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+    # a state is that behind one position: pages of a prompt's beginning do not have it
+    shares = not any(map(is_recurrent, models)) and (not takes_features(chosen) or kept_in_pages(chosen))
+    if prefix_cache and shares:
         unit, salt = math.lcm(layout.page_size, engine.cell), (target.name, draft.name if draft else None)
         object.__setattr__(engine, "prefix", PrefixCache(pages, unit, reads_ahead(chosen), salt))
     return engine, pending

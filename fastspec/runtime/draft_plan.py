@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
 from fastspec.sampling.rules import Verification, needs_draft_probs
-from fastspec.shapes import FULL, GREEDY
+from fastspec.shapes import ALONE, FULL, GRAMMARS, GREEDY
 
 _HELD = (
     "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
@@ -26,6 +26,7 @@ class Choice:
         top_logprobs: as in StepShape.
         controller: chooses among `ks`; None: every step has k.
         note: what to tell about "auto"; None where it was not asked for.
+        grammars: of the steps that may come, as in StepShape.
     """
 
     k: int
@@ -34,6 +35,7 @@ class Choice:
     top_logprobs: int | None
     controller: Controller | None = None
     note: str | None = None
+    grammars: tuple[str | None, ...] = (None,)
 
 
 @dataclass(slots=True)
@@ -79,6 +81,15 @@ class DraftPlan:
         Raises:
             ValueError: it asks for more than the generator was made for.
         """
+        choice, follow = self._of(chosen), [row.grammar is not None for row in chosen.rows]
+        if not any(follow):
+            return choice
+        # a controller times steps without grammars, also where no row takes any
+        alone = all(follow) and choice.controller is None
+        return replace(choice, grammars=(ALONE,) if alone else (None, *GRAMMARS))
+
+    def _of(self, chosen: Options) -> Choice:
+        """As `of`, but for grammars."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -122,6 +133,8 @@ class DraftPlan:
             raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
         if chosen.top_logprobs is not None:
             raise ValueError("calibrate records no log-probabilities; leave out logprobs")
+        if grammar := next((row.grammar for row in chosen.rows if row.grammar), None):
+            raise ValueError(f"calibrate tries what drafts, and a grammar brings its own; leave out {grammar.kind}")
         sampler = GREEDY if chosen.plain else FULL
         return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 

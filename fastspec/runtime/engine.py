@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
+from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, propose, score, step
 from fastspec.surroundings import shielded, using_threads
@@ -301,13 +301,18 @@ class Engine:
         top_logprobs: int | None,
         longest: int = 0,
         shortest: int = 0,
+        grammars: Iterable[str | None] = (None,),
     ) -> list[tuple[int, StepShape]]:
         """The steps that up to `max_rows` rows of such lengths may come to and that are still to be captured.
 
         Largest first: their graphs share one pool.
         """
         sizes = reversed(self.buckets(max_rows))
-        shapes = [self.shape(k, sampler, top_logprobs, longest, shortest) for k in sorted(set(ks), reverse=True)]
+        ks, kinds = set(ks), tuple(grammars)
+        # what is proposed beside a grammar is at least one draft; a grammar alone may have none
+        pairs = [(k, kind) for kind in kinds for k in (ks | {0} if kind == ALONE else ks) if k or kind != BESIDE]
+        pairs.sort(key=lambda pair: -pair[0])
+        shapes = [replace(self.shape(k, sampler, top_logprobs, longest, shortest), grammars=kind) for k, kind in pairs]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
         return [(rows, shape) for rows, shape in steps if not self.runner.ready(StepKey(rows, shape))]
 

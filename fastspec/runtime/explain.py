@@ -6,9 +6,12 @@ import torch
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
+from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelSource, is_recurrent
+from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
+from fastspec.models.weights.pair import AS_STORED
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.engine import Engine
@@ -19,6 +22,10 @@ from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
     "gives other text"
+)
+_GRAMMARS = (
+    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "grammar forces and what the row repeats, not the draft's"
 )
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
@@ -36,12 +43,14 @@ def explain(
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
-        f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models",
+        f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
+        f"{_kv(layout)}",
         f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",
         f"prefixes   {_prefixes(engine)}",
         f"attention  {_attention(settings, engine)}",
@@ -82,6 +91,17 @@ def launch_plans(settings: Settings) -> str:
     return f"UNTESTED on {name}: the kernels compile for it, but no GPU of that kind has run them"
 
 
+def _kv(layout: Layout) -> str:
+    """Of K and V in 8 bits, what that means."""
+    if layout.kv_dtypes is None:
+        return ""
+    whose = "of both models" if layout.draft and layout.kv_dtypes[1] == FP8 else "of the target"
+    return (
+        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): another "
+        "text than with 16 bits, the same whatever is drafted"
+    )
+
+
 def _chunks(engine: Engine) -> str:
     sizes = engine.chunks
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
@@ -93,9 +113,15 @@ def _waited_for(engine: Engine) -> str:
     return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
 
 
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}{suggestion(target.name)}"
+
+
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        return "not kept"
+        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
+        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
 
 
@@ -103,8 +129,12 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
-    sliding = f", {windows} of them with a sliding window" if windows else ""
+    recurrent = spec.num_layers - len(spec.attention_shapes)
+    kinds = f", {recurrent} of them recurrent" if recurrent else ""
+    sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
+    if checkpoint.stored.startswith(AS_STORED):
+        quantised = f"\n           format     {checkpoint.stored}"
     hosted = f"\n           {spec.hosting}" if spec.hosting else ""
     return (
         f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
@@ -161,9 +191,10 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
     """By which kernels the target and the draft decode on a GPU, and why."""
     layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
-    models = {"target": (layout.target, layout.target_dtype)}
+    of_target, of_draft = layout.cache_dtypes
+    models = {"target": (layout.target, of_target)}
     if layout.draft is not None:
-        models["draft"] = (layout.draft, layout.draft_dtype)
+        models["draft"] = (layout.draft, of_draft)
     return {
         name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity)
         for name, (spec, dtype) in models.items()

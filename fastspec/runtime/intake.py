@@ -16,7 +16,7 @@ from fastspec.proposers.interface import kept_in_pages
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
 from fastspec.shapes import chunks_of
-from fastspec.state import RUNNING
+from fastspec.state import PAUSED, RUNNING
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Intake:
             mark_drafted(prefix, request)
         state = self.engine.state
         state.emitted[self.row].fill_(min(1, len(request.prompt) - 1))  # steps over the row meanwhile left 0
-        state.finish[self.row].fill_(RUNNING)
+        state.finish[self.row].fill_(RUNNING if request.grammar is None else PAUSED)
         self.request = None
 
     def drop(self, request: Request) -> None:

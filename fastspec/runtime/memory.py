@@ -23,7 +23,7 @@ class MemoryPlan:
 
     Attributes:
         target_weights, draft_weights: weights.
-        target_cache, draft_cache: K/V pages.
+        target_cache, draft_cache: K/V pages, and recurrent states of the rows.
         buffers: the decode state, the prefill slot and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
         graphs: captured graphs themselves; the tensors inside them count as workspace.
@@ -65,13 +65,14 @@ class Layout:
         max_drafts: k at most.
         page_size: positions per page.
         target, draft: specs; draft is None for plain decoding.
-        target_dtype, draft_dtype: of weights and caches.
+        target_dtype, draft_dtype: of weights, activations and, unless `kv_dtypes` says otherwise, caches.
         chunks: prompt tokens that one pass may feed, ascending.
         ops: whose kernels run.
         keep_draft_probs: the distribution of every draft is kept until the draft is verified.
         feature_layers: layers of the target whose hidden states the proposer reads.
         feature_elements: of a row, what is kept for the proposer between steps.
         weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
+        kv_dtypes: of the K/V pages of target and draft; None: as the models.
     """
 
     batch: int
@@ -87,6 +88,12 @@ class Layout:
     feature_layers: int = 0
     feature_elements: int = 0
     weights: tuple[int, int] | None = None
+    kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None
+
+    @property
+    def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes of the K/V pages of target and draft."""
+        return self.kv_dtypes or (self.target_dtype, self.draft_dtype)
 
     def with_batch(self, batch: int) -> Layout:
         """The same with another number of rows."""
@@ -110,11 +117,16 @@ class Layout:
         positions = self.num_pages(max_length) * self.page_size
         state, slot = self.state_sizes(max_length), self.with_batch(1).state_sizes(max_length)
         target_weights, draft_weights = self.weight_bytes
+        of_target, of_draft = self.cache_dtypes
         return MemoryPlan(
             target_weights=target_weights,
             draft_weights=draft_weights,
-            target_cache=positions * position_bytes(self.target, self.target_dtype),
-            draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
+            target_cache=positions * position_bytes(self.target, of_target)
+            + self.batch * self.target.state_bytes(self.max_drafts, self.target_dtype),
+            draft_cache=positions * position_bytes(self.draft, of_draft)
+            + self.batch * self.draft.state_bytes(self.max_drafts, self.draft_dtype)
+            if self.draft
+            else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
             workspace=self._workspace_bytes(max_length),
             graphs=0,

@@ -1,14 +1,20 @@
-"""One prompt on its way through the scheduler, and what the requests of one call have in common."""
+"""One prompt on its way through the scheduler, and what the requests of one call have in common.
+
+What may come next in a row that follows a grammar hangs on its last token, which the host reads. So such a row is in
+one step at a time: it is paused until that was read, and goes on with the next step. Other rows step meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from fastspec.grammar.row import RowGrammar, Turn
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import RowOptions
 from fastspec.kv_cache.prefix import Node
 from fastspec.output import RowStats
+from fastspec.runtime.admission import draft_limit
 from fastspec.runtime.step_timer import DraftLengthPolicy
 from fastspec.shapes import FULL
 from fastspec.state import RUNNING, STOPPED
@@ -65,6 +71,7 @@ class Request:
         draft_limit: the host's copy of DecodeState.draft_limits.
         cached: tokens of the prompt whose K/V were found in the prefix cache.
         nodes: of the prefix cache, whose pages the row has.
+        grammar: its place in the grammar that its text follows; None: any text.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
     """
 
@@ -72,6 +79,7 @@ class Request:
     max_new_tokens: int
     options: RowOptions
     watch: Callable[[list[int]], int | None] | None = None
+    grammar: RowGrammar | None = None
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     invalid_at: int | None = None
@@ -129,7 +137,9 @@ class Request:
         tokens = result.block[: result.emitted]
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
-        if result.drafted:
+        if self.grammar is not None and (whole := self.grammar.advance(tokens)) is not None:
+            end, tokens = whole, tokens[:whole]
+        if result.drafted and self.grammar is None:  # drafts of a grammar pass by the draft model
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
         self.steps += 1
@@ -174,3 +184,31 @@ def lengths_of(requests: list[Request]) -> tuple[int, int]:
     """Tokens that the longest of their rows may get, and those of the shortest prompt."""
     longest = max((request.limit for request in requests), default=0)
     return longest, min((len(request.prompt) for request in requests), default=0)
+
+
+def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[int, Request]:
+    """The rows that the next step may be for: all but those with a grammar whose last step was not read yet."""
+    waiting = {request for step in in_flight for request in step.requests.values() if request.grammar is not None}
+    return {row: request for row, request in rows.items() if request not in waiting}
+
+
+def constrained(rows: Mapping[int, Request]) -> bool:
+    """Whether one of these rows follows a grammar."""
+    return any(request.grammar is not None for request in rows.values())
+
+
+def turns_of(requests: Mapping[int, Request], calls: Mapping[Request, Call], k: int) -> tuple[int, dict[int, Turn]]:
+    """What each row with a grammar needs for the next step, and how many drafts that has.
+
+    Args:
+        requests: by the row of each.
+        calls: of the requests.
+        k: drafts of the other rows; where those have none, as many as the calls of rows with a grammar ask for.
+    """
+    turns, most = {}, 0
+    for row, request in requests.items():
+        if request.grammar is not None:
+            asked = k or calls[request].choose_k(calls[request].steps)
+            turns[row] = request.grammar.turn(draft_limit(request.options, asked))
+            most = max(most, asked if turns[row].drafts else 0)
+    return k or most, turns

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from queue import SimpleQueue
 
 from fastspec.adaptive.controller import Observation, StepContext
@@ -21,9 +22,9 @@ from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.intake import Intake, lag_of, mark_drafted
-from fastspec.runtime.request import Call, InFlightStep, Request
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, turns_of
 from fastspec.runtime.step_timer import StepTimer
-from fastspec.shapes import FULL, GREEDY, StepShape
+from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
 from fastspec.state import IDLE, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
@@ -170,35 +171,41 @@ class Scheduler:
 
     def _launch(self) -> bool:
         """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
+        requests = due(self._rows, self._in_flight)
         # run ahead only if some row needs this step even when every draft in flight is accepted
         needed = self._goes_on if self._in_flight else self._may_go_on
-        if not any(map(needed, self._rows.values())):
+        if not any(map(needed, requests.values())):
             return False
-        requests = dict(self._rows)
         calls = {self._calls[request] for request in requests.values()}
-        k, drafting = self._drafts(calls, requests)
+        k, drafting = self._drafts({row: request for row, request in requests.items() if request.grammar is None})
         passes = 0.0
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
             passes = self._catch_up(drafting)
+        drafted, (k, turns) = k, turns_of(requests, self._calls, k)
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
-        if (len(calls) > 1 or any(call.joined for call in calls)) and not self.engine.ready(rows, shape):
+        if turns:
+            shape = replace(shape, grammars=BESIDE if drafted else ALONE)
+        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
+        if not foreseen and not self.engine.ready(rows, shape):
             if self._in_flight:
                 return False  # a capture runs steps of its own: results in flight are read first
             self.engine.capture(rows, shape)
             self._disturbed = True
-        resumed = passes if passes or (k and not self._last_k) else None
+        if turns:
+            admission.allow(self.engine.state, turns, k)
+        resumed = passes if passes or (drafted and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
         sequence = self.engine.launch(rows, shape)
         self._in_flight.append(InFlightStep(sequence, requests, k, rows, resumed, timed, drafting))
         for call in calls:
             call.steps += 1
-        self._last_k, self._disturbed = k, False
+        self._last_k, self._disturbed = drafted, False
         for row, request in requests.items():
-            request.draft_lag |= not k or row not in drafting
+            request.draft_lag |= not drafted or row not in drafting
         return True
 
     def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
@@ -212,9 +219,11 @@ class Scheduler:
         sampler = FULL if any(call.full for call in calls) else GREEDY
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
-    def _drafts(self, calls: set[Call], requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts for the next step, and the rows that they are for; rows of other calls accept none or fewer."""
-        wanted = []
+        if not requests:
+            return 0, frozenset()
+        calls, wanted = {self._calls[request] for request in requests.values()}, []
         for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
             wanted.append(self._drafts_of(call, own))
@@ -288,7 +297,8 @@ class Scheduler:
         self._place(self._intake.row, request, call, pages)
         patience = self._patience(call)
         # nobody but the rows of its own call waits for the draft's passes where there is no budget
-        drafting = patience is not None and request.options.draft_limit != 0 and self._draft_follows(call)
+        wants = request.options.draft_limit != 0 and request.grammar is None
+        drafting = patience is not None and wants and self._draft_follows(call)
         self._intake.plan(drafting=drafting, most=patience)
         return request
 
@@ -376,8 +386,8 @@ class Scheduler:
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
-        if policy is None:
-            return
+        if policy is None or constrained(step.requests):
+            return  # such a step drafts as its grammars have it
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)

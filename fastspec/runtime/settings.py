@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MOST
 from fastspec.inputs.values import scalar
+from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -22,6 +23,7 @@ from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_pr
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
+_FP8_FROM = (8, 9)  # compute capability whose kernels read e4m3
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
 # a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
 _DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
@@ -80,19 +82,20 @@ def settings_of(
     compile: bool = False,
     verification: object = BLOCK,
     proposer: object | None = None,
+    kv_dtype: str | None = None,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
     Args:
         target, draft: what they are is read here, not their weights.
         num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
-            proposer: the generator's arguments.
+            proposer, kv_dtype: the generator's arguments.
 
     Raises:
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens, draft)
+    drafts = _drafts(num_speculative_tokens, draft, proposer)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = device_of(device, target), checked(verification)
@@ -108,6 +111,7 @@ def settings_of(
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
     )
+    layout = replace(layout, kv_dtypes=_kv_dtypes(kv_dtype, layout, target, draft, on, compile))
     read, kept = _features(target, draft, proposer, drafts)
     layout = replace(layout, feature_layers=read, feature_elements=kept)
     layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
@@ -116,8 +120,38 @@ def settings_of(
     memory = layout.plan(length, _free_bytes(on, target))
     _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
     _check_hosted(target, draft, compile, layout.feature_layers)
+    _check_recurrent(target, draft, compile)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+
+
+def _kv_dtypes(
+    asked: str | None,
+    layout: Layout,
+    target: ModelSource,
+    draft: ModelSource | None,
+    device: torch.device,
+    compile: bool,
+) -> tuple[torch.dtype, torch.dtype] | None:
+    """Dtypes of the K/V pages of target and draft; None: as the models.
+
+    A head has a layer or few, whose keys stay in the model's dtype.
+    """
+    if asked is None:
+        return None
+    if asked != "fp8":
+        raise ValueError(f"kv_dtype must be 'fp8' or None, got {asked!r}; None keeps K and V in the model's dtype")
+    hosted = [each.name for each in (target, draft) if each is not None and each.spec.hosting]
+    if hosted:
+        raise ValueError(f"kv_dtype='fp8' is for native families alone, and {hosted[0]} is hosted: leave it out")
+    if compile:
+        raise ValueError("kv_dtype='fp8' does not go with compile=True; leave one of them out")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_FROM and layout.ops.name == "triton":
+        raise ValueError(
+            f"kv_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, _FP8_FROM))} or later, and {device} "
+            f"has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
+        )
+    return FP8, layout.draft_dtype if isinstance(draft, HeadCheckpoint) else FP8
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
@@ -152,13 +186,18 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str, draft: ModelSource | None) -> int:
-    """Drafts per step that there must be room for."""
+def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
+    """Drafts per step that there must be room for.
+
+    With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
+    """
     most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST if most is None else min(MOST, most)
+        model = draft is not None and not isinstance(draft, HeadCheckpoint)
+        useful = MOST if model or (draft is None and proposer is None) else MAX_DRAFTS
+        return useful if most is None else min(useful, most)
     drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
     if draft is not None and most is not None and drafts > most:
         raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
@@ -221,6 +260,15 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
             f"the proposer reads hidden states of the target's layers, and {target.name} is hosted: use another "
             "proposer, or a target of a native family"
         )
+
+
+def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bool) -> None:
+    for source in (target, draft):
+        if compile and source is not None and source.spec.state_bytes(0, torch.float32):
+            raise ValueError(
+                f"compile=True is for models that attend in every layer, and {source.name} has recurrent ones: leave "
+                "compile unset"
+            )
 
 
 def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:

@@ -44,7 +44,7 @@ def warm_up_for(
         RuntimeError: a step could not be captured; the message says which.
     """
     lengths = longest, shortest
-    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths)
+    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
         with engine.on_device():
             engine.compile(missing, prompts=prompts)

@@ -11,6 +11,7 @@ _FIELDS = {
     "num_speculative_tokens": "speculative_tokens",
     "max_new_tokens": "max_tokens",
     "num_return_sequences": "n",
+    "json_schema": "response_format",
 }
 
 

@@ -22,6 +22,35 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class Schema(BaseModel):
+    """What an answer of type json_schema follows; `strict` or not, it does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    content: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What an answer is written in."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @property
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: any text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Refusal("response_format of type json_schema, and no other, has a json_schema", "response_format")
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class Body(BaseModel):
     """What both kinds of completion have in common.
 
@@ -122,7 +151,7 @@ class Chat(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -144,6 +173,11 @@ class Chat(Body):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    def options(self) -> dict[str, Any]:
+        """As in Body."""
+        schema = self.response_format.schema_of_text if self.response_format else None
+        return super().options() | ({} if schema is None else {"json_schema": schema})
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them: contents are texts.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fastspec.errors import InvalidLogits
+from fastspec.grammar.library import Grammars
 from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import Given, read
 from fastspec.inputs.values import is_list
@@ -67,6 +68,7 @@ def prepare(
     max_length: int,
     tokenizer_of: Callable[[], PreTrainedTokenizerBase | None],
     usual: int | None = None,
+    grammars: Grammars | None = None,
 ) -> Prepared:
     """Checks a call and turns it into requests.
 
@@ -76,6 +78,7 @@ def prepare(
         max_length: tokens of prompt and output that a row may have.
         tokenizer_of: loads the target's tokenizer, where stop strings need one and the call brings none.
         usual: new tokens where the call does not say, if there is room for them; None: transformers' default.
+        grammars: of the target's vocabulary; None: none is asked for.
 
     Raises:
         ValueError, UnsupportedOption: as in `generate`.
@@ -93,11 +96,11 @@ def prepare(
         vocab_size=spec.vocab_size,
         context=min(spec.max_length, max_length),
     )
-    if chosen.stop_strings and tokenizer is None:
+    if tokenizer is None and (chosen.stop_strings or any(row.grammar for row in chosen.rows)):
         tokenizer = tokenizer_of()
     # the warning is the caller's of `generate`
     prompts = given.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
-    return Prepared(requests_of(prompts, chosen, tokenizer, max_length), chosen, given)
+    return Prepared(requests_of(prompts, chosen, tokenizer, max_length, grammars), chosen, given)
 
 
 def one_prompt(ids: Any) -> Any:
@@ -106,18 +109,23 @@ def one_prompt(ids: Any) -> Any:
 
 
 def requests_of(
-    prompts: list[list[int]], chosen: Options, tokenizer: PreTrainedTokenizerBase | None, max_length: int
+    prompts: list[list[int]],
+    chosen: Options,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    grammars: Grammars | None = None,
 ) -> list[Request]:
     """A request for every row: a prompt's `chosen.copies` one after the other.
 
     Args:
         prompts: checked.
         chosen: options of the call.
-        tokenizer: for stop strings.
+        tokenizer: for stop strings and grammars.
         max_length: tokens of prompt and output that a row may have.
+        grammars: of the target's vocabulary; None: no row follows one.
 
     Raises:
-        ValueError: a row would be too long, or stop strings lack a tokenizer.
+        ValueError: a row would be too long, stop strings or a grammar lack a tokenizer, or a grammar cannot be used.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) + chosen.max_new_tokens > max_length:
@@ -134,7 +142,10 @@ def requests_of(
     for index, row in enumerate(chosen.rows):
         prompt = prompts[index // chosen.copies]
         watch = StopWatch(tokenizer, chosen.stop_strings, prompt) if chosen.stop_strings and tokenizer else None
-        requests.append(Request(prompt, chosen.max_new_tokens, row, watch))
+        grammar = None
+        if row.grammar is not None and grammars is not None:
+            grammar = grammars.row(row.grammar, tokenizer, prompt, chosen.stop_ids)
+        requests.append(Request(prompt, chosen.max_new_tokens, row, watch, grammar))
     return requests
 
 
@@ -148,7 +159,7 @@ def check_whole(requests: list[Request], copies: int) -> None:
     raise InvalidLogits(
         f"no token could be chosen for {'; '.join(named)}{more}: the target's logits there are NaN or infinite, or "
         "leave no token that the options allow. The other rows are whole (this error's `output`). Check the weights, "
-        "take a wider dtype (float16 overflows early), or loosen allowed_token_ids and biases"
+        "take a wider dtype (float16 overflows early), or loosen allowed_token_ids, biases and the grammar"
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
+from fastspec.adaptive.controller import AUTO
+from fastspec.errors import UnsupportedOption
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
@@ -16,6 +18,7 @@ from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Settings, settings_of
 from fastspec.sampling.rules import Verification
+from fastspec.session.draft_format import with_format
 from fastspec.session.ranks import settled
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
@@ -40,6 +43,8 @@ class PlanOptions(TypedDict, total=False):
     target_quantization: str | None
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
+    draft_vocab: Sequence[int] | None
+    kv_dtype: str | None
 
 
 def checked(
@@ -59,7 +64,19 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
-    pair = partial(resolve_pair, target, draft, revisions, quantization, sizes.pop("feature_layers", None))
+    of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
+    if draft is None and quantization[1] is not None:
+        raise UnsupportedOption(f"draft_quantization={quantization[1]!r}, and there is no draft; leave it out")
+    auto = quantization[1] == AUTO
+    if auto:
+        quantization = quantization[0], None
+    found = partial(resolve_pair, target, draft, revisions, quantization, *of_heads)
+
+    def pair() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
+        one, other = found()
+        choice = {name: sizes[name] for name in ("device", "dtype", "max_batch_size") if name in sizes}
+        return one, with_format(one, other, **choice) if auto else other
+
     if ranks is not None and ranks.asked:
         return settled(ranks, pair, **sizes, **how)
     one, other = pair()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from fastspec.errors import UnsupportedOption
+from fastspec.grammar.spec import KINDS
 from fastspec.output import Stats
 from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.calibrate import Calibration, calibrate
@@ -110,6 +112,15 @@ class Session:
             raise UnsupportedOption(
                 f"submit() and what stands on it do not go with tensor_parallel={self.ranks.size}: call generate() or "
                 "stream() with a batch, on every rank alike"
+            )
+
+    def check_options(self, keywords: Mapping[str, Any]) -> None:
+        """Raises UnsupportedOption where a call asks for what several ranks cannot do."""
+        asked = [kind for kind in KINDS if keywords.get(kind) is not None]
+        if asked and self.ranks.size > 1:
+            raise UnsupportedOption(
+                f"{asked[0]} does not go with tensor_parallel={self.ranks.size}: every rank would have to read each "
+                "step before the next one; use one GPU for it, or check the texts afterwards"
             )
 
     def submit(self, call: Prepared) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from pathlib import Path
 from typing import Any
 
 import click
@@ -69,6 +70,16 @@ def test_flags_reach_generate_under_its_own_names() -> None:
         "stop_strings": ["end", "def"],
         "seed": 7,
     }
+
+
+def test_grammars_are_read(tmp_path: Path) -> None:
+    for name, text in {"json_schema": '{"type": "object"}', "grammar": 'start: "a"', "regex": "a+"}.items():
+        stub, file = Stub(), tmp_path / name
+        file.write_text(text)
+        given = text if name == "regex" else str(file)
+        result = invoke(stub, "generate", "--prompt", "x", "--" + name.replace("_", "-"), given)
+        assert result.exit_code == 0, result.output
+        assert stub.calls[0][name] == text
 
 
 def test_zeros_are_passed_on() -> None:
@@ -220,3 +231,14 @@ def test_several_texts_are_printed_apart(demo: FastSpecGenerator) -> None:
             ids[0] + tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
     assert len(set(found)) == 4
+
+
+def test_the_drafts_format_reaches_every_generator() -> None:
+    stub = Stub()
+    invoke(stub, "generate", "--prompt", "x", "--draft-quantization", "auto")
+    invoke(stub, "demo", "--draft-quantization", "int4", "--repeats", "1", "--max-new-tokens", "4")
+    invoke(stub, "chat", "--draft-quantization", "fp8")
+    invoke(stub, "generate", "--prompt", "x", "--kv-dtype", "fp8")
+    assert stub.opened.pop()[1]["kv_dtype"] == "fp8"
+    asked = [options.get("draft_quantization") for _, options in stub.opened]
+    assert asked == ["auto", "int4", None, "fp8"]  # the demo's second one has no draft

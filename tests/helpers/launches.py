@@ -16,9 +16,10 @@ import torch
 from fastspec.kernels.attention import dispatch
 from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
+from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -27,6 +28,8 @@ from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import norm
+from fastspec.kernels.recurrent.dispatch import delta_rule
+from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -35,7 +38,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
-from fastspec.shapes import AttentionRule
+from fastspec.shapes import AttentionRule, DeltaRule
 from fastspec.state import DecodeState
 from tests.helpers.expert_launches import mixtures
 from tests.helpers.packed_codes import KINDS, unfilled
@@ -66,14 +69,18 @@ def _attend(
     blocks: tuple[int, int],
     regroup: bool = False,
     ruled: bool = False,
+    cached: torch.dtype | None = None,
 ) -> object:
-    """One call; shape: queries and rows, blocks: first and all, of 256 keys; ruled: softcap, sinks, no rotation."""
+    """One call; shape: queries and rows, blocks: first and all, of 256 keys; ruled: softcap, sinks, no rotation.
+
+    The cache is of dtype `cached`, by default the dtype of all.
+    """
     window, norm, page_size, narrow = variant
     (queries, batch), (first, last) = shape, blocks
     dim -= narrow * dim // 4
     heads, positions = KV_HEADS * GROUP, 256 * last
     pages = positions // page_size + 1
-    cache = on_meta((pages, page_size, KV_HEADS, dim), dtype)
+    cache = on_meta((pages, page_size, KV_HEADS, dim), cached or dtype)
     gamma = on_meta((dim,), dtype) if norm else None
     angles = None if ruled else on_meta((positions, dim // 2), F32)
     return dispatch.attend(
@@ -102,6 +109,15 @@ def attention(of_size: int, arch: int) -> Calls:
         for variant in (PLAIN, FULL) if size == of_size else ():
             named = f"attend {DTYPES[size]} {width}"
             yield named, partial(_attend, DTYPES[size], width, variant, (5, 1), (0, 8))
+
+
+def attention_cached_in_8_bits(arch: int) -> Calls:
+    """Decoding passes and prompts over K and V in e4m3, which GPUs before sm_89 do not have."""
+    variants = ((64, PLAIN, False), (128, PLAIN, False), (128, FULL, True), (256, PLAIN, False))
+    for width, variant, ruled in variants if arch >= 89 else ():
+        for queries in (5, 64):
+            named = f"8 bits {width} {queries}"
+            yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
@@ -209,6 +225,36 @@ def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
     layer: Any = SimpleNamespace(**given)
     x = on_meta((rows, 1, hidden))
     return layer_tail(x, x, layer, layer, EPS, True)
+
+
+def recurrent(arch: int) -> Calls:
+    """Layers of Qwen3.5's sizes, and one of keys and values that are no power of two; steps, and a prompt."""
+    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 80, 4)):
+        for dtype in (BF16, F32):
+            for rows, tokens in ((BATCH, 5), (1, 64)):
+                yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
+            x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
+            gamma = on_meta((rule.value_dim,), dtype)
+            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+
+
+def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
+    heads, slots = rule.value_heads, DRAFTS + 1
+    layer: Any = SimpleNamespace(
+        conv=on_meta((rule.channels, 1, rule.width), dtype),
+        decay=on_meta((heads,), F32),
+        step=on_meta((heads,), F32),
+    )
+    return delta_rule(
+        on_meta((rows, tokens, rule.rows), dtype),
+        layer,
+        on_meta((rows, slots, heads, rule.value_dim, rule.key_dim), F32),
+        on_meta((rows, slots + rule.tail, rule.channels), dtype),
+        on_meta((rows,), I64),
+        on_meta((rows, tokens), I64),
+        on_meta((rows, tokens), torch.bool),
+        rule,
+    )
 
 
 def products(layers: slice, arch: int) -> Calls:
@@ -361,6 +407,8 @@ def exchanges(arch: int) -> Calls:
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
+        keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
+        yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:
@@ -417,10 +465,12 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     **{f"short_{dim}_full": partial(attention_short, dim, True) for dim in (64, 128)},
     "attention_long": attention_long,
     "attention_prompt": attention_prompt,
+    "attention_cached_in_8_bits": attention_cached_in_8_bits,
     "attention_ruled": attention_ruled,
     "portable_whole": partial(portables, WHOLE),
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),
+    "recurrent": recurrent,
     "experts": mixtures,
     "prompts": prompts,
     "steps": steps,

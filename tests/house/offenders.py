@@ -4,16 +4,18 @@ from __future__ import annotations
 
 # functions with more parameters than test_house allows, and how many at most
 LONG_SIGNATURES = {
-    "__init__": 26,
+    "__init__": 28,
     "_end_kernel": 36,
     "_verify_kernel": 32,
-    "attend": 17,
+    "attend": 18,
     "attend_op": 15,
     "expert_kernel": 29,
-    "generate": 27,
+    "chat": 14,
+    "generate": 32,
     "plan": 15,
     "ring_kernel": 27,
-    "settings_of": 13,
+    "serve": 14,
+    "settings_of": 14,
 }
 # files with figures of speed in docstrings
 SPEEDS: dict[str, int] = {}

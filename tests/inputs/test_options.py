@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitNormalization
 
 from fastspec.errors import UnsupportedOption
+from fastspec.grammar.spec import KINDS, GrammarSpec
 from fastspec.inputs import options
 from fastspec.inputs.options import Options, derive_seed
 from tests.helpers.checkpoints import make_model
@@ -229,7 +230,16 @@ COLUMNS: dict[str, Any] = {
 
 
 def test_every_option_has_a_sample() -> None:
-    assert {*options.SUPPORTED, *options.OWN} == SAMPLES.keys() | LISTS.keys() | MAPPINGS.keys()
+    assert {*options.SUPPORTED, *options.OWN} == SAMPLES.keys() | LISTS.keys() | MAPPINGS.keys() | {*KINDS}
+
+
+def test_a_grammar_for_all_prompts_or_one_for_each() -> None:
+    schema, other = {"type": "object"}, GrammarSpec("regex", "a")
+    whole = GrammarSpec("json_schema", '{"type": "object"}')
+    assert [row.grammar for row in resolve(num_rows=2, json_schema=schema).rows] == [whole, whole]
+    mixed = resolve(num_rows=3, json_schema=[schema, None, None], regex=[None, "a", None])
+    assert [row.grammar for row in mixed.rows] == [whole, other, None]
+    assert mixed.plain, "masks change no kind of sampler"
 
 
 @pytest.mark.parametrize("form", SCALARS)

@@ -54,19 +54,23 @@ GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
-    "attention_ruled",
-    *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps", "experts"),
+    *("attention_ruled", "attention_cached_in_8_bits", "recurrent", "experts"),
+    *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 
 
-# kernels for short caches are there from sm_90 on
+def _late(group: str) -> bool:
+    """Whether kernels are there from sm_90 on: those for short caches, and of e4m3."""
+    return group.startswith("short") or group == "attention_cached_in_8_bits"
+
+
 CASES: list[Any] = [
-    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not group.startswith("short")),
+    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not _late(group)),
     *(
         pytest.param(arch, group, marks=pytest.mark.slow)
         for group in GROUPS
         for arch in (AS_80, AS_86)
-        if not group.startswith("short")
+        if not _late(group)
     ),
 ]
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastspec import FastSpecGenerator, demo_pair
+from fastspec.kernels.reference import keys_of
 from fastspec.parallel.devices import OverDevices, _all_gather
 from fastspec.parallel.exchange import add_rounded, tree_sum
 from fastspec.parallel.world import World
@@ -44,6 +45,14 @@ def sums() -> None:
         added(x, torch.randn(width, device=device, generator=common).bfloat16(), residual)
         assert torch.equal(over.sum(x), tree_sum(everyone(x))), (rows, width)
         assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
+
+    for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
+        logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
+        keys = keys_of(logits[:, 100 * world.rank :][:, :100], limit - 100 * world.rank).view(torch.uint64)
+        ids = torch.full((rows, 3), -1, device=device)
+        over.largest(keys, 100, ids[:, 1])
+        assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
+        assert (ids[:, ::2] == -1).all(), "nothing else is written"
 
     inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (200, 4096))]
     residuals = [torch.randn(x.shape, device=device, generator=common).bfloat16() for x in inputs]

@@ -10,7 +10,7 @@ import torch
 
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.errors import UnsupportedOption
-from fastspec.models.parallel import argmax_keys, ids_of_keys
+from fastspec.kernels.reference import keys_of, largest_of
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.shards import ShardTensors
 from fastspec.models.weights.sliced import sliced
@@ -136,5 +136,5 @@ def test_keys_find_the_largest_logit_as_argmax_does() -> None:
     logits[4], logits[5, 20] = -0.0, torch.inf
     logits[4, 9] = 0.0
     for limit in (32, 20, 5):
-        keys = torch.stack([argmax_keys(part, 8 * index, limit) for index, part in enumerate(logits.split(8, dim=-1))])
-        assert torch.equal(ids_of_keys(keys.amax(0)), logits[:, :limit].argmax(dim=-1)), limit
+        keys = [keys_of(part, limit - 8 * index) for index, part in enumerate(logits.split(8, dim=-1))]
+        assert torch.equal(largest_of(keys, 8), logits[:, :limit].argmax(dim=-1)), limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -193,3 +194,53 @@ def test_many_clients_at_once(client: Any, gen: FastSpecGenerator) -> None:
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(ask, range(12))) == expected
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"the": {"enum": ["the", "hehe"]}, "list": {"type": "array", "items": {"enum": [1, 22]}}},
+    "required": ["the", "list"],
+    "additionalProperties": False,
+}
+
+
+def asked(kind: str) -> dict[str, Any]:
+    if kind != "json_schema":
+        return {"type": kind}
+    return {"type": kind, "json_schema": {"name": "list", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["text", "json_object", "json_schema"])
+def test_response_format(client: Any, gen: FastSpecGenerator, kind: str, stream: bool) -> None:
+    """The answer is `generate`'s under the same grammar; one that has ended is JSON of that schema."""
+    schema = {"text": None, "json_object": {"type": "object"}, "json_schema": SCHEMA}[kind]
+    fields = {"model": "small", "messages": MESSAGES, "max_tokens": 200, "temperature": 0}
+    answer = client.chat.completions.create(**fields, response_format=asked(kind), stream=stream)
+    if stream:
+        texts, reasons, _ = joined(answer)
+        text, reason = texts[0], reasons[0]
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    (expected,), output = generated(gen, TEMPLATED, max_new_tokens=200, do_sample=False, json_schema=schema)
+    assert (text, reason) == (expected, output.finish_reasons[0])
+    if kind != "text" and reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_sampled_answer_ends_with_its_schema(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="small",
+        messages=MESSAGES,
+        max_tokens=200,
+        temperature=1,
+        seed=3,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["the", {"he": 1}]}}},
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content) in ("the", {"he": 1})
+        assert all(len(place.top_logprobs) == 2 for place in choice.logprobs.content)

@@ -79,7 +79,15 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
     [
         ("audio", {}, "audio is not supported"),
         ("functions", [], "functions is not supported"),
-        ("response_format", {"type": "json_object"}, "response_format"),
+        ("response_format", {"type": "xml"}, "response_format: .*'json_object'"),
+        ("response_format", {"type": "json_schema"}, "of type json_schema, and no other, has a json_schema"),
+        ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}, "and no other"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "response_format: Field required"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
+            "json_schema cannot be used: Invalid type: y",
+        ),
         ("tool_choice", "required", "tool_choice"),
         ("top_logprobs", 2, "top_logprobs needs logprobs=true"),
         ("max_completion_tokens", 4, "are the same"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastspec.runtime.engine import Engine
 from fastspec.sampling.distribution import PhiloxDraws
-from fastspec.shapes import FULL, GREEDY, StepShape
+from fastspec.shapes import FULL, GRAMMARS, GREEDY, StepShape
 from fastspec.state import RUNNING, DecodeState
 from fastspec.step import prefill, step
 from tests.helpers.tiny import STEP_TILING, tiny_engine
@@ -63,6 +64,19 @@ def test_step_reads_nothing(k: int, sampler: str) -> None:
     start_rows(engine.state)
     with NoHostReads(), torch.inference_mode():
         run_step(engine, k, sampler)
+    assert engine.state.emitted[:2].min() >= 1
+
+
+@pytest.mark.parametrize("grammars", GRAMMARS)
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+def test_a_step_with_grammars_reads_nothing(sampler: str, grammars: str) -> None:
+    engine = tiny_engine(k=4, max_length=100)
+    start_rows(engine.state)
+    engine.state.constrained[0] = True
+    view = engine.state.rows(0, 2)
+    kind = replace(shape(4, sampler), grammars=grammars, top_logprobs=2)
+    with NoHostReads(), torch.inference_mode():
+        step(engine.parts, view, kind, PhiloxDraws(view.seeds))
     assert engine.state.emitted[:2].min() >= 1
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.shapes import AttentionRule
 
 LOG2E = 1.4426950408889634  # kernels take powers of 2, so scores times this
@@ -27,6 +28,7 @@ class NewTokens(NamedTuple):
         q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
         num_angles: positions that `cos` and `sin` have.
         eps: of the head norms.
+        k_factor, v_factor: on K and V before they are stored in 8 bits, 1 / scale; None: they are stored as they are.
     """
 
     qkv: Any
@@ -38,6 +40,8 @@ class NewTokens(NamedTuple):
     k_norm: Any
     num_angles: Any
     eps: Any
+    k_factor: Any
+    v_factor: Any
 
 
 class PagedCache(NamedTuple):
@@ -64,15 +68,19 @@ class Scoring(NamedTuple):
 
         score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
 
+    Where K and V are stored in 8 bits, k and v are what is stored: the scale of K is part of the factor.
+
     Attributes:
         factor: on q . k.
         cap: the softcap, times log2(e); None: none.
         sinks: [H] in fp32 or the cache's dtype: of each head, the score of one more key, of value zero; None: none.
+        value_scale: on sums of values; None: 1.
     """
 
     factor: Any
     cap: Any
     sinks: Any
+    value_scale: Any
 
 
 class WorkArea(NamedTuple):
@@ -95,18 +103,23 @@ def new_tokens(
     norms: tuple[Tensor, Tensor, float] | None,
     positions: Tensor,
     write_mask: Tensor,
+    scales: KVScales | None = None,
 ) -> NewTokens:
-    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`."""
+    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`, scales of 8-bit caches."""
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     num_angles = 0 if cos is None else cos.shape[0]
-    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps)
+    factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
+    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps, *factors)
 
 
-def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int) -> Scoring:
+def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
     """The group of this rule and of sinks whose shape is checked, for heads of this dim."""
+    factor, value_scale = rule.factor(dim), None if scales is None else scales.v
+    if scales is not None:
+        factor *= scales.k
     if rule.softcap is None:
-        return Scoring(rule.factor(dim) * LOG2E, None, sinks)
-    return Scoring(rule.factor(dim) / rule.softcap, rule.softcap * LOG2E, sinks)
+        return Scoring(factor * LOG2E, None, sinks, value_scale)
+    return Scoring(factor / rule.softcap, rule.softcap * LOG2E, sinks, value_scale)
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:

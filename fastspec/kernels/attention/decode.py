@@ -92,6 +92,8 @@ def store_output(
     if scoring.sinks is not None:
         sink = sink_of(scoring, kv_head * GROUP + row % GROUP)
         mean = mean * (1.0 / (1.0 + tl.exp2(sink - weight)))[:, None]
+    if scoring.value_scale is not None:
+        mean = mean * scoring.value_scale
     tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], mean.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -206,15 +208,15 @@ def attend_split(
             column = tl.arange(0, BLOCK_D // 2)
             half_mask = (at < stop)[:, None] & (column < HEAD_DIM // 2)[None, :]
             half = cache.k + place + (row_slot + column[None, :])
-            scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0)), input_precision="ieee")
-            k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0)
+            scores = tl.dot(q1, tl.trans(tl.load(half, mask=half_mask, other=0.0).to(q1.dtype)), input_precision="ieee")
+            k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scoring.factor
         else:
-            k = tl.load(cache.k + place + slot, mask=mask, other=0.0)
+            k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
         if scoring.cap is not None:
             scores = scoring.cap * tanh(scores)
-        v = tl.load(cache.v + place + slot, mask=mask, other=0.0)
+        v = tl.load(cache.v + place + slot, mask=mask, other=0.0).to(q1.dtype)
         seen = at[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)

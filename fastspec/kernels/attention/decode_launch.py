@@ -17,6 +17,7 @@ from fastspec.kernels.attention.decode_mma_batch import batch_kernel
 from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
 from fastspec.kernels.attention.plan import Gpu, LaunchPlan, Pass
 from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kernels.common.launch import described, has_pdl, launch, multiprocessors
 from fastspec.shapes import AttentionRule
 
@@ -37,17 +38,19 @@ class DecodingPass:
         cache: that it writes K and V to, and attends to.
         out: [B, Q, H * D], written.
         work: its partials are written: room for B * Q * H * splits * (D + 1) where there is more than one split.
-        rule, sinks: as in `reference.attend`.
         pdl: whether its kernels start early.
+        rule, sinks: as in `reference.attend`.
+        scales: of a cache in 8 bits.
     """
 
     tokens: NewTokens
     cache: PagedCache
     out: Tensor
     work: WorkArea
+    pdl: bool
     rule: AttentionRule
     sinks: Tensor | None
-    pdl: bool
+    scales: KVScales | None
 
     @property
     def num_queries(self) -> int:
@@ -69,7 +72,7 @@ class DecodingPass:
     @property
     def scoring(self) -> Scoring:
         """How products become scores."""
-        return scoring_of(self.rule, self.sinks, self.sizes.dim)
+        return scoring_of(self.rule, self.sinks, self.sizes.dim, self.scales)
 
 
 def _start(kernel: Any, planned: LaunchPlan, given: DecodingPass, *arguments: Any, **constants: Any) -> None:

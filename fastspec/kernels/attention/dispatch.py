@@ -10,7 +10,7 @@ zero. Every kernel takes all of these.
 |--------------|------------------------------------------------|---------------------------------------------------|
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32       | contiguous                                        |
 | cos, sin     | [positions, D/2] fp32                          | contiguous; both None: no rotation                |
-| keys, values | [num_pages, page_size, Hkv, D], as qkv         | contiguous; may exceed 2^31 elements              |
+| keys, values | [num_pages, page_size, Hkv, D], as qkv or e4m3 | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
 | positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
 | write_mask   | [B, Q] bool                                    | else K/V are not stored, and outputs are junk     |
@@ -51,6 +51,7 @@ from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.checks import check_heads, check_sinks
+from fastspec.kernels.common.kv_scales import KVScales, scales_of
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
 from fastspec.shapes import KEY_BLOCK, AttentionRule
@@ -113,6 +114,7 @@ def attend(
     sinks: Tensor | None = None,
     work: AttendWork,
     regroup: bool = False,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """As `reference.attend`, which defines it; nothing is written for page 0.
 
@@ -131,17 +133,19 @@ def attend(
     if positions.shape[1] > MAX_SPLIT_QUERIES:
         query = store_heads(
             qkv, cos, sin, keys, values, block_table, positions, write_mask,
-            num_heads=num_heads, norms=norms,
+            num_heads=num_heads, norms=norms, kv_scales=kv_scales,
         )  # fmt: skip
         out = paged_attention(
-            query, keys, values, block_table, positions, num_blocks=num_blocks, rule=rule, sinks=sinks, out=query
-        )
+            query, keys, values, block_table, positions,
+            num_blocks=num_blocks, rule=rule, sinks=sinks, out=query, kv_scales=kv_scales,
+        )  # fmt: skip
         return out.flatten(2)
     check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
-    check_sinks(sinks, num_heads, keys.dtype)
-    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask)
+    check_sinks(sinks, num_heads, qkv.dtype)
+    scales = scales_of(keys, kv_scales)
+    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask, scales)
     cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
-    return _decode(tokens, cache, num_heads, blocks, (rule, sinks), work, regroup)
+    return _decode(tokens, cache, num_heads, blocks, (rule, sinks, scales), work, regroup)
 
 
 def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
@@ -154,7 +158,7 @@ def _decode(
     cache: PagedCache,
     num_heads: int,
     blocks: tuple[int, int],
-    scoring: tuple[AttentionRule, Tensor | None],
+    scoring: tuple[AttentionRule, Tensor | None, KVScales | None],
     work: AttendWork,
     regroup: bool,
 ) -> Tensor:
@@ -162,11 +166,11 @@ def _decode(
     batch, num_queries = tokens.positions.shape
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     area = WorkArea(work.partials, work.counters)
-    given = DecodingPass(tokens, cache, out, area, *scoring, has_pdl(qkv.device))
+    given = DecodingPass(tokens, cache, out, area, has_pdl(qkv.device), *scoring)
     begin, room = (block * KEY_BLOCK for block in blocks)
     row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
     capacity = max(cache.table_width * page_size, room)
-    if uses_mma(qkv.device, qkv.dtype, dim, page_size, capacity):
+    if uses_mma(qkv.device, cache.k.dtype, dim, page_size, capacity):
         early, late = plan.early_and_late(begin, room)
         counters = sizes.pairs * plan.cdiv(sizes.num_rows, plan.ROW_GROUP)
         _check_room(work, counters, row_size * plan.partial_sums(early, late))

@@ -30,7 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attention.arguments import LOG2E, paged_cache, scoring_of
 from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.attention.rope import cache_of_row
-from fastspec.kernels.common.checks import check, check_cache, check_sinks
+from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
+from fastspec.kernels.common.kv_scales import KVScales, scales_of
 from fastspec.kernels.common.launch import has_pdl, shared_memory
 from fastspec.kernels.common.launch import launch as start
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
@@ -149,6 +150,7 @@ def _attend_blocks(
         else:
             k = tl.load(cache.k + place + slot)
             v = tl.load(cache.v + place + slot)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of a cache in 8 bits
         scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor
         if scoring.cap is not None:
             scores, scale = scoring.cap * tanh(scores * scale), 1.0
@@ -226,12 +228,20 @@ def _flash_kernel(
     )  # fmt: skip
     if scoring.sinks is not None:
         total = total + tl.exp2(sink_of(scoring, head) - top)
-    tl.store(out_ptr + at[:, None] + dim[None, :], (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    out = out / total[:, None]
+    if scoring.value_scale is not None:
+        out = out * scoring.value_scale
+    tl.store(out_ptr + at[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_of(device: torch.device, itemsize: int, block_d: int) -> Tiles:
-    """The launch entry for a device: the large one where its shared memory holds it."""
+def launch_of(device: torch.device, itemsize: int, block_d: int, converted: bool = False) -> Tiles:
+    """The launch entry for a device: the large one where its shared memory holds it.
+
+    Not for heads of 256 where K and V are converted on the way, for whose values no registers are left.
+    """
     small = LAUNCH[itemsize, block_d]
+    if converted and block_d > 128:
+        return small
     return LARGE.get((itemsize, block_d), small) if shared_memory(device) >= LARGE_SHARED else small
 
 
@@ -247,6 +257,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     tiling: Tiling = UNTILED,
     out: Tensor | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """As `reference.paged_attention`, which defines it; `tiling` has no say here, rows are invariant anyway.
 
@@ -260,12 +271,13 @@ def paged_attention(
     page_size, kv_heads = keys.shape[1:3]
     query, positions = query.contiguous(), positions.contiguous()
     check_cache(query, keys, values, block_table, positions, num_heads)
-    check("query", query, (batch, num_queries, num_heads, keys.shape[3]), keys.dtype)
-    check_sinks(sinks, num_heads, keys.dtype)
+    check("query", query, (batch, num_queries, num_heads, keys.shape[3]), rows_dtype(query, keys))
+    check_sinks(sinks, num_heads, query.dtype)
+    scales = scales_of(keys, kv_scales)
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
     block_d = padded_dim(dim)
-    launch = launch_of(query.device, query.dtype.itemsize, block_d)
+    launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None)
     pdl = has_pdl(query.device)
     start(
         _flash_kernel,
@@ -276,7 +288,7 @@ def paged_attention(
         out,
         num_queries,
         num_blocks * KEY_BLOCK,
-        scoring_of(rule, sinks, dim),
+        scoring_of(rule, sinks, dim, scales),
         WINDOW=rule.window or 0,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,

@@ -8,6 +8,7 @@ launch.
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32 | contiguous                                |
 | cos, sin     | [positions, D/2] fp32                    | contiguous; both None: no rotation        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv   | contiguous; may exceed 2^31 elements      |
+|              | or e4m3                                  | then `kv_scales` are given                |
 | block_table  | [B, P] int64                             | rows may be views of a longer table       |
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
 | writes       | [B, Q] bool                              | K/V of other rows are not stored          |
@@ -28,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_cache
 from fastspec.kernels.attention.plan import padded_dim
 from fastspec.kernels.common.checks import check_heads
+from fastspec.kernels.common.kv_scales import KVScales, scales_of
 from fastspec.kernels.common.launch import has_pdl, launch
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
@@ -95,6 +97,25 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
+def as_stored(x, factor, DTYPE: tl.constexpr):
+    """x as a cache of this dtype keeps it, see kv_scales.py: e4m3 by the bits, for conversions of GPUs differ."""
+    if factor is None:
+        return x
+    else:
+        wide = x.to(tl.float32) * factor
+        bits = wide.to(tl.int32, bitcast=True)
+        size = tl.minimum(tl.abs(wide), 448.0)
+        size_bits = size.to(tl.int32, bitcast=True)
+        # to nearest even at bit 20, and another bias of the exponent
+        normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960
+        # below 2^-6 there are steps of 2^-9, which are those of numbers from 2^14 on
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(wide == wide, code, 0x7F) | ((bits >> 24) & 0x80)
+        return code.to(tl.uint8).to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def append(
     tokens,  # NewTokens
     cache,  # PagedCache of row `batch`
@@ -133,10 +154,11 @@ def append(
     slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     target = slot[:, None] + column[None, :]
     stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
-    tl.store(cache.k + target, k1, mask=stored)
-    tl.store(cache.k + target + HALF, k2, mask=stored)
-    tl.store(cache.v + target, v1, mask=stored)
-    tl.store(cache.v + target + HALF, v2, mask=stored)
+    DTYPE: tl.constexpr = cache.k.dtype.element_ty
+    tl.store(cache.k + target, as_stored(k1, tokens.k_factor, DTYPE), mask=stored)
+    tl.store(cache.k + target + HALF, as_stored(k2, tokens.k_factor, DTYPE), mask=stored)
+    tl.store(cache.v + target, as_stored(v1, tokens.v_factor, DTYPE), mask=stored)
+    tl.store(cache.v + target + HALF, as_stored(v2, tokens.v_factor, DTYPE), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -194,6 +216,7 @@ def store_heads(
     *,
     num_heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """As `reference.store_heads`, which defines it; nothing is written for page 0.
 
@@ -210,7 +233,7 @@ def store_heads(
     launch(
         _rotate_kernel,
         grid,
-        new_tokens(qkv, cos, sin, norms, positions, write_mask),
+        new_tokens(qkv, cos, sin, norms, positions, write_mask, scales_of(keys, kv_scales)),
         paged_cache(keys, values, block_table),
         out,
         num_queries,

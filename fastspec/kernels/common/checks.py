@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import FP8
+
 ATTENTION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 512  # the widest head that the launch tables of attention have tiles for
 
@@ -73,10 +75,10 @@ def check_cache(
     rows: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, positions: Tensor, num_heads: int
 ) -> None:
     """Raises ValueError unless kernels can read what `rows` [B, Q, ...] with `num_heads` query heads attend to."""
-    if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in ATTENTION_TYPES:
+    if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in (*ATTENTION_TYPES, FP8):
         raise ValueError(
-            f"keys is {told(keys)}; wanted contiguous [num_pages, page_size, Hkv, D] of bfloat16, float16 or float32: "
-            "pass whole layers of the cache"
+            f"keys is {told(keys)}; wanted contiguous [num_pages, page_size, Hkv, D] of bfloat16, float16, float32 or "
+            "float8_e4m3fn: pass whole layers of the cache"
         )
     kv_heads, dim = keys.shape[2:]
     if dim % 2 or dim > MAX_HEAD_DIM:
@@ -88,6 +90,13 @@ def check_cache(
     check("values", values, keys.shape, keys.dtype, step="pass the layer of the cache that goes with keys")
     check("positions", positions, rows.shape[:2], torch.int64)
     check_table("block_table", block_table, rows.shape[0])
+
+
+def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
+    """What rows that attend to `keys` must be in: the cache's dtype; with one of 8 bits, any that a cache may have."""
+    if keys.dtype != FP8:
+        return keys.dtype
+    return rows.dtype if rows.dtype in ATTENTION_TYPES else torch.bfloat16
 
 
 def check_heads(
@@ -107,7 +116,7 @@ def check_heads(
     kv_heads, dim = keys.shape[2:]
     width = (num_heads + 2 * kv_heads) * dim
     step = f"that is num_heads={num_heads} and 2 * {kv_heads} key heads of {dim}, in the cache's dtype"
-    check("qkv", qkv, (*qkv.shape[:2], width), keys.dtype, step=step)
+    check("qkv", qkv, (*qkv.shape[:2], width), rows_dtype(qkv, keys), step=step)
     if cos is not None and sin is not None:
         check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
         check("sin", sin, cos.shape, torch.float32)

@@ -1,12 +1,14 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
-from fastspec.kernels.reference.experts import experts, route, sigmoid
+from fastspec.kernels.reference.experts import experts, route
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
     gelu_tanh,
     gelu_tanh_mul,
+    keys_of,
+    largest_of,
     linear,
     norm,
     packed_argmax,
@@ -17,6 +19,7 @@ from fastspec.kernels.reference.linear import (
     tile_argmax,
     tile_linear,
 )
+from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, verify_commit
 
@@ -25,11 +28,15 @@ __all__ = [
     "attend",
     "attention_out",
     "commit",
+    "delta_rule",
     "embed",
     "experts",
     "feed_rows",
+    "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "keys_of",
+    "largest_of",
     "layer_tail",
     "linear",
     "mlp",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastspec.kernels.common.kv_scales import FP8, KVScales, as_stored, scales_of
 from fastspec.kernels.reference.linear import rms_norm
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
@@ -31,6 +32,7 @@ def paged_attention(
     rule: AttentionRule,
     sinks: Tensor | None = None,
     tiling: Tiling = UNTILED,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Causal attention of B x Q query rows over paged keys, with grouped heads.
 
@@ -49,6 +51,7 @@ def paged_attention(
         rule: window, scale and softcap.
         sinks: [H] in fp32 or query's dtype: of each head, the score of one more key, whose value is zero.
         tiling: query tokens per matrix product.
+        kv_scales: of keys and values that are stored in 8 bits; None: 1.
 
     Returns:
         [B, Q, H, D] in query's dtype; softmax and sums in fp32 (online over key blocks, arXiv 2205.14135).
@@ -60,7 +63,8 @@ def paged_attention(
     pad = -num_queries % tile
     tiles = (num_queries + pad) // tile
     # [B, Q, H, D] -> [B, tiles, Hkv, group * tile, D]: one fixed shape per matrix product
-    q = F.pad(query.float(), (0, 0, 0, 0, 0, pad)) * rule.factor(dim)
+    scales = scales_of(keys, kv_scales) or KVScales()
+    q = F.pad(query.float(), (0, 0, 0, 0, 0, pad)) * (rule.factor(dim) * scales.k)
     q = q.view(batch, tiles, tile, kv_heads, group, dim).permute(0, 1, 3, 4, 2, 5)
     q = q.reshape(batch, tiles, kv_heads, group * tile, dim)
     row_pos = F.pad(positions, (0, pad)).view(batch, tiles, 1, 1, tile)
@@ -91,7 +95,7 @@ def paged_attention(
     if sinks is not None:  # once, behind the last block: where it is added does not depend on the number of blocks
         sink = sinks.float().view(kv_heads, group, 1).expand(-1, -1, tile).reshape(kv_heads, group * tile, 1)
         total = total + torch.exp(sink - top)
-    out = out / total
+    out = out / total if scales.v == 1.0 else out / total * scales.v
     out = out.view(batch, tiles, kv_heads, group, tile, dim).permute(0, 1, 4, 2, 3, 5)
     return out.reshape(batch, num_queries + pad, num_heads, dim)[:, :num_queries].to(query.dtype)
 
@@ -109,9 +113,14 @@ def _gather_block(
     slots = pages * page_size + at % page_size
     written = (at <= newest[:, None])[:, :, None, None]
     flat = keys.shape[2:]
-    k = torch.where(written, keys.view(-1, *flat)[slots], 0.0)
-    v = torch.where(written, values.view(-1, *flat)[slots], 0.0)
-    return k.float().transpose(1, 2), v.float().transpose(1, 2)
+    k = torch.where(written, _readable(keys).view(-1, *flat)[slots].view(keys.dtype).float(), 0.0)
+    v = torch.where(written, _readable(values).view(-1, *flat)[slots].view(values.dtype).float(), 0.0)
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _readable(cache: Tensor) -> Tensor:
+    """A cache as torch can index it: one of 8 bits as bytes."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 def store_heads(
@@ -126,6 +135,7 @@ def store_heads(
     *,
     num_heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """The first half of `attend`: norms of heads and rotation, K/V into the cache.
 
@@ -147,8 +157,10 @@ def store_heads(
         rotation = cos[at][:, :, None], sin[at][:, :, None]
         query, key = rope(query, *rotation), rope(key, *rotation)
     slots = _slots(block_table, positions, page_size, write_mask).flatten()
-    keys.view(-1, kv_heads, dim).index_copy_(0, slots, key.flatten(0, 1))
-    values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
+    scales = scales_of(keys, kv_scales) or KVScales()
+    for cache, new, scale in ((keys, key, scales.k), (values, value, scales.v)):
+        kept = _readable(as_stored(new.flatten(0, 1), cache.dtype, scale))
+        _readable(cache).view(-1, kv_heads, dim).index_copy_(0, slots, kept)
     return query
 
 
@@ -171,19 +183,21 @@ def attend(
     work: object = None,
     product: Tensor | None = None,
     tiling: Tiling = UNTILED,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
 
     Args:
         qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
         cos, sin: fp32 [positions, D/2], the rotary table; both None: queries and keys are not rotated.
-        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`; in qkv's
+            dtype, or in 8 bits: see kv_scales.py.
         block_table: int64 [B, P].
         positions: int64 [B, Q], >= 0.
         writes: bool [B, Q]; the K/V of other rows is not kept.
         num_heads: H.
         norms: weights [D] of an RMSNorm of every query head and of every key head, and their epsilon; None: no norms.
-        num_blocks, rule, sinks, tiling: as in `paged_attention`.
+        num_blocks, rule, sinks, tiling, kv_scales: as in `paged_attention`.
         first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
             others as junk.
         work: of the kernel; unused here.
@@ -194,8 +208,9 @@ def attend(
         [B, Q, H * D].
     """
     query = store_heads(
-        qkv, cos, sin, keys, values, block_table, positions, write_mask, num_heads=num_heads, norms=norms
-    )
+        qkv, cos, sin, keys, values, block_table, positions, write_mask,
+        num_heads=num_heads, norms=norms, kv_scales=kv_scales,
+    )  # fmt: skip
     out = paged_attention(
         query,
         keys,
@@ -206,6 +221,7 @@ def attend(
         rule=rule,
         sinks=sinks,
         tiling=tiling,
+        kv_scales=kv_scales,
     )
     return out.flatten(2)
 

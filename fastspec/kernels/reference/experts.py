@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.reference.recurrent import sigmoid
 from fastspec.shapes import ClampedGate, RoutingRule
 
 PAIRS = 8  # (token, expert) pairs of one product
-_VECTORS = 64  # elements; a multiple of what one turn of any CPU's loop takes
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -145,11 +145,3 @@ def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return gate * sigmoid(clamp.alpha * gate) * (up + 1)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """sigmoid of [..., K]: by whole vectors, for a CPU rounds the last elements of a tensor otherwise."""
-    width = x.shape[-1]
-    if x.is_cuda or width % _VECTORS == 0:
-        return torch.sigmoid(x)
-    return torch.sigmoid(F.pad(x, (0, -width % _VECTORS)))[..., :width]

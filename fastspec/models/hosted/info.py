@@ -99,6 +99,10 @@ class HostedInfo:
         """None: the module has its own, counted with its buffers."""
         return 0
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """None: models with recurrent states are not hosted."""
+        return 0
+
     @property
     def routed_elements(self) -> int:
         """0: not known."""

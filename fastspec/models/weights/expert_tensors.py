@@ -21,7 +21,8 @@ import torch
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.kernels.common.experts import MXFP4, power_of_two
+from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
+from fastspec.models.weights.shapes import CORRECTION, DOWN, GATE_UP
 from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastspec.models.config import ModelSpec
-    from fastspec.models.families.plan import ExpertsPlan
-    from fastspec.models.weights.loader import TensorSource
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames
+    from fastspec.models.weights.loader import Loader, TensorSource
     from fastspec.models.weights.quantised.configs import Quantisation
 
 PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
@@ -254,3 +255,25 @@ class ExpertTensors:
                 if not self._left[stored]:
                     free.append(stored)
         self._source.release(free)
+
+
+def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
+    """Router and experts of a layer, of the names that `tensor_shapes` gives them."""
+    router = f"{prefix}{names.router}"
+    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
+
+    def bias(*parts: str) -> Tensor | None:
+        if not plan.bias:
+            return None
+        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
+
+    return ExpertWeights(
+        router=loader.weight(f"{router}.weight"),
+        gate_up=loader.stack([tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]),
+        down=loader.stack([(f"{each}{DOWN}.weight",) for each in at]),
+        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
+        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
+        gate_up_bias=bias(*GATE_UP),
+        down_bias=bias(DOWN),
+        shared_gate=loader.weight(f"{prefix}{names.shared_gate}.weight") if plan.shared_gate else None,
+    )

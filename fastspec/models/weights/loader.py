@@ -121,6 +121,10 @@ class Loader:
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
 
+    def alike(self, *names: str) -> bool:
+        """Whether all the named matrices are stored quantised, or none."""
+        return len({self._source.kind(name) is None for name in names}) == 1
+
     def stack(self, experts: list[tuple[str, ...]]) -> ExpertStack:
         """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it."""
         names = [name for each in experts for name in each]

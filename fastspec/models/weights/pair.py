@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
+from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
+from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
+from fastspec.models.pairs import refuse_strangers
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fastspec.kernels.common.codes import CodeFormat
+
+AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
 
 
 def resolve_pair(
@@ -22,20 +28,31 @@ def resolve_pair(
     revisions: tuple[str | None, str | None],
     quantization: tuple[str | None, str | None],
     feature_layers: Sequence[int] | None = None,
+    draft_vocab: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
     """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
+
+    "mtp" as draft is the target's own MTP layer, not a directory of that name.
 
     Args:
         revisions, quantization: of target and draft.
         feature_layers: boundaries of the target that a head is to read; None: those its config names.
+        draft_vocab: ids that an MTP layer may draft; None: all.
 
     Raises:
-        As `resolve` and `resolve_head`; UnsupportedOption: quantization that is not a format, or of what is stored
-        quantised, or an option that the draft has no use for.
+        As `resolve`, `resolve_head` and `resolve_mtp`; ValueError: two Hub ids that are known to have different
+        tokenizers, before anything is fetched; UnsupportedOption: quantization that is not a format, or of what is
+        stored quantised, or an option that the draft has no use for.
     """
+    if isinstance(target, str) and isinstance(draft, str):
+        refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
-    head = head_directory(draft, revisions[1])
-    if head is not None:
+    if isinstance(draft, str) and draft == MTP:
+        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers, draft_vocab)
+    if draft_vocab is not None:
+        raise UnsupportedOption(f"draft_vocab is for draft='{MTP}', got draft={draft!r}; leave it out")
+    files = draft_files(draft, revisions[1])
+    if (head := files.head) is not None:
         if quantization[1] is not None:
             raise UnsupportedOption(
                 f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
@@ -47,7 +64,7 @@ def resolve_pair(
             f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
             f"{draft!r} is none; leave it out"
         )
-    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1])
+    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
     return found, None if other is None else _rounded(other, quantization[1])
 
 
@@ -56,7 +73,8 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
         return checkpoint
     name, wanted = f"{checkpoint.role}_quantization", [each for each in FORMATS if each == form]
     if not wanted:
-        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)} or None")
+        more = ", 'auto'" if checkpoint.role == "draft" else ""
+        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
     if checkpoint.spec.hosting:
         raise UnsupportedOption(
             f"{name}={form!r} is for native families alone, and {checkpoint.name} is hosted; leave it out"
@@ -71,6 +89,11 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
             "loading; leave it out"
         )
+    return rounded_to(checkpoint, wanted[0])
+
+
+def rounded_to(checkpoint: Checkpoint, form: CodeFormat) -> Checkpoint:
+    """The checkpoint with its matrices rounded while they are loaded; it is neither hosted nor stored quantised."""
     draft = checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
-    return replace(checkpoint, rounded=wanted[0], stored=f"matrices rounded to {form} while loading, {effect}")
+    return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.models.weights.names import Stored
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
@@ -46,3 +47,9 @@ def read(stored: Stored) -> dict[int, CacheScales]:
                 raise CheckpointError(f"{stored.directory}: {name} is {list(values)}, wanted positive numbers")
             found[layer] = found.get(layer, CacheScales())._replace(**dict.fromkeys(which, values))
     return found
+
+
+def for_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
+    """The scales by which K and V of these layers are stored here: of several heads the largest, which holds all."""
+    named = [found.get(layer, CacheScales()) for layer in layers]
+    return tuple(KVScales(max(each.k), max(each.v)) for each in named)

@@ -1,0 +1,30 @@
+"""`fastspec pairs`: drafts that have a model's tokenizer, from a table; without network."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fastspec.cli.output import write_text
+from fastspec.models.pairs import FAMILIES, natural_pairs
+
+
+def pairs(
+    model: Annotated[str | None, typer.Argument(help="Directory or Hub id. Default: the whole table.")] = None,
+) -> None:
+    """Names small models that have the tokenizer of a larger one, to be its draft. Nothing is downloaded."""
+    if model is None:
+        for family in FAMILIES:
+            write_text(f"{family.name}: {', '.join(name for name, _ in family.models)}\n")
+        return
+    found = natural_pairs(model)
+    if found is None:
+        known = ", ".join(family.name for family in FAMILIES)
+        typer.echo(
+            f"fastspec: no pair is known for {model}; the table has {known}. Any smaller model with the same tokenizer "
+            "fits, and so does --proposer ngram, which needs none",
+            err=True,
+        )
+        raise typer.Exit(2)
+    write_text(f"{found}\n")

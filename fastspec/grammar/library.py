@@ -1,0 +1,114 @@
+"""llguidance, which reads grammars and says which ids may come: the one file that imports it, once it is asked for.
+
+Its masks are a function of the grammar, the vocabulary and the text so far.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from fastspec.errors import UnsupportedOption
+from fastspec.grammar.row import RowGrammar
+from fastspec.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT = 64  # grammars
+_TOLD = 300  # characters of what the library says about a grammar
+
+
+class Grammars:
+    """Grammars of one vocabulary, each compiled once; used from any thread.
+
+    Args:
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last one, and what the library made of it
+        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+
+    def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
+        """The beginning of a row.
+
+        Args:
+            spec: what it follows.
+            tokenizer: the target's, of transformers; None: the checkpoint brings none.
+            prompt: of the row.
+            stop_ids: end the row; they may come where the text is whole.
+
+        Raises:
+            ValueError: the grammar cannot be read, or allows no text, or there is no tokenizer.
+            UnsupportedOption: the library is not installed, or cannot read this tokenizer.
+        """
+        if tokenizer is None:
+            raise ValueError(
+                f"{spec.kind} needs a tokenizer, and the target's checkpoint brings none; pass tokenizer=..."
+            )
+        with self._lock:
+            vocabulary = self._vocabulary(spec, tokenizer)
+            matcher = self._matcher(spec, vocabulary).deep_copy()
+        ends = [token for token in vocabulary.eos_tokens if token < self._vocab_size]
+        row = RowGrammar(matcher, self._vocab_size, stop_ids, ends, prompt)
+        if not row.possible:
+            raise ValueError(
+                f"{spec.kind} allows no text that this vocabulary can write, got {_short(spec.text)}; loosen it"
+            )
+        return row
+
+    def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
+        """The compiled grammar, at its beginning."""
+        if spec not in self._compiled:
+            self._compiled[spec] = _compiled(spec, vocabulary)
+        self._compiled.move_to_end(spec)
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
+        return self._compiled[spec]
+
+    def _vocabulary(self, spec: GrammarSpec, tokenizer: Any) -> LLTokenizer:
+        if self._tokenizer is None or self._tokenizer[0] is not tokenizer:
+            self._tokenizer = tokenizer, _vocabulary(spec, tokenizer, self._vocab_size)
+            self._compiled.clear()
+        return self._tokenizer[1]
+
+
+def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """What the library makes of a tokenizer."""
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError:
+        raise UnsupportedOption(
+            f"{spec.kind} needs the package llguidance, which is not installed: pip install 'fastspec[grammar]'"
+        ) from None
+    try:
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedOption(
+            f"{spec.kind} needs a fast tokenizer of bytes or with byte fallback; llguidance cannot read this "
+            f"{type(tokenizer).__name__}: {_short(str(error))}"
+        ) from None
+
+
+def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    if spec.kind == JSON_SCHEMA:
+        source = LLMatcher.grammar_from_json_schema(spec.text)
+    elif spec.kind == REGEX:
+        source = LLMatcher.grammar_from_regex(spec.text)
+    else:
+        source = LLMatcher.grammar_from_lark(spec.text)
+    matcher = LLMatcher(vocabulary, source, log_level=0)
+    if matcher.is_error():
+        told = _short(matcher.get_error().strip())
+        raise ValueError(f"{spec.kind} cannot be used: {told}. Got {_short(spec.text)}; mend it")
+    return matcher
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _TOLD else text[:_TOLD] + " ..."

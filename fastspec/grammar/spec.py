@@ -1,0 +1,61 @@
+"""What a caller may ask a text to be: a JSON schema, a regular expression, or a grammar. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # keywords of `generate`
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One grammar, as it was given.
+
+    Attributes:
+        kind: one of KINDS.
+        text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
+        """What the options of one row ask for, by their names; None: any text.
+
+        Raises:
+            ValueError: more than one of them, or a value of another type.
+        """
+        asked = [kind for kind in KINDS if given.get(kind) is not None]
+        if len(asked) > 1:
+            raise ValueError(f"{' and '.join(asked)} are given for one prompt; a text follows one of them, leave one")
+        if not asked:
+            return None
+        kind, value = asked[0], given[asked[0]]
+        return cls(kind, _schema(value) if kind == JSON_SCHEMA else _text(kind, value))
+
+
+def _text(kind: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{kind} must be a text, got {value!r}")
+    return value
+
+
+def _schema(value: Any) -> str:
+    """A schema as JSON, of a dict, of JSON, or of a class of pydantic's."""
+    if callable(made := getattr(value, "model_json_schema", None)):
+        value = made()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"json_schema must be a JSON schema, got a text that is no JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"json_schema must be a JSON schema (a dict, or its JSON), got {value!r}")
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json_schema must be a JSON schema, got a dict that JSON cannot hold ({error})") from None

@@ -1,0 +1,44 @@
+"""K and V in 8 bits: how a value of a head becomes an e4m3 float, and what it is read as.
+
+    stored = e4m3(x / scale), rounded to nearest even, cut off at +-448;   read = stored * scale
+
+Scales are one number of K and one of V for a whole layer, fixed beforehand. So what is stored of a token depends on
+that token alone, and a row has the same bits whether its tokens came one by one, as drafts or in a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+LARGEST: Final = 448.0
+
+
+class KVScales(NamedTuple):
+    """What K and V of one layer are divided by before they are stored."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
+    """The scales of a cache: of one in 8 bits those given, else 1; of another none.
+
+    Raises:
+        ValueError: scales of a cache that is not in 8 bits.
+    """
+    if keys.dtype == FP8:
+        return given or KVScales()
+    if given is not None:
+        raise ValueError(f"kv_scales={given} and keys are {keys.dtype}: scales are of caches of {FP8} alone")
+    return None
+
+
+def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """x as a cache of this dtype keeps it; others keep it as it is."""
+    if dtype != FP8:
+        return x
+    return (x.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)

@@ -1,0 +1,131 @@
+"""The gated delta rule over the tokens of a step, with the convolution before it, in one launch.
+
+A program has some values of one value head of one row. It reads its part of the state once and writes it once for each
+token. It is compiled once for any number of tokens, so a token's bits do not depend on how many there are. A sum over a
+key lies in one warp.
+
+q and k of a head are convolved anew by every program that needs them. One of them writes their inputs: to places that
+no program reads in the same launch, for the inputs that are read and those that are written follow one another, and
+there are as many places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, conv, gates, span, unit
+from fastspec.shapes import DeltaRule
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _delta_kernel(
+    product_ptr,
+    weights,  # Weights
+    where,  # Where
+    out_ptr,
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,  # of a key and of a value
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row, value head, and some values of it."""
+    if PDL:
+        gdc_launch_dependents()
+    KEY_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    KEYS: tl.constexpr = triton.next_power_of_2(KEY_DIM)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
+    SERVED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    PLACES: tl.constexpr = SLOTS + WIDTH - 1
+    row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key_head = head // SERVED
+    key, value = tl.arange(0, KEYS), tile * BLOCK + tl.arange(0, BLOCK)
+    has_key, has_value = key < KEY_DIM, value < VALUE_DIM
+    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    held = tl.load(where.state_rows + row)
+    inputs_ptr = where.inputs + held * (PLACES * CHANNELS)
+    product_ptr += row * num_tokens * ROWS
+    out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
+    states_ptr = where.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
+    within = value[:, None] * KEY_DIM + key[None, :]
+    whole = has_value[:, None] & has_key[None, :]
+    # where no token counts, any position will do: nothing is read or written
+    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    slot = (start + SLOTS - 1) % SLOTS
+    known = whole & (start > 0) & (count > 0)
+    state = tl.load(states_ptr + slot * (VALUE_HEADS * VALUE_DIM * KEY_DIM) + within, mask=known, other=0.0)
+    rate = tl.exp(tl.load(weights.decay + head))
+    more = tl.load(weights.step + head)
+    q_channel = key_head * KEY_DIM + key
+    k_channel = KEY_HEADS * KEY_DIM + q_channel
+    v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    keeps_qk = has_key & (head % SERVED == 0) & (tile == 0)
+    if PDL:
+        gdc_wait()  # for the product: states are of earlier passes
+    for t in range(first, first + count):
+        position, old = start + t - first, t - first + 1
+        at = product_ptr + t * ROWS
+        q, q_in = conv(at, inputs_ptr, weights.conv, q_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+        k, k_in = conv(at, inputs_ptr, weights.conv, k_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+        v, v_in = conv(at, inputs_ptr, weights.conv, v_channel, has_value, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+        beta, softplus = gates(at + (ROWS - 2 * VALUE_HEADS) + head, more, VALUE_HEADS)
+        q, k = unit(q) * KEY_DIM**-0.5, unit(k)
+        state, out = advanced(state, q, k, v, tl.exp(-rate * softplus), beta)
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
+        place = position % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
+        tl.store(states_ptr + place + within, state, mask=whole)
+        kept = inputs_ptr + position % PLACES * CHANNELS
+        tl.store(kept + q_channel, q_in, mask=keeps_qk)
+        tl.store(kept + k_channel, k_in, mask=keeps_qk)
+        tl.store(kept + v_channel, v_in, mask=has_value)
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # what a mask leaves out is finite
+    for t in range(0, num_tokens):
+        if (t < first) | (t >= first + count):
+            tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)
+
+
+def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
+    """Writes to out [B, Q, rule.values] what `reference.delta_rule` gives, of no more tokens than there are slots."""
+    batch, tokens, _ = product.shape
+    block = block_of(rule)
+    pdl = has_pdl(product.device)
+    launch(
+        _delta_kernel,
+        (batch, rule.value_heads, triton.cdiv(rule.value_dim, block)),
+        product,
+        weights,
+        where,
+        out,
+        tokens,
+        **sizes_of(rule),
+        WIDTH=rule.width,
+        SLOTS=where.states.shape[1],
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def block_of(rule: DeltaRule) -> int:
+    """Values of a head that a program has."""
+    return int(min(triton.next_power_of_2(rule.value_dim), max(4, TILE // triton.next_power_of_2(rule.key_dim))))
+
+
+def sizes_of(rule: DeltaRule) -> dict[str, Any]:
+    """Sizes that a kernel is compiled for."""
+    dims = rule.key_dim, rule.value_dim
+    return {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads, "DIMS": dims}

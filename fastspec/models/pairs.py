@@ -1,0 +1,278 @@
+"""Natural pairs: small published models that have the tokenizer of larger ones, as a table. Needs no network.
+
+A name in the table is a hint. What is loaded is compared token by token all the same (`vocab.shared_vocab`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+LARGEST_SHARE: Final = 0.35
+"""A draft of more than this share of the target's parameters rarely pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Published models that share one tokenizer.
+
+    Attributes:
+        name: for people.
+        tokenizer: its name; families with the same one mix.
+        types: `model_type` of their configs.
+        vocab_sizes: of their embeddings, which may be padded differently.
+        marker: an id and its text that other families do not have, to tell them by a tokenizer file.
+        models: Hub ids, with parameters in billions (all of a mixture's), ascending. Each may be the draft of a
+            larger one.
+        note: what else there is to know.
+    """
+
+    name: str
+    tokenizer: str
+    types: tuple[str, ...]
+    vocab_sizes: tuple[int, ...]
+    marker: tuple[int, str] | None
+    models: tuple[tuple[str, float], ...]
+    note: str = ""
+
+    def drafts(self, billions: float | None) -> list[str]:
+        """Models small enough to draft for one of that many parameters, the smallest first; None: unknown."""
+        if billions is None:
+            return [name for name, _ in self.models[:2]]
+        return [name for name, size in self.models if size <= LARGEST_SHARE * billions]
+
+
+_PREFIX: Final = {
+    "Llama 3": "meta-llama/Llama-",
+    "Qwen3": "Qwen/Qwen3-",
+    "Qwen2.5": "Qwen/Qwen2.5-",
+    "R1 Qwen": "deepseek-ai/DeepSeek-R1-Distill-Qwen-",
+    "R1 Llama": "deepseek-ai/DeepSeek-R1-Distill-Llama-",
+    "Gemma 3": "google/gemma-3-",
+    "SmolLM2": "HuggingFaceTB/SmolLM2-",
+    "OLMo 2": "allenai/OLMo-2-",
+}
+
+
+def _family(
+    name: str, tokenizer: str, types: str, sizes: tuple[int, ...], marker: tuple[int, str] | None, models: str
+) -> Family:
+    """A row of the table: `models` are names, each with its billions behind a blank."""
+    words = models.split()
+    named = [(f"{_PREFIX.get(name, '')}{one}", float(size)) for one, size in zip(words[::2], words[1::2], strict=True)]
+    return Family(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
+
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    _family(
+        "Llama 3",
+        "llama3",
+        "llama",
+        (128256,),
+        (128000, "<|begin_of_text|>"),
+        "3.2-1B-Instruct 1.2 3.2-3B-Instruct 3.2 3.1-8B-Instruct 8 3.1-70B-Instruct 70.6 3.3-70B-Instruct 70.6",
+    ),
+    _family(
+        "R1 Llama",
+        "r1-llama",
+        "llama",
+        (128256,),
+        (128000, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+        "8B 8 70B 70.6",
+    ),
+    _family(
+        "Qwen3",
+        "qwen2",
+        "qwen3 qwen3_moe",
+        (151936,),
+        (151644, "<|im_start|>"),
+        "0.6B 0.6 1.7B 1.7 4B 4 8B 8.2 14B 14.8 30B-A3B 30.5 32B 32.8 235B-A22B 235",
+    ),
+    _family(
+        "Qwen2.5",
+        "qwen2",
+        "qwen2",
+        (151936, 152064),
+        (151644, "<|im_start|>"),
+        "0.5B-Instruct 0.5 1.5B-Instruct 1.5 3B-Instruct 3.1 7B-Instruct 7.6 Coder-7B-Instruct 7.6 "
+        "14B-Instruct 14.8 32B-Instruct 32.8 Coder-32B-Instruct 32.8 72B-Instruct 72.7",
+    ),
+    _family(
+        "R1 Qwen",
+        "r1-qwen",
+        "qwen2",
+        (151936, 152064),
+        (151646, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+        "1.5B 1.8 7B 7.6 14B 14.8 32B 32.8",
+    ),
+    _family(
+        "Gemma 3",
+        "gemma3",
+        "gemma3_text gemma3",
+        (262144, 262208),
+        (105, "<start_of_turn>"),
+        "270m-it 0.27 1b-it 1 4b-it 4.3 12b-it 12.2 27b-it 27.4",
+    ),
+    _family(
+        "SmolLM2",
+        "smollm2",
+        "llama",
+        (49152,),
+        (1, "<|im_start|>"),
+        "135M-Instruct 0.135 360M-Instruct 0.36 1.7B-Instruct 1.7",
+    ),
+    _family(
+        "OLMo 2",
+        "olmo2",
+        "olmo2",
+        (100352,),
+        (100257, "<|endoftext|>"),
+        "0425-1B-Instruct 1.5 1124-7B-Instruct 7.3 1124-13B-Instruct 13.7 0325-32B-Instruct 32.2",
+    ),
+    _family(
+        "EXAONE 4",
+        "exaone4",
+        "exaone4",
+        (102400,),
+        None,
+        "LGAI-EXAONE/EXAONE-4.0-1.2B 1.3 LGAI-EXAONE/EXAONE-4.0-32B 32",
+    ),
+    _family(
+        "Ministral 3",
+        "tekken",
+        "ministral3 mistral3",
+        (131072,),
+        None,
+        "mistralai/Ministral-3-3B-Instruct-2512 3.8 mistralai/Ministral-3-8B-Instruct-2512 8.8 "
+        "mistralai/Ministral-3-14B-Instruct-2512 13.9",
+    ),
+    _family(
+        "Qwen3.5",
+        "qwen3.5",
+        "qwen3_5 qwen3_5_text qwen3_5_moe",
+        (248320,),
+        None,
+        "Qwen/Qwen3.5-0.8B 0.9 Qwen/Qwen3.5-2B 2.3 Qwen/Qwen3.5-4B 4.7 Qwen/Qwen3.5-9B 9.7 Qwen/Qwen3.5-27B 27.8 "
+        "Qwen/Qwen3.5-35B-A3B 36",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the table says of one model.
+
+    Attributes:
+        model: as it was named.
+        family: that it belongs to.
+        drafts: that fit it, the smallest first; empty: it is small itself, or the table has nothing smaller.
+        by: what it was told by.
+    """
+
+    model: str
+    family: Family
+    drafts: tuple[str, ...]
+    by: str
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        head = f"{self.model}: {self.family.name} ({self.by})"
+        if not self.drafts:
+            return f"{head}; the table has no draft small enough for it"
+        return "\n".join([head, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts)])
+
+
+def natural_pairs(model: str) -> Found | None:
+    """Drafts that fit a model, by its Hub id or by the files of its directory. Nothing is downloaded.
+
+    Args:
+        model: a directory with config.json, or a Hub id.
+
+    Returns:
+        None where the table does not know it.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        family = _by_files(directory)
+        if family is None:
+            return None
+        return Found(model, family, tuple(family.drafts(_billions(directory))), "by its vocabulary")
+    known = _by_name(model)
+    return None if known is None else Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
+
+
+def suggestion(*models: str) -> str:
+    """Which drafts fit the first of these names or directories that is known, as the end of an error's sentence."""
+    for model in models:
+        found = natural_pairs(model)
+        if found is not None and found.drafts:
+            return f"; drafts that fit {model}: {', '.join(found.drafts)}"
+    return ""
+
+
+def refuse_strangers(target: str, draft: str) -> None:
+    """Refuses two Hub ids that the table has with different tokenizers, before either is fetched.
+
+    Raises:
+        ValueError: names the drafts that fit.
+    """
+    if any(Path(name).expanduser().exists() for name in (target, draft)):
+        return
+    one, other = _by_name(target, exact=True), _by_name(draft, exact=True)
+    if one is not None and other is not None and one[0].tokenizer != other[0].tokenizer:
+        raise ValueError(
+            f"{draft} ({other[0].name}) has another tokenizer than the target {target} ({one[0].name}), so its tokens "
+            f"mean other texts{suggestion(target) or '; choose a draft of the family of the target'}"
+        )
+
+
+def _by_name(model: str, *, exact: bool = False) -> tuple[Family, float | None] | None:
+    """The family of a Hub id and its billions; a name that goes on behind a known one counts unless `exact`."""
+    asked = model.lower()
+    for family in FAMILIES:
+        for name, billions in family.models:
+            if asked == name.lower():
+                return family, billions
+    if exact:
+        return None
+    # copies and base models: quantised ones go on behind the name, base ones lack its end
+    bare = asked.rpartition("/")[2]
+    best: tuple[int, Family, float] | None = None
+    for family in FAMILIES:
+        for name, billions in family.models:
+            core = name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-it")
+            goes_on = bare.startswith(core) and not bare[len(core) :][:1].isalnum()
+            if goes_on and (best is None or len(core) > best[0]):
+                best = len(core), family, billions
+    return None if best is None else (best[1], best[2])
+
+
+def _by_files(directory: Path) -> Family | None:
+    """The family of a local checkpoint: by model_type and vocabulary, then by a token that only one family has."""
+    config = _json(directory / "config.json")
+    text = config.get("text_config")
+    inner: dict[str, Any] = text if isinstance(text, dict) else {}
+    size = config.get("vocab_size", inner.get("vocab_size"))
+    kinds = {config.get("model_type"), inner.get("model_type")}
+    found = [each for each in FAMILIES if kinds.intersection(each.types) and size in each.vocab_sizes]
+    if len(found) > 1:
+        added = _json(directory / "tokenizer.json").get("added_tokens")
+        texts = {each.get("id"): each.get("content") for each in added} if isinstance(added, list) else {}
+        found = [each for each in found if each.marker and texts.get(each.marker[0]) == each.marker[1]]
+    return found[0] if len(found) == 1 else None
+
+
+def _billions(directory: Path) -> float | None:
+    """About how many parameters lie in a directory, as if each took two bytes; None: no weights are there."""
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return stored / 2e9 if stored else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,0 +1,84 @@
+"""`draft_quantization="auto"`: the format in which a draft's passes are estimated to be shortest. It changes no text.
+
+A pass of few rows waits for the weights, so its time is estimated as their bytes over the share of the memory's speed
+that products of that format reach. Acceptance is taken to be the same in every format: `python -m perf.formats`
+measures it for a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from fastspec.kernels.common.codes import CodeFormat
+from fastspec.kernels.common.rounding import FORMATS
+from fastspec.kernels.select import ops_for
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.weights.pair import AS_STORED, rounded_to
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.runtime.settings import device_of, dtype_of
+
+# by format, up to so many rows: the share of the memory's speed that products reach on an H100 (perf/LOG.md, "Quantised
+# weights"); beyond the last, the last
+SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
+    None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
+    "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.56), (64, 0.32)),
+    "int8": ((1, 0.94), (4, 0.93), (8, 0.92), (32, 0.48), (64, 0.21)),
+    "int4": ((1, 0.72), (4, 0.70), (8, 0.68), (32, 0.20), (64, 0.11)),
+}
+
+
+def with_format(
+    target: Checkpoint,
+    draft: Checkpoint | HeadCheckpoint | None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_batch_size: int = 8,
+) -> Checkpoint | HeadCheckpoint | None:
+    """The draft, rounded to the format that is estimated best; its `stored` says which, and why.
+
+    Args:
+        target, draft: as resolved.
+        device, dtype, max_batch_size: arguments of the generator.
+    """
+    if not isinstance(draft, Checkpoint):
+        return draft  # there is none, or it is a head, which stays as it is
+    on = device_of(device, target)
+    if draft.spec.hosting or draft.quantisation is not None:
+        kind = "hosted" if draft.spec.hosting else f"stored quantised ({draft.stored})"
+        return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
+    run_in, ops = dtype_of(dtype, draft.spec, on), ops_for(on)
+    made: dict[CodeFormat | None, Checkpoint] = {form: rounded_to(draft, form) for form in FORMATS}
+    made[None] = draft
+    sizes = {form: one.bytes_loaded(run_in, on, ops) for form, one in made.items()}
+    best = best_of(sizes, max_batch_size)
+    if best is None:
+        why = "no format is read with fewer bytes here" if _alike(sizes) else f"at {max_batch_size} rows it is fastest"
+        return replace(draft, stored=f'{AS_STORED}, {sizes[None] / 2**20:.0f} MiB a pass: "auto" found that {why}')
+    text = (
+        f'; chosen by "auto": {sizes[best] / 2**20:.0f} MiB a pass, and {sizes[None] / 2**20:.0f} MiB as it is stored'
+    )
+    return replace(made[best], stored=made[best].stored + text)
+
+
+def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
+    """The format with the least estimated time of a pass; None: as it is stored, which wins where times are equal.
+
+    Args:
+        sizes: bytes of the weights in each format.
+        rows: of the products of a pass.
+    """
+    return min(sizes, key=lambda form: (sizes[form] / share(form, rows), form is not None))
+
+
+def share(form: CodeFormat | None, rows: int) -> float:
+    """The share of the memory's speed that products of so many rows reach."""
+    return next((value for most, value in SHARES[form] if rows <= most), SHARES[form][-1][1])
+
+
+def _alike(sizes: Mapping[CodeFormat | None, int]) -> bool:
+    return min(sizes.values()) == sizes[None]

@@ -1,0 +1,92 @@
+"""The table of natural pairs: what it says by name and by files, and the errors that quote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastspec import FastSpecGenerator
+from fastspec.models.families import FAMILIES as NATIVE
+from fastspec.models.hosted.live import known_type
+from fastspec.models.pairs import FAMILIES, LARGEST_SHARE, natural_pairs, refuse_strangers, suggestion
+from tests.helpers.checkpoints import make_checkpoint, write_tokenizer
+
+
+def test_the_table_is_in_order() -> None:
+    names = [name for family in FAMILIES for name, _ in family.models]
+    assert len(set(names)) == len(names)
+    for family in FAMILIES:
+        sizes = [size for _, size in family.models]
+        assert sizes == sorted(sizes)
+        assert all(name.count("/") == 1 for name, _ in family.models)
+        assert family.drafts(sizes[-1]), f"{family.name} has no draft for its largest model"
+        assert all(kind in NATIVE or known_type(kind) for kind in family.types), family.name
+        for name, size in family.models:
+            found = natural_pairs(name)
+            assert found is not None
+            assert found.family is family
+            fitting = dict(family.models)
+            assert all(fitting[draft] <= LARGEST_SHARE * size for draft in found.drafts)
+            assert name not in found.drafts
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+        ("RedHatAI/Qwen3-8B-quantized.w4a16", "Qwen/Qwen3-0.6B"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
+        ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
+    ],
+)
+def test_a_name_has_its_pairs(model: str, first: str) -> None:
+    found = natural_pairs(model)
+    assert found is not None
+    assert found.drafts[0] == first
+    assert f"--draft {first}" in str(found)
+
+
+@pytest.mark.parametrize("model", ["microsoft/phi-4", "Qwen/Qwen3-80B", "Qwen/Qwen38B", "openai/gpt-oss-20b"])
+def test_what_the_table_does_not_have_is_unknown(model: str) -> None:
+    assert natural_pairs(model) is None
+    assert suggestion(model) == ""
+
+
+def test_the_smallest_has_no_draft() -> None:
+    found = natural_pairs("Qwen/Qwen3-0.6B")
+    assert found is not None
+    assert found.drafts == ()
+    assert "no draft small enough" in str(found)
+
+
+@pytest.mark.parametrize(("marker", "name"), [("<|begin_of_text|>", "Llama 3"), (FAMILIES[1].marker[1], "R1 Llama")])  # type: ignore[index]
+def test_a_directory_is_told_by_its_tokenizer(tmp_path: Path, marker: str, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128256}))
+    assert natural_pairs(str(tmp_path)) is None, "two families have this size"
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 128000, "content": marker}]}))
+    found = natural_pairs(str(tmp_path))
+    assert found is not None
+    assert found.family.name == name
+
+
+def test_a_draft_of_another_family_is_refused_before_anything_is_fetched() -> None:
+    with pytest.raises(ValueError, match=r"another tokenizer than the target Qwen/Qwen3-8B .*fit .*Qwen/Qwen3-0\.6B"):
+        FastSpecGenerator("Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", device="cpu")
+    refuse_strangers("Qwen/Qwen3-8B", "Qwen/Qwen2.5-0.5B-Instruct")  # these share one
+    refuse_strangers("Qwen/Qwen3-8B", "someone/unknown")
+
+
+def test_the_error_of_another_tokenizer_names_the_pairs_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role, first in (("Qwen3-8B", "a"), ("draft", "b")):
+        make_checkpoint(tmp_path / "Qwen" / role, "llama2", vocab_size=97)
+        write_tokenizer(tmp_path / "Qwen" / role, [first, *(f"w{i}" for i in range(89))])
+    raw = json.loads((tmp_path / "Qwen" / "Qwen3-8B" / "config.json").read_text())
+    assert raw["model_type"] == "llama"
+    monkeypatch.setattr("fastspec.models.vocab.suggestion", lambda name: f"; drafts that fit {name}: small")
+    with pytest.raises(ValueError, match=r"token id 0 is 'a' .*; drafts that fit .*Qwen3-8B: small"):
+        FastSpecGenerator(str(tmp_path / "Qwen" / "Qwen3-8B"), str(tmp_path / "Qwen" / "draft"), device="cpu")

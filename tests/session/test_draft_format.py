@@ -1,0 +1,81 @@
+"""`draft_quantization="auto"`: the estimate, what it leaves as it is, and that the text stays the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator
+from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.weights.pair import AS_STORED, resolve_pair
+from fastspec.models.weights.quantised.write import write_quantised
+from fastspec.session import draft_format
+from fastspec.session.draft_format import SHARES, best_of, share, with_format
+from tests.helpers.checkpoints import make_checkpoint
+
+LARGE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
+MIB = {None: 1000, "fp8": 520, "int8": 520, "int4": 280}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("auto") / "model", "llama3", **LARGE)
+
+
+def test_fewer_rows_want_fewer_bits() -> None:
+    """By the measured shares: 4 bits for few rows, 8 for some, 16 for many, where conversion costs more than bytes."""
+    assert [best_of(MIB, rows) for rows in (1, 4, 8, 32, 64, 500)] == ["int4", "int4", "int4", "fp8", None, None]
+
+
+def test_where_all_are_alike_it_stays_as_stored() -> None:
+    """Also where a format is not the slower one: only fewer bytes are a reason."""
+    assert best_of(dict.fromkeys(MIB, 1000), 1) is None
+
+
+def test_shares_are_by_rows() -> None:
+    assert share("int4", 1) == 0.72
+    assert share("int4", 5) == 0.68
+    assert share("int4", 1000) == 0.11
+    assert all(0 < value < 1 for rows in SHARES.values() for _, value in rows)
+
+
+def test_the_format_is_chosen_where_codes_are_kept(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        draft_format,
+        "ops_for",
+        lambda device: replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind)),
+    )
+    target, draft = resolve_pair(plain, plain, (None, None), (None, None))
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    few, many = (with_format(target, draft, max_batch_size=rows, **options) for rows in (1, 64))
+    assert few is not None
+    assert many is not None
+    assert (few.rounded, many.rounded) == ("int4", None)
+    assert 'chosen by "auto"' in few.stored
+    assert many.stored.startswith(AS_STORED)
+    assert "at 64 rows it is fastest" in many.stored
+
+
+def test_on_a_cpu_it_stays_and_says_so(plain: Path, tmp_path: Path) -> None:
+    ids = torch.arange(5, 25)[None] % 97
+    options = {"device": "cpu", "max_length": 64, "progress": False}
+    with FastSpecGenerator(plain, **options) as generator:
+        text = generator.generate(ids, max_new_tokens=30)
+    with FastSpecGenerator(plain, plain, draft_quantization="auto", **options) as generator:
+        assert torch.equal(generator.generate(ids, max_new_tokens=30), text)
+        assert f"format     {AS_STORED}" in generator.explain()
+        assert "no format is read with fewer bytes here" in generator.explain()
+    write_quantised(str(plain), tmp_path / "q", "int8")
+    with FastSpecGenerator(plain, tmp_path / "q", draft_quantization="auto", **options) as generator:
+        assert '"auto" leaves a draft that is stored quantised' in generator.explain()
+
+
+def test_without_a_draft_it_is_refused(plain: Path) -> None:
+    for form in ("auto", "int4"):
+        with pytest.raises(UnsupportedOption, match=f"draft_quantization='{form}', and there is no draft"):
+            FastSpecGenerator.plan(plain, draft_quantization=form, device="cpu")
