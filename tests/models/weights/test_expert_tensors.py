@@ -82,12 +82,32 @@ def test_experts_in_mxfp4_are_those_of_their_values(oss: tuple[Path, Path]) -> N
     assert torch.equal(*texts)
 
 
+def test_experts_in_fp8_become_values(tmp_path: Path) -> None:
+    make_family("mixtral").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    stored = dict(tensors)
+    for name in [each for each in tensors if "experts" in each]:
+        stored[name] = (tensors[name] / 0.25).to(torch.float8_e4m3fn)
+        blocks = [-(-size // 32) for size in tensors[name].shape]
+        stored[f"{name}_scale_inv"] = torch.full(blocks, 0.25)
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    rewritten(tmp_path, stored, quantization_config=method)
+    checkpoint = resolve(tmp_path, role="target")
+    assert checkpoint.stored == "48 matrices in fp8 in blocks of 32 x 32"
+    experts = weights_of(checkpoint).layers[0].experts
+    assert experts is not None
+    at = "model.layers.0.block_sparse_moe.experts.3."
+    for part, found in ((f"{at}w3", experts.gate_up.data[3, 96:]), (f"{at}w2", experts.down.data[3])):
+        assert torch.equal(found, stored[f"{part}.weight"].float() * 0.25)
+
+
 def test_experts_in_mxfp4_stay_in_four_bits_where_ops_read_them(oss: tuple[Path, Path]) -> None:
     from dataclasses import replace
 
     ops = replace(TORCH_OPS, keeps_experts=lambda shape, dtype, device: True)
     spec = resolve(oss[0], role="target")
     options = {"dtype": torch.float32, "device": CPU, "ops": ops}
+    assert spec.stored == "experts in mxfp4"
     kept = load_weights(spec, progress=False, **options)
     assert kept.nbytes() == planned_bytes(spec, **options)  # type: ignore[arg-type]
     experts, values = kept.layers[0].experts, weights_of(spec).layers[0].experts
