@@ -46,12 +46,13 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target; None decodes without drafts.
+        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
+            own MTP layer); None decodes without drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses among 0, 1, 2, 4, 6 and 8
-            while it decodes, by measured tokens per second (docs/guides).
+        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
+            measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.
@@ -77,7 +78,8 @@ class FastSpecGenerator:
         progress: show progress bars and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft as well; by default every process has all of it.
+        draft_tensor_parallel: "split" shares the draft as well, with "replicated" every process has all of it. Default:
+            on GPUs what makes its passes shorter, on the CPU "replicated".
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.

@@ -54,6 +54,48 @@ class AttentionRule(NamedTuple):
         return float(dim**-0.5) if self.scale is None else self.scale
 
 
+class DeltaRule(NamedTuple):
+    """Sizes of a gated delta-rule layer (arXiv 2412.06464), whose state takes the place of keys and values.
+
+    Attributes:
+        key_heads: heads of queries and keys. Each serves value_heads / key_heads neighbouring value heads.
+        value_heads: heads of values, each with a state [value_dim, key_dim].
+        key_dim, value_dim: elements of one head.
+        width: positions that the convolution sees, the newest with its own among them.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a position."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all values of a position."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements of q, k and v of a position, which the convolution passes over."""
+        return 2 * self.keys + self.values
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product before it: q, k, v, the gate z of each value, b and a of each value head."""
+        return self.channels + self.values + 2 * self.value_heads
+
+    @property
+    def tail(self) -> int:
+        """Older positions that the convolution sees."""
+        return self.width - 1
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What is fixed on the host before a step is launched; one captured graph per value later.
@@ -79,9 +121,17 @@ class StepShape:
     first_block: int = 0
     grammars: str | None = None
 
-    def fed(self, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> ForwardBatch:
+    def fed(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        write_mask: Tensor,
+        block_table: Tensor,
+        state_rows: Tensor | None = None,
+    ) -> ForwardBatch:
         """What a pass of such a step feeds; arguments as in `ForwardBatch`."""
-        return ForwardBatch(ids, positions, write_mask, block_table, self.num_blocks, self.tiling, self.first_block)
+        limits = self.num_blocks, self.tiling, self.first_block
+        return ForwardBatch(ids, positions, write_mask, block_table, *limits, state_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +146,7 @@ class ForwardBatch:
         num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
         tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
         first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones.
+        state_rows: int64 [B], the row of the state cache that each row has; None: the model has no recurrent states.
     """
 
     ids: Tensor
@@ -105,6 +156,7 @@ class ForwardBatch:
     num_blocks: int
     tiling: Tiling
     first_block: int = 0
+    state_rows: Tensor | None = None
 
 
 def keep_draft_probs(shape: StepShape) -> bool:

@@ -24,6 +24,7 @@ from fastspec.sampling.processors import ProcessorRows
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 PAUSED = 4  # a row with a grammar, until the host has told it what may come next
 MAX_STOP_IDS = 64
+OWN = "row"
 MAX_TOP_LOGPROBS = 20
 # buffers by the name of the field that takes them; here, for a step that is traced cannot ask a class for its fields
 _SAMPLER = tuple(each.name for each in fields(SamplerRows))
@@ -52,7 +53,7 @@ class Buffer:
     Attributes:
         shape: letters as `StateSizes` explains them, separated by spaces; "K+1" is one more than K.
         dtype: of the elements.
-        fill: value in a row that was never admitted; a letter stands for its size.
+        fill: value in a row that was never admitted; a letter stands for its size, OWN for the row's number.
         written_by: the stages that write to it.
         meaning: one line.
         reset: `DecodeState.reset` fills it again. Admission fills the others before they are read.
@@ -74,7 +75,7 @@ class Buffer:
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
         """The fill as a number."""
-        return letters[self.fill] if isinstance(self.fill, str) else self.fill
+        return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
         """Bytes of the tensor."""
@@ -156,6 +157,7 @@ class DecodeState:
     finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT, IDLE or PAUSED", reset=True, prefill=True)
     stop_ids: Tensor      = _buffer("B S",     INT64, -1,   "admit",                   "ids that end the row, padded with -1", reset=True)
     block_table: Tensor   = _buffer("B P",     INT64, 0,    "admit",                   "cache pages of the row", reset=True, prefill=True)
+    state_rows: Tensor    = _buffer("B",       INT64, OWN,  "move",                    "its row of recurrent states; each row of them has one owner", prefill=True)
     temperature: Tensor   = _buffer("B",       FP32,  0,    "admit",                   "0 is greedy", reset=True)
     top_k: Tensor         = _buffer("B",       INT64, 0,    "admit",                   "0 keeps all")
     top_p: Tensor         = _buffer("B",       FP32,  1.0,  "admit",                   "1 keeps all")
@@ -202,6 +204,8 @@ class DecodeState:
         letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
         def new(name: str, each: Buffer) -> Tensor:
+            if each.fill == OWN:
+                return torch.arange(batch, dtype=each.dtype, device=device)
             dtype = prob_dtype if name == "draft_probs" else each.dtype
             return torch.full(each.sizes(letters), each.fill_value(letters), dtype=dtype, device=device)
 
@@ -241,10 +245,12 @@ class DecodeState:
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Row `source` goes on as row `place`; its K/V stays where it is, for the pages go along."""
+        """Row `source` goes on as row `place`; its K/V and states stay where they are, for it keeps pages and row."""
+        given_up = self.state_rows[place].clone()
         for name in BUFFERS:
             values = getattr(self, name)
             values[place].copy_(values[source])
+        self.state_rows[source].copy_(given_up)
         self.finish[source].fill_(IDLE)
 
     @property

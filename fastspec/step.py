@@ -95,7 +95,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = shape.fed(ids, positions, write_mask, state.block_table)
+    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     hidden, features = _fed(parts, rows)
     return parts.target.logits(hidden, shape.tiling), features
 
@@ -229,7 +229,7 @@ def prefill(
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    rows = shape.fed(ids, positions, write_mask, state.block_table)
+    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     _, features = _fed(parts, rows)
     if features is not None:
         hand_over_prompt(parts.proposer, state, shape, features, rows, kept)

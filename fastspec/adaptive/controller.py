@@ -25,7 +25,7 @@ from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
 AUTO = "auto"
 LADDER = (0, 1, 2, 4, 6, 8, 12, 16)
-MOST = 8  # drafts of a step at most, where "auto" is all that was said
+MOST = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
 REPEATABLE = 4  # drafts of a step whose text must be the same every time
 
 _BETTER = 1.03  # starting to draft must promise so much

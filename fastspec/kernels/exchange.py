@@ -2,6 +2,7 @@
 
     added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 partial sums of rank r
     gather:  out = x_0 | x_1 | ..                                   side by side in every row
+    largest: out = the id of the largest logit, by the keys of each rank's ids (`reference.keys_of`)
 
 | argument | shape, dtype                             | notes                                                    |
 |----------|------------------------------------------|----------------------------------------------------------|
@@ -184,6 +185,34 @@ def _gather_kernel(
         tl.store(out_ptr + place + rank * width, part, mask=there)
 
 
+@triton.jit
+def _half(base, at, there):
+    """The bits of 4-byte elements as the lower half of 64."""
+    return tl.load(base + at, mask=there, other=0.0, volatile=True).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def _largest_kernel(
+    keys_ptr, out_ptr, room, count, width, stride, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of half a block of keys, which travel as two elements each, low half first."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(keys_ptr + at, mask=at < count, other=0.0)
+    mine = _push_and_wait(own, at, at < count, room, elements, limit, blocks, RANK, SIZE)
+    row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    there = row < count // 2
+    best = tl.zeros([BLOCK // 2], tl.int64)
+    for rank in tl.static_range(SIZE):
+        base = keys_ptr if rank == RANK else mine + rank * elements.to(tl.int64)
+        key = (_half(base, 2 * row + 1, there) << 32) | _half(base, 2 * row, there)
+        best = tl.maximum(best, tl.where(key > 0, key - rank * width, 0))
+    tl.store(out_ptr + row.to(tl.int64) * stride, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=there)
+
+
 def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
@@ -209,14 +238,34 @@ def exchange_gather(x: Tensor, room: Room) -> Tensor:
     return out
 
 
-def _launch(kernel: object, x: Tensor, tensors: tuple[Tensor | None, ...], room: Room) -> None:
+def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
+    """Writes to out int64 [R] the id of each row's largest logit, by the keys uint64 [R] of each rank's `width` ids.
+
+    Raises:
+        ValueError: keys are not contiguous uint64, or have no room.
+    """
+    if keys.dtype != torch.uint64:
+        raise ValueError(f"keys are {keys.dtype}; wanted torch.uint64")
+    halves = keys.view(torch.float32)
+    _check(halves, room)
+    _launch(_largest_kernel, halves, (halves, out), room, (halves.numel(), width, out.stride(0)))
+
+
+def _launch(
+    kernel: object,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    room: Room,
+    numbers: tuple[int, ...] | None = None,
+) -> None:
     pdl = has_pdl(x.device)
     launch(
         kernel,
         (blocks_of(x.numel()),),
         *tensors,
         (room.buffers, room.flags, room.epochs),
-        *(x.numel(), x.shape[-1], room.elements, len(room.epochs), LIMIT),
+        *(numbers or (x.numel(), x.shape[-1])),
+        *(room.elements, len(room.epochs), LIMIT),
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=BLOCK,

@@ -48,6 +48,8 @@ class Ops:
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
     argmax: Callable[..., None]
     verify_commit: Callable[..., None]
     sampled_work: Callable[[int, int, int, torch.device], Any]
@@ -80,6 +82,8 @@ TORCH_OPS = Ops(
     layer_tail=reference.layer_tail,
     attend=reference.attend,
     store_heads=reference.store_heads,
+    delta_rule=reference.delta_rule,
+    gated_norm=reference.gated_norm,
     argmax=reference.argmax,
     verify_commit=reference.verify_commit,
     sampled_work=lambda batch, max_drafts, vocab, device: None,

@@ -32,6 +32,8 @@ from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.norm import norm
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -165,6 +167,9 @@ def argmax(
     """As `reference.pick`, which defines it."""
     if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
+    elif out.dtype == torch.uint64:  # keys, which the other kernel of a pick does not give
+        logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+        out.view(torch.int64).copy_(reference.keys_of(logits, limit))
     elif tiling.rows is None:
         reference.argmax(x, weight, limit, tiling, norm=norm, out=out)
     else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
@@ -185,6 +190,8 @@ TRITON_OPS = Ops(
     layer_tail=layer_tail,
     attend=attend,
     store_heads=store_heads,
+    delta_rule=delta_rule,
+    gated_norm=gated_norm,
     argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,

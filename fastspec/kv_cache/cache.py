@@ -10,13 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kv_cache.states import StateCache
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKVCache:
-    """K and V of one model: [num_layers, num_pages, page_size, num_kv_heads, head_dim] each."""
+    """What one model keeps of its rows.
+
+    Attributes:
+        keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each.
+        states: of its recurrent layers; None: it has none.
+    """
 
     keys: Tensor
     values: Tensor
+    states: StateCache | None = None
 
     @classmethod
     def allocate(
@@ -29,10 +37,12 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> PagedKVCache:
-        """Allocates zeroed pages."""
+        """Allocates zeroed pages, beside the states that are there."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, states)
 
     @property
     def page_size(self) -> int:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fastspec.errors import UnsupportedModel
+from fastspec.kv_cache.states import row_bytes
 from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import LayerNames, LayerPlan, ModelScales
 from fastspec.models.fields import ConfigFields
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
+from fastspec.shapes import DeltaRule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,7 +39,8 @@ class ModelSpec:
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans name.
         scales: what is done outside of layers.
-        plans: what each layer does. All layers hold the same kinds of tensors.
+        plans: what each layer does. All layers hold the same kinds of tensors, but for what a recurrent one has in
+            place of attention.
         tied: the head is the embedding matrix.
         dtype: the dtype that the checkpoint declares, else the one it is stored in.
     """
@@ -83,8 +86,18 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `ModelInfo`: all layers have one."""
-        return ((self.num_heads, self.num_kv_heads, self.head_dim),) * self.num_layers
+        """As in `ModelInfo`: all layers that attend have one."""
+        return ((self.num_heads, self.num_kv_heads, self.head_dim),) * len(self.attending)
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """Layers that attend, in the order of their places in the K/V cache."""
+        return tuple(layer for layer, plan in enumerate(self.plans) if plan.delta is None)
+
+    @property
+    def deltas(self) -> tuple[DeltaRule, ...]:
+        """The sizes of each layer with a recurrent state."""
+        return tuple(plan.delta for plan in self.plans if plan.delta is not None)
 
     @property
     def hosting(self) -> str:
@@ -99,12 +112,12 @@ class ModelSpec:
     @property
     def qkv_bias(self) -> bool:
         """q, k and v projections have a bias."""
-        return self.plans[0].qkv_bias
+        return self._attends.qkv_bias
 
     @property
     def o_bias(self) -> bool:
         """The output projection has a bias."""
-        return self.plans[0].o_bias
+        return self._attends.o_bias
 
     @property
     def mlp_bias(self) -> bool:
@@ -114,33 +127,48 @@ class ModelSpec:
     @property
     def qk_norm(self) -> bool:
         """Queries and keys are normalised."""
-        return self.plans[0].qk_norm is not None
+        return self._attends.qk_norm is not None
+
+    @property
+    def _attends(self) -> LayerPlan:
+        """The plan of the first layer that attends."""
+        return self.plans[(*self.attending, 0)[0]]
 
     def rotary_bytes(self, positions: int) -> int:
         """Bytes of the rotary tables, and of the factors on queries, for that many positions."""
         return 4 * positions * sum(self.head_dim + bool(rope.query_beta) for rope in self.ropes)
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """Bytes of the recurrent states of one row, see `StateCache`."""
+        return sum(row_bytes(each, max_drafts, dtype) for each in self.deltas)
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the fused weights in `dtype`."""
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = (heads + 2 * kv_heads) * (self.hidden_size + self.qkv_bias)
-        out = self.hidden_size * (heads + self.o_bias)
         mlp = (1 + self.plans[0].gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
         mlp += self.hidden_size * (self.intermediate_size + self.mlp_bias)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        matrices = self.num_layers * (qkv + out + mlp) + embeddings
-        return matrices * dtype.itemsize + self._norm_elements() * self.norm_dtype(dtype).itemsize
+        matrices = embeddings + sum(mlp + self._mixing_elements(plan) for plan in self.plans)
+        steps = sum(2 * each.value_heads for each in self.deltas)  # in fp32
+        return matrices * dtype.itemsize + 4 * steps + self._norm_elements() * self.norm_dtype(dtype).itemsize
+
+    def _mixing_elements(self, plan: LayerPlan) -> int:
+        """Of what stands before the MLP in a layer, without the norms of the stream and of heads."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if (rule := plan.delta) is not None:
+            return self.hidden_size * (rule.rows + rule.values) + rule.channels * rule.width + rule.value_dim
+        qkv = ((1 + plan.output_gate) * heads + 2 * kv_heads) * (self.hidden_size + plan.qkv_bias)
+        return qkv + self.hidden_size * (heads + plan.o_bias)
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded behind their weight."""
         return dtype if self.plans[0].norm == "rms" else torch.float32
 
     def _norm_elements(self) -> int:
-        plan = self.plans[0]
+        plan, attends = self.plans[0], self._attends
         each = self.hidden_size * (1 + plan.norm_bias)
-        of_heads = {None: 0, "projection": self.num_heads + self.num_kv_heads}.get(plan.qk_norm, 2) * self.head_dim
-        of_layer = each * ((1 if plan.parallel else 2) * plan.pre_norm + 2 * plan.post_norm) + of_heads
-        return self.num_layers * of_layer + each
+        of_heads = {None: 0, "projection": self.num_heads + self.num_kv_heads}.get(attends.qk_norm, 2) * self.head_dim
+        of_layer = each * ((1 if plan.parallel else 2) * plan.pre_norm + 2 * plan.post_norm)
+        return self.num_layers * of_layer + len(self.attending) * of_heads + each
 
 
 def supported_models() -> str:

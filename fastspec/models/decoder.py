@@ -28,7 +28,7 @@ class Decoder:
     Args:
         spec: what distinguishes this model.
         weights: fused weights, all on one device.
-        cache: pages this model reads and writes.
+        cache: pages and states that this model reads and writes.
         ops: implementations of everything a pass does.
         max_positions: positions the rotary table covers; every position of a pass must lie below it.
         batch: rows of a decoding pass at most.
@@ -49,6 +49,9 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
+        # of each layer its place in the cache of keys, or in that of states
+        kinds = [plan.delta is not None for plan in spec.plans]
+        self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
         self.ops = ops
         device = weights.norm.device
         dim = spec.head_dim
@@ -76,7 +79,7 @@ class Decoder:
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
         found = [feature for layer in layers if (feature := features[layer]) is not None]
-        return last, torch.stack(found, dim=2)
+        return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
         """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""
@@ -97,7 +100,9 @@ class Decoder:
 
     def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
-        return self._behind(index, self._attend(index, self.weights.layers[index], qkv, rows), x, rows.tiling)
+        layer = self.weights.layers[index]
+        mix = self._attend if layer.delta is None else self._recur
+        return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `_layer`, from what its attention gave on."""
@@ -156,6 +161,8 @@ class Decoder:
         tiling: Tiling,
     ) -> Tensor:
         """x and what a part of a layer adds to it, by its last product. With several ranks, the place of a sum."""
+        if plan.residual_scale == 1.0 and norm is None:
+            return self.ops.linear(given, weight, bias, tiling, residual=x)
         return x + self._to_add(plan, self.ops.linear(given, weight, bias, tiling), norm)
 
     def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
@@ -211,7 +218,26 @@ class Decoder:
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
 
+    def _recur(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
+        """What a recurrent layer gives to its output projection, [B, Q, DeltaRule.values]."""
+        rule, place, states = self.spec.plans[index].delta, self._places[index], self.cache.states
+        assert rule is not None, "the layer is recurrent"
+        assert layer.delta is not None, "and has the weights of one"
+        assert states is not None, "so the model has states"
+        where = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
+        out = self.ops.delta_rule(product, layer.delta, *where, rule)
+        gate = product[..., rule.channels : rule.channels + rule.values]
+        return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
+
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
+        plan = self.spec.plans[index]
+        if plan.output_gate:
+            gates = self.spec.num_heads * self.spec.head_dim
+            qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)
+            return self._attended(index, layer, qkv, rows) * reference.sigmoid(gate)
+        return self._attended(index, layer, qkv, rows)
+
+    def _attended(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         plan = self.spec.plans[index]
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
         norms = self._norms(index)
@@ -247,8 +273,8 @@ class Decoder:
             qkv,
             cos,
             sin,
-            self.cache.keys[index],
-            self.cache.values[index],
+            self.cache.keys[self._places[index]],
+            self.cache.values[self._places[index]],
             rows.block_table,
             rows.positions,
             rows.write_mask,

@@ -23,6 +23,11 @@ SIZE_LIMITS: Final[Mapping[str, int]] = {
     "head_dim": 2**16,
     "max_position_embeddings": 2**30,
     "sliding_window": 2**30,
+    "linear_num_key_heads": 2**14,
+    "linear_num_value_heads": 2**14,
+    "linear_key_head_dim": 2**10,
+    "linear_value_head_dim": 2**10,
+    "linear_conv_kernel_dim": 2**6,
 }
 """Largest plausible value of each size field; no model of these families comes near. Bounds what a bad config
 costs."""
@@ -78,14 +83,15 @@ class ConfigFields:
             self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
         return float(value)
 
-    def layer_types(self, layers: int) -> tuple[str, ...] | None:
-        """The kind of attention of each layer, None where the config does not say."""
+    def layer_types(self, layers: int, *kinds: str) -> tuple[str, ...] | None:
+        """The kind of each layer, None where the config does not say; by default of kinds of attention."""
+        kinds = kinds or ("full_attention", "sliding_attention")
         types = self.get("layer_types")
         if types is None:
             return None
         if not isinstance(types, list | tuple) or len(types) != layers:
             self.refuse("layer_types", types, f"a list of num_hidden_layers={layers} entries")
         for kind in types:
-            if kind not in ("full_attention", "sliding_attention"):
-                self.refuse("layer_types", kind, "'full_attention' or 'sliding_attention' in every layer")
+            if kind not in kinds:
+                self.refuse("layer_types", kind, " or ".join(map(repr, kinds)) + " in every layer")
         return tuple(types)

@@ -33,7 +33,7 @@ class ModelInfo(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers, each with K and V in the cache."""
+        """Layers, each with K and V in the cache, or with a recurrent state."""
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -70,6 +70,9 @@ class ModelInfo(Protocol):
     def rotary_bytes(self, positions: int) -> int:
         """Bytes of its rotary tables for that many positions."""
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """Bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts; 0: it attends alone."""
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights as loaded in `dtype`, a matrix that is used twice counted once."""
 
@@ -88,6 +91,10 @@ class ModelSource(Protocol):
     @property
     def stored(self) -> str:
         """How its matrices are stored where they are quantised; else empty."""
+
+    @property
+    def mtp(self) -> bool:
+        """Whether MTP layers lie beside it, which may draft for it."""
 
     @property
     def ranks(self) -> int:
@@ -123,6 +130,11 @@ class CausalModel(Protocol):
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""
+
+
+def is_recurrent(model: object) -> bool:
+    """Whether a model has recurrent states beside its K/V, which a pass changes and a length alone does not mask."""
+    return getattr(getattr(model, "cache", None), "states", None) is not None
 
 
 class Pending(Protocol):

@@ -20,8 +20,6 @@ from fastspec.parallel.exchange import Exchange, tree_sum
 from fastspec.parallel.slices import Cut, Share
 from fastspec.shapes import Tiling
 
-_SIGN = 2**31  # turns the order of ids around inside a key
-
 
 class Pieces(NamedTuple):
     """Products of one weight, each of a shape that does not depend on how many ranks there are.
@@ -170,36 +168,17 @@ class ParallelDecoder(Decoder):
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        logits = self._own_logits(hidden, tiling)
         if not self._splits_vocab:
-            out.copy_(logits[..., :limit].argmax(dim=-1))
+            out.copy_(self._own_logits(hidden, tiling)[..., :limit].argmax(dim=-1))
             return
-        keys = argmax_keys(logits, self._share.rank * logits.shape[-1], limit)
-        found = self.exchange.gather(keys[:, None].view(torch.float32)).view(torch.int64)
-        out.copy_(ids_of_keys(found.amax(dim=-1)))
-
-
-def argmax_keys(logits: Tensor, first: int, limit: int) -> Tensor:
-    """int64 [R], one for each row of fp32 logits [R, W] of ids first..first+W-1: larger where the largest logit is.
-
-    Of equal logits the lowest id is largest, and NaN is larger than all, as in torch.argmax. Ids from `limit` on do
-    not count.
-    """
-    ids = torch.arange(first, first + logits.shape[-1], device=logits.device)
-    logits = logits.masked_fill(ids >= limit, -torch.inf)
-    chosen = logits.argmax(dim=-1, keepdim=True)
-    value = logits.gather(1, chosen)[:, 0]
-    value = torch.where(value.isnan(), torch.inf, value + 0.0)  # -0.0 is equal to 0.0
-    nan = logits.gather(1, chosen)[:, 0].isnan()
-    bits = value.view(torch.int32).to(torch.int64)
-    ordered = torch.where(bits < 0, -(bits & (_SIGN - 1)), bits) + nan
-    ordered = torch.where((ids[chosen[:, 0]] >= limit), -_SIGN, ordered)  # none of this rank's ids counts
-    return ordered * 2 * _SIGN + (_SIGN - 1 - ids[chosen[:, 0]])
-
-
-def ids_of_keys(keys: Tensor) -> Tensor:
-    """The ids that keys were made of."""
-    return _SIGN - 1 - keys % (2 * _SIGN)
+        width, keys = self._head.shape[0], torch.empty(len(hidden), dtype=torch.uint64, device=hidden.device)
+        limit = min(max(limit - self._share.rank * width, 0), width)
+        if len(self._pieces[id(self._head)].rows) == 1:
+            x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
+            self.ops.argmax(x, self._head, limit, tiling, work=self._work, out=keys, **options)
+        else:
+            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(hidden, tiling), limit))
+        self.exchange.largest(keys, width, out)
 
 
 def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:

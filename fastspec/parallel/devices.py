@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastspec.kernels.reference import largest_of
 from fastspec.parallel.exchange import add_rounded, tree_sum
 from fastspec.parallel.world import World
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:  # it needs Triton, which is not everywhere
     from fastspec.kernels.exchange import Room
 
 MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
-
-_UNTESTED = "UNTESTED: no GPUs have run it yet"
 
 
 class OverDevices:
@@ -44,9 +43,8 @@ class OverDevices:
     def describe(self) -> str:
         """As in `Exchange`."""
         if self._room is None:
-            return f"NCCL in the graph, for {self._why}; {_UNTESTED}"
-        how = "pushed into the peers' memory by a kernel of the step, added as one tree in fp32; prompts by NCCL"
-        return f"{how}; {_UNTESTED}"
+            return f"NCCL in the graph, for {self._why}"
+        return "pushed into the peers' memory by a kernel of the step, added as one tree in fp32; prompts by NCCL"
 
     def sum(self, partial: Tensor) -> Tensor:
         """As in `Exchange`."""
@@ -74,6 +72,14 @@ class OverDevices:
         if (room := self._room_for(part)) is not None:
             return self._kernels.exchange_gather(part, room)
         return torch.cat(self._gathered(part), dim=-1)
+
+    def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
+        """As in `Exchange`."""
+        halves = keys.view(torch.float32)
+        if (room := self._room_for(halves)) is not None:
+            self._kernels.exchange_largest(keys, width, room, out)
+        else:
+            out.copy_(largest_of([each.view(torch.int64) for each in self._gathered(halves)], width))
 
     def _room_for(self, tensor: Tensor) -> Room | None:
         """The room for a tensor; None where it goes by NCCL."""

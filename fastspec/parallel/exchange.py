@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastspec.kernels.reference import largest_of
 from fastspec.parallel.world import World
 
 
@@ -33,6 +34,15 @@ class Exchange(Protocol):
 
     def gather(self, part: Tensor) -> Tensor:
         """[..., W] 4-byte elements of every rank side by side: [..., size * W]."""
+
+    def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
+        """Writes to out int64 [R] the id of each row's largest logit.
+
+        Args:
+            keys: uint64 [R], as `kernels.reference.keys_of` makes them of this rank's logits.
+            width: ids of each rank; they follow one another by rank.
+            out: any stride.
+        """
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -69,6 +79,10 @@ class Alone:
         """As in `Exchange`."""
         return part
 
+    def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
+        """As in `Exchange`."""
+        out.copy_(largest_of([keys.view(torch.int64)], width))
+
 
 class OverHosts:
     """Exchange of CPU tensors over gloo."""
@@ -91,3 +105,7 @@ class OverHosts:
     def gather(self, part: Tensor) -> Tensor:
         """As in `Exchange`."""
         return torch.cat(self._world.gather(part.contiguous()), dim=-1)
+
+    def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
+        """As in `Exchange`."""
+        out.copy_(largest_of(self._world.gather(keys.view(torch.int64)), width))

@@ -37,12 +37,12 @@ class Ranks:
     Attributes:
         world: them all, or this process alone.
         asked: tensor_parallel was given, so that sums have the order that they have on any number of ranks.
-        split_draft: the draft model is cut as well; else every rank has all of it.
+        split_draft: the draft model is cut as well; else every rank has all of it. None: not decided yet.
     """
 
     world: World
     asked: bool = False
-    split_draft: bool = False
+    split_draft: bool | None = False
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -55,7 +55,7 @@ class Ranks:
 
         Args:
             asked: tensor_parallel: a number of ranks, "auto", or None.
-            draft: draft_tensor_parallel: "replicated" (None is that, too) or "split".
+            draft: draft_tensor_parallel: "replicated", "split", or None, for what is faster.
 
         Raises:
             UnsupportedOption: none of these, or there are not so many ranks.
@@ -71,7 +71,7 @@ class Ranks:
         if isinstance(asked, bool) or asked not in ("auto", *SIZES):
             numbers = ", ".join(map(str, SIZES))
             raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")
-        return cls(World.of(asked), True, draft == SPLIT)
+        return cls(World.of(asked), True, None if draft is None else draft == SPLIT)
 
     @property
     def size(self) -> int:
@@ -173,7 +173,7 @@ class Ranks:
         """How many ranks there are and what each has, for people; empty without any."""
         if not self.asked:
             return ""
-        draft = "split, too" if self.split_draft else "whole on every rank"
+        draft = "cut, too" if self.split_draft else "whole on every rank"
         if share is None:
             return "1: as without tensor_parallel"
         same = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.interface import CausalModel
+from fastspec.models.interface import CausalModel, is_recurrent
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, ForwardBatch, StepShape, keep_draft_probs, purpose_of
 from fastspec.state import DecodeState
@@ -21,7 +21,8 @@ class DraftModel:
     """Drafts with a causal model.
 
     The first pass of a step feeds a row's last two tokens: after full acceptance the last draft was never fed
-    to the draft itself, and feeding two always fills that hole without asking whether it is there.
+    to the draft itself, and feeding two always fills that hole without asking whether it is there. A draft with
+    recurrent states takes back one token there, and feeds it again.
 
     Args:
         model: the draft; its cache has the page geometry of the shared table.
@@ -54,6 +55,7 @@ class DraftModel:
         self.shared_vocab = shared_vocab
         self._mark = mark
         self._work = work
+        self._recurrent = is_recurrent(model)
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, shared_vocab)
 
     def __str__(self) -> str:
@@ -69,15 +71,20 @@ class DraftModel:
             state, shape, draws: as there.
             given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, drawn by nobody.
         """
+        may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
-                rows = self._fed(state, shape, j)
+                rows = self._fed(state, shape, j, may_feed)
                 self._draw(state, shape, draws, self.model.hidden(rows)[:, -1:], j)
                 if given is not None:
                     take(state, shape, given[0][:, j], j < given[1], j)
 
-    def _fed(self, state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
-        """What draft j is read off: a row's last two tokens, or the draft before it."""
+    def _fed(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
+        """What draft j is read off: a row's last two tokens, or the draft before it.
+
+        A row of which no draft may count may not have been caught up: the keys of its passes would be written again
+        before they are read, but the states that it goes on from would be lost. So it is fed where `may_feed` says so.
+        """
         # that is position lengths + j - 2, which must lie in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
         ids, positions, write_mask = self.ops.feed_rows(
@@ -90,7 +97,9 @@ class DraftModel:
             **({"first": j - 1, "queries": 1} if j else first),
         )
         ids = ids if self._map is None else self._map.to_draft[ids]
-        return shape.fed(ids, positions, write_mask, state.block_table)
+        if may_feed is not None:
+            write_mask = write_mask & may_feed
+        return shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""
@@ -101,7 +110,7 @@ class DraftModel:
         ids = torch.where(ids < self.shared_vocab, ids, 0)
         ids = ids if self._map is None else self._map.to_draft[ids]
         positions = torch.where(write_mask, positions, 0)
-        self.model.hidden(shape.fed(ids, positions, write_mask, state.block_table))
+        self.model.hidden(shape.fed(ids, positions, write_mask, state.block_table, state.state_rows))
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:

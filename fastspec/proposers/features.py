@@ -51,10 +51,13 @@ def hand_over_prompt(
 
 
 def _emitted(state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """Positions of a step that are committed, and the tokens that follow them."""
+    """Positions of a step that are committed, and the tokens that follow them.
+
+    Those of rows that the step has ended, too: their pages may be kept for prompts to come.
+    """
     places = torch.arange(shape.num_drafts + 1, device=state.lengths.device)
     at = (state.lengths - state.emitted)[:, None] + places  # of the tokens that were emitted
-    write_mask = state.running[:, None] & (places < state.emitted[:, None])
+    write_mask = places < state.emitted[:, None]  # none of rows that did not step
     ids = state.tokens.gather(1, at.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, at - 1, 0)
     return shape.fed(ids, positions, write_mask, state.block_table)

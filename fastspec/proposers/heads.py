@@ -16,10 +16,13 @@ from fastspec.models.heads.dflash import DFlash, mask_embedding
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.mtp import Mtp
+from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.combined import TakesGiven
 from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.proposers.eagle3 import Eagle3Drafts
+from fastspec.proposers.mtp import MtpDrafts
 
 
 def build_head(
@@ -55,6 +58,9 @@ def build_head(
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
         block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
         return DFlashDrafts(block, ops, vocab_map, mark, work), pending
+    if isinstance(spec, MtpSpec):
+        layer = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
+        return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, None, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)

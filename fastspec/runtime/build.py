@@ -17,6 +17,7 @@ from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.states import StateCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import CompiledDecoder, Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -25,7 +26,7 @@ from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import CausalModel, Pending
+from fastspec.models.interface import CausalModel, Pending, is_recurrent
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import DecoderWeights, allocate_weights
 from fastspec.models.weights.sources import Checkpoint
@@ -125,9 +126,11 @@ def build(
         return kind(spec, allocated.weights, cache, inside, **sizes)
 
     def cache_of(spec: ModelSpec, dtype: torch.dtype) -> PagedKVCache:
-        pages = layout.num_pages(length), layout.page_size
+        pages, where = (layout.num_pages(length), layout.page_size), dict[str, Any](dtype=dtype, device=device)
+        rows = layout.batch, layout.max_drafts
+        states = StateCache.allocate(spec.deltas, *rows, **where) if spec.deltas else None
         return PagedKVCache.allocate(
-            spec.num_layers, *pages, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device
+            len(spec.attending), *pages, spec.num_kv_heads, spec.head_dim, **where, states=states
         )
 
     def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
@@ -204,7 +207,9 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
-    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+    # a state is that behind one position: pages of a prompt's beginning do not have it
+    shares = not any(map(is_recurrent, models)) and (not takes_features(chosen) or kept_in_pages(chosen))
+    if prefix_cache and shares:
         unit, salt = math.lcm(layout.page_size, engine.cell), (target.name, draft.name if draft else None)
         object.__setattr__(engine, "prefix", PrefixCache(pages, unit, reads_ahead(chosen), salt))
     return engine, pending

@@ -7,7 +7,7 @@ import torch
 from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelSource, is_recurrent
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.output import Stats
 from fastspec.runtime.draft_plan import DraftPlan
@@ -40,7 +40,7 @@ def explain(
     lines = [
         f"device     {settings.device}",
         f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else 'none: plain decoding'}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
@@ -98,9 +98,15 @@ def _waited_for(engine: Engine) -> str:
     return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
 
 
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}"
+
+
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        return "not kept"
+        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
+        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
 
 
@@ -108,7 +114,9 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
-    sliding = f", {windows} of them with a sliding window" if windows else ""
+    recurrent = spec.num_layers - len(spec.attention_shapes)
+    kinds = f", {recurrent} of them recurrent" if recurrent else ""
+    sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
     quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
     hosted = f"\n           {spec.hosting}" if spec.hosting else ""
     return (

@@ -23,7 +23,7 @@ class MemoryPlan:
 
     Attributes:
         target_weights, draft_weights: weights.
-        target_cache, draft_cache: K/V pages.
+        target_cache, draft_cache: K/V pages, and recurrent states of the rows.
         buffers: the decode state, the prefill slot and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
         graphs: captured graphs themselves; the tensors inside them count as workspace.
@@ -113,8 +113,12 @@ class Layout:
         return MemoryPlan(
             target_weights=target_weights,
             draft_weights=draft_weights,
-            target_cache=positions * position_bytes(self.target, self.target_dtype),
-            draft_cache=positions * position_bytes(self.draft, self.draft_dtype) if self.draft else 0,
+            target_cache=positions * position_bytes(self.target, self.target_dtype)
+            + self.batch * self.target.state_bytes(self.max_drafts, self.target_dtype),
+            draft_cache=positions * position_bytes(self.draft, self.draft_dtype)
+            + self.batch * self.draft.state_bytes(self.max_drafts, self.draft_dtype)
+            if self.draft
+            else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
             workspace=self._workspace_bytes(max_length),
             graphs=0,

@@ -92,7 +92,7 @@ def settings_of(
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens, draft)
+    drafts = _drafts(num_speculative_tokens, draft, proposer)
     max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
     page_size = check_range("page_size", page_size, 1, 4096)
     on, rule = device_of(device, target), checked(verification)
@@ -101,9 +101,9 @@ def settings_of(
         max_drafts=drafts if draft or proposer else 0,
         page_size=page_size,
         target=target.spec,
-        target_dtype=_dtype(dtype, target.spec, on),
+        target_dtype=dtype_of(dtype, target.spec, on),
         draft=draft.spec if draft else None,
-        draft_dtype=_dtype(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
+        draft_dtype=dtype_of(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
@@ -116,6 +116,7 @@ def settings_of(
     memory = layout.plan(length, _free_bytes(on, target))
     _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
     _check_hosted(target, draft, compile, layout.feature_layers)
+    _check_recurrent(target, draft, compile)
     auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
 
@@ -152,13 +153,18 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
-def _drafts(asked: int | str, draft: ModelSource | None) -> int:
-    """Drafts per step that there must be room for."""
+def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
+    """Drafts per step that there must be room for.
+
+    With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
+    """
     most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
-        return MOST if most is None else min(MOST, most)
+        model = draft is not None and not isinstance(draft, HeadCheckpoint)
+        useful = MOST if model or (draft is None and proposer is None) else MAX_DRAFTS
+        return useful if most is None else min(useful, most)
     drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
     if draft is not None and most is not None and drafts > most:
         raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
@@ -223,7 +229,17 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
         )
 
 
-def _dtype(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
+def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bool) -> None:
+    for source in (target, draft):
+        if compile and source is not None and source.spec.state_bytes(0, torch.float32):
+            raise ValueError(
+                f"compile=True is for models that attend in every layer, and {source.name} has recurrent ones: leave "
+                "compile unset"
+            )
+
+
+def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
+    """The dtype that a model is kept in where `dtype` was asked for."""
     if dtype is None:
         return spec.dtype if device.type == "cuda" else torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

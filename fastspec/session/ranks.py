@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from fastspec.errors import UnsupportedOption
+from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.sliced import fingerprint, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
+from fastspec.parallel.draft import memory_rate, splitting_pays
 from fastspec.parallel.ranks import Ranks
-from fastspec.runtime.settings import Settings, device_of, settings_of
+from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
 def settled(
@@ -37,7 +39,10 @@ def settled(
             raise UnsupportedOption(
                 f"{draft_whole.name} is a head, and heads do not go with tensor_parallel; take a draft model or NGram()"
             )
-        on_cpu = device_of(asked["device"], whole).type == "cpu"
+        device = device_of(asked["device"], whole)
+        on_cpu = device.type == "cpu"
+        if ranks.split_draft is None:
+            ranks.split_draft = draft_whole is not None and _splits_draft(draft_whole, ranks, device, asked["dtype"])
         target, draft = (None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole))
         assert target is not None, "there is a target"
         if ranks.asked and asked.get("compile"):
@@ -56,6 +61,14 @@ def settled(
     share = None if target.sliced is None else target.sliced.share
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
     return target, draft, replace(made, ranks=ranks.describe(share, splits))
+
+
+def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
+    """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
+    plain = isinstance(draft.spec, ModelSpec) and draft.quantisation is None and draft.rounded is None
+    if device.type != "cuda" or not plain:
+        return False
+    return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
 
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:

@@ -195,14 +195,14 @@ def test_a_kernel_that_nobody_warmed_up() -> None:
 def test_a_step_that_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read inside the step: named with its key and the way out, and the generator goes on without it."""
     with FastSpecGenerator(*demo_pair(), progress=False, max_batch_size=1) as gen:
-        original = step.score
+        original = step._scored
 
-        def reads(*given: Any) -> torch.Tensor:
-            logits = original(*given)
+        def reads(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            logits, features = original(*given)
             logits.sum().item()
-            return logits
+            return logits, features
 
-        monkeypatch.setattr(step, "score", reads)
+        monkeypatch.setattr(step, "_scored", reads)
         with pytest.raises(
             RuntimeError, match=r"step \(1 rows, k = 4, greedy, 2 top logprobs, \d+ positions\) could not be"
         ):

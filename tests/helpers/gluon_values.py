@@ -14,6 +14,7 @@ KINDS = {
     "int32": np.int32,
     "int64": np.int64,
     "uint32": np.uint32,
+    "uint64": np.uint64,
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,
@@ -24,6 +25,7 @@ OF_TORCH = {
     torch.float32: "float32",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.uint64: "uint64",
     torch.bool: "int1",
 }
 

@@ -181,7 +181,7 @@ def write_speculators(
 
 def engine_with(
     target: Path,
-    head: Path,
+    head: Path | str,
     *,
     k: int = 3,
     batch: int = 3,
@@ -189,9 +189,11 @@ def engine_with(
     proposer: Any = None,
     verification: Verification = "block",
     feature_layers: tuple[int, ...] | None = None,
+    exact: bool = True,
+    quantization: str | None = None,
 ) -> Engine:
     """An engine over a target and a head, both from their files, with weights filled."""
-    found, drafting = resolve_pair(target, head, (None, None), (None, None), feature_layers)
+    found, drafting = resolve_pair(target, head, (None, None), (quantization, None), feature_layers)
     settings = settings_of(
         found,
         drafting,
@@ -203,6 +205,7 @@ def engine_with(
         device="cpu",
         verification=verification,
         proposer=proposer,
+        exact=exact,
     )
     common: dict[str, Any] = {"release_source": False, "nvtx": False, "progress": False, "ranks": Ranks.alone()}
     vocab = found.spec.vocab_size

@@ -18,7 +18,7 @@ from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -27,6 +27,8 @@ from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import norm
+from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
@@ -35,7 +37,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
-from fastspec.shapes import AttentionRule
+from fastspec.shapes import AttentionRule, DeltaRule
 from fastspec.state import DecodeState
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import Calls, Launch, on_meta, record
@@ -210,6 +212,36 @@ def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
     return layer_tail(x, x, layer, layer, EPS, True)
 
 
+def recurrent(arch: int) -> Calls:
+    """Layers of Qwen3.5's sizes, and one of keys and values that are no power of two; steps, and a prompt."""
+    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 80, 4)):
+        for dtype in (BF16, F32):
+            for rows, tokens in ((BATCH, 5), (1, 64)):
+                yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
+            x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
+            gamma = on_meta((rule.value_dim,), dtype)
+            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+
+
+def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
+    heads, slots = rule.value_heads, DRAFTS + 1
+    layer: Any = SimpleNamespace(
+        conv=on_meta((rule.channels, 1, rule.width), dtype),
+        decay=on_meta((heads,), F32),
+        step=on_meta((heads,), F32),
+    )
+    return delta_rule(
+        on_meta((rows, tokens, rule.rows), dtype),
+        layer,
+        on_meta((rows, slots, heads, rule.value_dim, rule.key_dim), F32),
+        on_meta((rows, slots + rule.tail, rule.channels), dtype),
+        on_meta((rows,), I64),
+        on_meta((rows, tokens), I64),
+        on_meta((rows, tokens), torch.bool),
+        rule,
+    )
+
+
 def products(layers: slice, arch: int) -> Calls:
     """Every product of some of the layers above."""
     for n, k, fused in LAYERS[layers]:
@@ -357,6 +389,8 @@ def exchanges(arch: int) -> Calls:
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
+        keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
+        yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:
@@ -417,6 +451,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "portable_whole": partial(portables, WHOLE),
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),
+    "recurrent": recurrent,
     "prompts": prompts,
     "steps": steps,
     **{f"sampled_{vocab}": partial(sampled, vocab) for vocab in VOCABS},

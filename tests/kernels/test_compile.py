@@ -29,6 +29,7 @@ SPILLS = {
     ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
+    ("_delta_kernel", None): 8,  # keys of 96, on sm_90: not timed
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64
@@ -52,7 +53,7 @@ GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
-    "attention_ruled",
+    *("attention_ruled", "recurrent"),
     *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 

@@ -39,6 +39,9 @@ class Hosted:
     def rotary_bytes(self, positions: int) -> int:
         return positions * self.head_dim * 4
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        return 0
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return self.parameters * dtype.itemsize
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,12 @@ import torch
 
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.errors import UnsupportedOption
-from fastspec.models.parallel import argmax_keys, ids_of_keys
+from fastspec.kernels.reference import keys_of, largest_of
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.shards import ShardTensors
 from fastspec.models.weights.sliced import sliced
 from fastspec.models.weights.sources import resolve
+from fastspec.parallel.draft import splitting_pays
 from fastspec.parallel.exchange import tree_sum
 from fastspec.parallel.slices import Share, check_divides, divides, share_of
 from tests.helpers.checkpoints import make_checkpoint
@@ -94,6 +95,32 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:
             FastSpecGenerator("/nowhere", **options)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """A draft of so many bytes a pass."""
+
+    bytes: float
+    num_layers: int = 16
+    family: str = "llama"
+    vocab_size: int = 128256
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    intermediate_size: int = 8192
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return int(self.bytes)
+
+
+def test_a_draft_is_cut_where_its_bytes_weigh_more_than_its_sums() -> None:
+    def pays(draft: Drafting) -> list[int]:
+        return [ranks for ranks in (1, 2, 4, 8) if splitting_pays(draft, torch.bfloat16, ranks, 3.35e12)]
+
+    assert pays(Drafting(3e9)) == [2, 4]
+    assert pays(Drafting(2e10)) == [2, 4, 8]
+    assert pays(Drafting(5e8)) == []
+    assert pays(replace(Drafting(2e10), num_heads=31)) == [], "it does not divide"
+
+
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:
     parts = [torch.tensor([float(10**power)]) for power in (8, 0, 0, -8, 8, 1, 2, 3)]
     whole = tree_sum(parts)
@@ -109,5 +136,5 @@ def test_keys_find_the_largest_logit_as_argmax_does() -> None:
     logits[4], logits[5, 20] = -0.0, torch.inf
     logits[4, 9] = 0.0
     for limit in (32, 20, 5):
-        keys = torch.stack([argmax_keys(part, 8 * index, limit) for index, part in enumerate(logits.split(8, dim=-1))])
-        assert torch.equal(ids_of_keys(keys.amax(0)), logits[:, :limit].argmax(dim=-1)), limit
+        keys = [keys_of(part, limit - 8 * index) for index, part in enumerate(logits.split(8, dim=-1))]
+        assert torch.equal(largest_of(keys, 8), logits[:, :limit].argmax(dim=-1)), limit

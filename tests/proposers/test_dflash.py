@@ -143,7 +143,8 @@ def test_laws_are_those_computed_from_the_text(
 
 def test_masks_embedded_as_a_vector_of_their_own(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = WRITERS["z-lab"](tmp_path, HEAD)
-    save_file({"mask_embedding": torch.randn(32)}, path / "mask_embedding.safetensors")
+    mask = torch.randn(32, generator=torch.Generator().manual_seed(4))
+    save_file({"mask_embedding": mask}, path / "mask_embedding.safetensors")
     assert drafted(target, path, HEAD, definition.full(HEAD), monkeypatch) < TOLERANCE
 
 
@@ -233,7 +234,7 @@ def test_behind_lookup_and_by_itself(target: Path, tmp_path: Path) -> None:
     path, rows = WRITERS["z-lab"](tmp_path, HEAD), torch.tensor(prompts(12, 12))
     options = {"max_new_tokens": 40, "eos_token_id": []}
     with generator(target, path, k="auto", proposer=NGram()) as both:
-        assert engine_of(both).max_drafts == 8
+        assert engine_of(both).max_drafts == 15, "as many as a block has"
         assert "then a DFlash head" in both.explain()
         plain = both.generate(rows, num_speculative_tokens=0, **options)
         assert torch.equal(both.generate(rows, **options), plain)

@@ -304,3 +304,18 @@ def test_everything_else_that_a_call_may_ask_for(pair: tuple[Path, Path]) -> Non
         for emitted in made.stream([given[0]], max_new_tokens=10):
             streamed[0] += emitted[0]
         assert streamed[0] == wanted[0, 4:].tolist(), "behind the longest prompt"
+
+
+def test_ids_are_looked_up_while_kernels_only_compile(tmp_path: Path) -> None:
+    """Nothing is picked then: what lies in the drafts are the target's ids of another pass, not the head's."""
+    target = make_checkpoint(tmp_path / "target", "llama3", num_hidden_layers=LAYERS)
+    head = write_speculators(tmp_path / "head", eagle3_tensors(drafted=16), boundaries=BOUNDARIES)
+    engine = engine_with(target, head)
+    drafts = engine.parts.proposer
+    assert isinstance(drafts, Eagle3Drafts)
+    drafts.model.argmax = lambda *given, **options: None  # type: ignore[method-assign]
+    engine.state.draft_tokens.fill_(VOCAB - 1)
+    shape = engine.typical_shape(3, GREEDY, None)
+    with torch.inference_mode():
+        drafts.propose(engine.state, shape, None, features=engine.parts.features)  # type: ignore[arg-type]
+    assert (engine.state.draft_tokens[:, :3] == drafts._target_ids(torch.tensor(0))).all()

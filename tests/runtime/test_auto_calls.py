@@ -179,6 +179,10 @@ def test_other_proposers_and_synthetic_acceptance(pair: tuple[Path, Path]) -> No
         progress=False,
     ) as lookup:
         assert torch.equal(full(lookup).sequences, full(lookup, num_speculative_tokens=0).sequences)
+        assert "auto chooses among 0, 1, 2, 4, 6, 8, 12, 16" in lookup.explain()
+        prompt = [[5, 6, 7, 8] * 4]
+        tried = lookup.calibrate(prompt, max_new_tokens=60, eos_token_id=[])
+        assert [trial.k for trial in tried.trials] == [0, 1, 2, 4, 6, 8, 12, 16]
     with pytest.warns(UserWarning, match="synthetic"):
         synthetic = made(pair, verification=SyntheticAcceptance(rate=1.0))
     with synthetic:
@@ -202,6 +206,9 @@ def test_the_plan_is_that_of_the_largest_k(pair: tuple[Path, Path]) -> None:
         return FastSpecGenerator.plan(*pair, num_speculative_tokens=k, **sizes).total
 
     assert plan("auto") == plan(8) > plan(4)
+    with_lookup: dict[str, Any] = {"proposer": NGram(), "max_length": 100, "device": "cpu"}
+    alone = [FastSpecGenerator.plan(pair[0], num_speculative_tokens=k, **with_lookup).total for k in ("auto", 16, 8)]
+    assert alone[0] == alone[1] > alone[2]
 
 
 def test_explain_says_what_was_chosen_and_why(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_prefill_slot_takes_what_a_prompts_pass_reads() -> None:
     before = {name: getattr(slot.row, name).clone() for name in BUFFERS}
     slot.enter(state, 3, start=4)
     changed = {name for name in BUFFERS if not torch.equal(getattr(slot.row, name), before[name])}
-    assert changed == {"tokens", "finish", "block_table", "draft_lengths"}  # its length was 1 already
+    assert changed == {"tokens", "finish", "block_table", "draft_lengths", "state_rows"}  # its length was 1 already
     assert slot.start.tolist() == [4]
 
 

@@ -381,7 +381,9 @@ def settle_keys(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
     """In the last program of a launch: keys become tokens, and all is zero again for the next launch.
 
     keys_ptr: int64 [M + 1], of which the last counts programs.
+    out_ptr: int64 tokens; uint64: the keys as they are.
     """
+    kind: gl.constexpr = out_ptr.dtype.element_ty
     # every warp's maxima are in place before one thread counts this program as done
     thread_barrier()
     done = gl.atomic_add(keys_ptr + M, 1, sem="acq_rel")
@@ -390,5 +392,7 @@ def settle_keys(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
             row = first + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [warps], [0]))
             none = gl.full_like(row, 0).to(gl.int64)
             key = gl.atomic_xchg(keys_ptr + row, none, mask=row < M, sem="relaxed")
-            gl.store(out_ptr + row * out_stride, 0x7FFFFFFF - (key & 0x7FFFFFFF), mask=row < M)
+            if gl.int64 == kind:
+                key = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+            gl.store(out_ptr + row * out_stride, key.to(kind), mask=row < M)
         gl.atomic_xchg(keys_ptr + M, 0, sem="relaxed")

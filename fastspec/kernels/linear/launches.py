@@ -59,7 +59,7 @@ class Ends(NamedTuple):
     Attributes:
         bias_ptr: [N]; None: none.
         residual_ptr: [M, width]; None: none.
-        out_ptr: [M, width]; int64 tokens, with a stride, where `keys_ptr` is given.
+        out_ptr: [M, width]; int64 tokens or uint64 keys, with a stride, where `keys_ptr` is given.
         keys_ptr: int64 [M + 1], of an argmax; None: sums are stored.
         parts_ptr: fp32 [S / TOGETHER, M, N]: where it is given nothing else is written; of the TMA kernel alone.
     """

@@ -6,6 +6,8 @@ from fastspec.kernels.reference.linear import (
     argmax,
     gelu_tanh,
     gelu_tanh_mul,
+    keys_of,
+    largest_of,
     linear,
     norm,
     packed_argmax,
@@ -16,6 +18,7 @@ from fastspec.kernels.reference.linear import (
     tile_argmax,
     tile_linear,
 )
+from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, verify_commit
 
@@ -24,10 +27,14 @@ __all__ = [
     "attend",
     "attention_out",
     "commit",
+    "delta_rule",
     "embed",
     "feed_rows",
+    "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "keys_of",
+    "largest_of",
     "layer_tail",
     "linear",
     "mlp",
@@ -41,6 +48,7 @@ __all__ = [
     "rope",
     "sampled_commit",
     "sampled_draw",
+    "sigmoid",
     "silu_mul",
     "store_heads",
     "tile_argmax",

@@ -8,6 +8,7 @@ matrix product by its shape, so `linear` always gives them the same shape: rows 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
 from fastspec.shapes import UNTILED, Tiling
+
+_LAST_ID = 2**31 - 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,9 +104,37 @@ def argmax(
     work: object = None,
     out: Tensor,
 ) -> None:
-    """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first."""
+    """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first.
+
+    If out is uint64 it gets keys, as `keys_of` makes them.
+    """
     logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
-    out.copy_(logits[..., :limit].argmax(dim=-1))
+    if out.dtype == torch.uint64:
+        out.view(torch.int64).copy_(keys_of(logits, limit))
+    else:
+        out.copy_(logits[..., :limit].argmax(dim=-1))
+
+
+def keys_of(logits: Tensor, limit: int) -> Tensor:
+    """int64 [R], by which the largest of the first `limit` logits can be found among several such parts of a row.
+
+    A key grows with the largest of fp32 logits [R, W] and, between equal ones, falls with the id: 32 bits that order
+    floats as integers (NaN above all, both zeros alike) over 31 bits of 2^31 - 1 - id. Where no id counts it is 0.
+    """
+    if limit < 1:
+        return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    ids = logits[:, :limit].argmax(dim=-1)
+    value = logits.gather(1, ids[:, None])[:, 0] + 0.0  # -0.0 is equal to 0.0
+    bits = value.view(torch.int32).to(torch.int64)
+    order = torch.where(bits < 0, ~bits, bits + 2**31) & 0xFFFFFFFF
+    order = torch.where(value.isnan(), 0xFFFFFFFF, order)
+    return (order << 31) | (_LAST_ID - ids)
+
+
+def largest_of(keys: Sequence[Tensor], width: int) -> Tensor:
+    """int64 [R], the id of each row's largest logit, by the keys int64 [R] of its parts of `width` ids (`keys_of`)."""
+    placed = [torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]
+    return _LAST_ID - (torch.stack(placed).amax(0) & _LAST_ID)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None) -> Tensor:

@@ -15,8 +15,8 @@ from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import Family
-from fastspec.models.families.qwen2 import QWEN2
-from fastspec.models.families.qwen3 import QWEN3
+from fastspec.models.families.qwen2 import MIMO, QWEN2
+from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
@@ -24,7 +24,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "mimo": MIMO,
     "qwen3": QWEN3,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5": QWEN3_5,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gemma3": GEMMA3,

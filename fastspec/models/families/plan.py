@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fastspec.models.fields import ConfigFields
-from fastspec.shapes import AttentionRule
+from fastspec.shapes import AttentionRule, DeltaRule
 
 NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -23,6 +23,8 @@ class LayerPlan:
         q, k = norm of q and of k [where qk_norm says how]
         q, k = rope(q, k) [where rope names a table], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
+        a = sigmoid(gate) a [with output_gate, whose rows lie behind those of v in Wqkv]
+        [with delta: a = gated delta rule of h Wqkv, which is then q, k, v, z, b and a: see `reference.delta_rule`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
         h = norm(x) [x itself without pre_norm; the first h where parallel]
@@ -50,6 +52,9 @@ class LayerPlan:
         activation: f.
         gated: the MLP has a gate.
         residual_scale: factor on what attention and MLP add to x.
+        output_gate: what attention gives is gated, element by element; q_proj holds of each head its query, then its
+            gate.
+        delta: the layer has a recurrent state in place of attention; None: it attends.
     """
 
     window: int | None = None
@@ -68,6 +73,8 @@ class LayerPlan:
     activation: Activation = "silu"
     gated: bool = True
     residual_scale: float = 1.0
+    output_gate: bool = False
+    delta: DeltaRule | None = None
 
     def __post_init__(self) -> None:
         if self.parallel and (self.post_norm or not self.pre_norm):
@@ -76,6 +83,8 @@ class LayerPlan:
             raise ValueError(f"activation={self.activation!r} without a gate; wanted 'gelu_tanh'")
         if self.norm_bias and (self.norm != "layer" or self.post_norm):
             raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
+        if self.fused_tail and (self.output_gate or self.delta):
+            raise ValueError("a gated or recurrent layer with a fused tail; wanted norm='rms_plus_one'")
 
     @property
     def fused_tail(self) -> bool:
@@ -107,6 +116,10 @@ class LayerNames:
         qkv: q, k and v, or one matrix that holds them in this order. gate_up: likewise; without a gate one matrix.
         input_norm, post_norm: the norms before attention and before the MLP.
         attended_norm, mlp_norm: the norms of what attention and MLP add.
+        delta: of a recurrent layer, the projections of q, k and v, of z, of b and of a; or of q, k, v and z, and of b
+            and a, whose rows lie by key head: of each its q, k, v and z, and its b and a.
+        delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, the logarithm of its decay, what is
+            added to a, its gated norm, its output projection.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -119,6 +132,12 @@ class LayerNames:
     post_norm: str = "post_attention_layernorm"
     attended_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_feedforward_layernorm"
+    delta: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    delta_conv: str = "linear_attn.conv1d"
+    delta_decay: str = "linear_attn.A_log"
+    delta_step: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm"
+    delta_out: str = "linear_attn.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +175,8 @@ class Family:
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
         text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
         partial_rope: a config may ask that only the first part of a head is turned.
+        read_as: the type of transformers whose config class reads this family's configs, where it has none for it;
+            its checkpoints name code of their own, which is not run. Empty: the family's own.
         interleaved: rope turns neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what is turned.
     """
 
@@ -167,6 +188,7 @@ class Family:
     act: tuple[str, str] = ("hidden_act", "silu")
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_layers: tuple[str, ...] = ()
+    read_as: str = ""
     interleaved: bool = False
     partial_rope: bool = False
     text_part: bool = False

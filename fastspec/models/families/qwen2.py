@@ -1,6 +1,8 @@
-"""Qwen2: biases on q, k and v; a window in the layers that layer_types names."""
+"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo is one, for transformers unknown."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
@@ -11,3 +13,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 QWEN2 = Family("Qwen2ForCausalLM", _plans)
+MIMO = replace(QWEN2, architecture="MiMoForCausalLM", read_as="qwen2")

@@ -1,9 +1,16 @@
-"""Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types."""
+"""Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types.
+
+Qwen3-Next, and Qwen3.5 and 3.6, which differ from it in how projections are stored: gated delta-rule layers, and full
+attention in every fourth layer, with an output gate and a rope of a part of each head; norms 1 + w.
+"""
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from dataclasses import replace
+
+from fastspec.models.families.plan import Family, LayerNames, LayerPlan, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
+from fastspec.shapes import DeltaRule
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
@@ -14,4 +21,41 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
+def _hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    types = fields.layer_types(layers, "linear_attention", "full_attention")
+    if types is None:
+        fields.refuse("layer_types", None, "'linear_attention' or 'full_attention' for each layer")
+    bias = fields.flag("attention_bias")
+    rule = DeltaRule(
+        key_heads=fields.size("linear_num_key_heads"),
+        value_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        width=fields.size("linear_conv_kernel_dim"),
+    )
+    if rule.value_heads % rule.key_heads:
+        fields.refuse("linear_num_key_heads", rule.key_heads, f"a divisor of linear_num_value_heads={rule.value_heads}")
+    attends = LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head", norm="rms_plus_one", output_gate=True)
+    recurs = LayerPlan(norm="rms_plus_one", rope=None, delta=rule)
+    return tuple(attends if kind == "full_attention" else recurs for kind in types)
+
+
+def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    experts, dense = fields.get("num_experts"), set(fields.get("mlp_only_layers") or ())
+    every = fields.get("decoder_sparse_step") or 1
+    routed = [layer for layer in range(layers) if layer not in dense and (layer + 1) % every == 0]
+    if experts and routed:
+        fields.refuse("num_experts", experts, "0, or every layer in mlp_only_layers: its experts are not implemented")
+    return _hybrid_plans(fields, layers)
+
+
 QWEN3 = Family("Qwen3ForCausalLM", _plans)
+QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    _next_plans,
+    LayerNames(delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    rope_kinds=("default",),
+    partial_rope=True,
+)
+QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", _hybrid_plans, rope_kinds=("default",), partial_rope=True)
+QWEN3_5 = replace(QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", text_part=True)

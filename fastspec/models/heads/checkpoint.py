@@ -49,9 +49,11 @@ class HeadCheckpoint:
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
+        source: the target, where its own checkpoint holds the head; None: it lies alone.
         stored: empty: heads are not quantised.
         module: None: heads are read from files.
         ranks: 1: several processes do not share a head.
+        mtp: a head has no head.
     """
 
     name: str
@@ -59,9 +61,11 @@ class HeadCheckpoint:
     directory: Path
     vocab_map: Tensor | None
     sample: tuple[int, ...]
+    source: Checkpoint | None = None
     stored: str = ""
     module: None = None
     ranks: int = 1
+    mtp: bool = False
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, with activations of `dtype`."""
@@ -69,33 +73,47 @@ class HeadCheckpoint:
         return self.spec.weight_bytes(dtype) + tables
 
 
-def head_directory(source: object, revision: str | None) -> tuple[Path, dict[str, Any], Recognised] | None:
-    """Where a draft's files lie if it is a head, with its config and what it is; None for anything else.
+HeadFiles = tuple[Path, dict[str, Any], Recognised]
+"""Where a head's files lie, its config, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """What a look at a draft has found.
+
+    Attributes:
+        head: its files, if it is a head.
+        fetched: where the files of a Hub id lie, so that nobody looks them up again; None: it is none.
+    """
+
+    head: HeadFiles | None = None
+    fetched: Path | None = None
+
+
+def draft_files(source: object, revision: str | None) -> DraftFiles:
+    """Looks whether a draft is a head.
 
     Args:
         source: what a user gave as draft. Of a Hub id the files are fetched.
         revision: of a Hub id.
 
     Raises:
-        CheckpointError: it is a head whose weights cannot be read.
+        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be had.
         UnsupportedModel: it is a drafter of an unsupported kind.
     """
     if not isinstance(source, str | os.PathLike):
-        return None
-    with _naming("draft"):
-        return _head_directory(source, revision)
-
-
-def _head_directory(
-    source: str | os.PathLike[str], revision: str | None
-) -> tuple[Path, dict[str, Any], Recognised] | None:
-    directory = Path(os.path.abspath(os.path.expanduser(source)))
-    if not os.path.isdir(directory):
+        return DraftFiles()
+    with naming("draft"):
+        directory = Path(os.path.abspath(os.path.expanduser(source)))
+        if os.path.isdir(directory):
+            return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))  # `resolve` refuses it
         if not isinstance(source, str):
-            return None
-        directory = _fetched(source, revision)
-    elif revision is not None:
-        return None  # which `resolve` refuses
+            return DraftFiles()
+        fetched = _fetched(source, revision)
+        return DraftFiles(_head_files(fetched), fetched)
+
+
+def _head_files(directory: Path) -> HeadFiles | None:
     if not (directory / CONFIG).is_file():
         return None
     raw = read_json(directory / CONFIG)
@@ -125,15 +143,15 @@ def _fetched(source: str, revision: str | None) -> Path:
 
 
 def resolve_head(
-    found: tuple[Path, dict[str, Any], Recognised],
+    found: HeadFiles,
     name: str,
     target: Checkpoint,
     feature_layers: Sequence[int] | None,
 ) -> HeadCheckpoint:
-    """The head of `head_directory`, checked against its target; nothing is allocated.
+    """The head that `draft_files` has found, checked against its target; nothing is allocated.
 
     Args:
-        found: what `head_directory` returned.
+        found: as `draft_files` has it.
         name: for messages.
         target: what it is to draft for.
         feature_layers: the caller's own choice of boundaries; None: the config's.
@@ -149,7 +167,7 @@ def resolve_head(
     if reader is None:
         raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
     tensors = HeadTensors(directory)
-    with _naming(f"draft: {name}"):
+    with naming(f"draft: {name}"):
         check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
         spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
@@ -157,7 +175,7 @@ def resolve_head(
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Puts what is refused in front of the reason."""
     try:
         yield

@@ -169,6 +169,9 @@ def _readings(
         written = found.layout == "speculators"
     if len(ids) != count:
         raise CheckpointError(f"{name}={list(ids)} has {len(ids)} entries, and fc.weight is made for {count}")
+    behind = ids_of(inner.get("layer_ids"), "layer_ids")
+    if behind is not None and list(behind) == [each + 1 for each in ids]:
+        return readings_of(behind, target.layers, 0)  # named in both ways, which leaves one reading
     # as layers whose output is read in SGLang and its trainer, as boundaries in vLLM and speculators
     return readings_of(ids, target.layers, 0) if written else readings_of(ids, target.layers, 1, (0,))
 

@@ -8,14 +8,17 @@ from typing import Any, Final, Literal, NoReturn
 
 from fastspec.errors import UnsupportedModel
 
-HeadKind = Literal["eagle3", "dflash"]
-Layout = Literal["eagle", "z-lab", "speculators"]
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo"]
 
-NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
 LAYOUTS: Final[Mapping[Layout, str]] = {
     "eagle": "layout of EAGLE and SGLang",
     "z-lab": "layout of z-lab",
     "speculators": "layout of speculators",
+    "mtp": "layout of Qwen",
+    "nextn": "layout of DeepSeek and GLM",
+    "mimo": "layout of MiMo",
 }
 SPECULATORS: Final = "speculators_model_type"
 SUPPORTED: Final = "supported heads: EAGLE-3 and DFlash, each in its first layout and in that of speculators"
@@ -109,7 +112,8 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
             _refuse(f"{relative} ({key} in the config)")
     if "dflash2" in _architectures(raw).lower():
         _refuse("DFlash2")
-    whole = "model.embed_tokens.weight" in stored and not says_head(raw)  # a model with more layers is a model
+    embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
+    whole = embeds and not says_head(raw)  # a model with more layers is a model
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark)), None)
         if found is not None and not whole:

@@ -152,6 +152,10 @@ class HeadSpec:
         """As in `ModelInfo`."""
         return self.decoder.rotary_bytes(positions)
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """None: a head attends."""
+        return 0
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of its own weights in `dtype`; what it shares with the target is not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

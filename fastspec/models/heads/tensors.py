@@ -67,7 +67,7 @@ def conversion(directory: Path | str) -> str:
     )
 
 
-def check_head_tensors(tensors: HeadTensors, spec: HeadSpec) -> None:
+def check_head_tensors(tensors: RenamedTensors, spec: HeadSpec) -> None:
     """Compares what is stored with what the spec wants, before anything is allocated.
 
     Raises:

@@ -13,10 +13,12 @@ from tqdm import tqdm
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
+from fastspec.models.heads.mtp_spec import MtpSpec, mtp_tensors
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import HeadTensors
-from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.models.weights.loader import Loader
+from fastspec.models.weights.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
+from fastspec.models.weights.loader import Loader, TensorSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +75,7 @@ def allocate_head(
     Raises:
         CheckpointError: from `fill`, as that of a model.
     """
-    spec, source = checkpoint.spec, HeadTensors(checkpoint.directory)
+    spec, source = checkpoint.spec, _source_of(checkpoint)
     total = spec.weight_bytes(dtype)
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc="loading head", disable=not progress)
     loader = Loader(source, dtype, device, ops, bar, later=True)
@@ -87,7 +89,23 @@ def allocate_head(
     return PendingHead(weights, fill, loader.cancel)
 
 
+def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:
+    if checkpoint.source is None or not isinstance(checkpoint.spec, MtpSpec):
+        return HeadTensors(checkpoint.directory)
+    return mtp_tensors(checkpoint.source, checkpoint.spec)
+
+
+def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeights:
+    norms = {name: norm_weight(loader, spec.decoder, f"{name}.weight") for name in (NORM, EMBED_NORM, HIDDEN_NORM)}
+    layers = tuple(layer_weights(loader, spec.decoder, index) for index in range(spec.num_layers))
+    decoder = DecoderWeights(embed=target.embed, layers=layers, norm=norms.pop(NORM), head=target.head)
+    others: dict[str, Weight | Tensor] = {f"{name}.weight": norm for name, norm in norms.items()}
+    return HeadWeights(decoder, {**others, f"{FC}.weight": loader.weight(f"{FC}.weight")})
+
+
 def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWeights:
+    if isinstance(spec, MtpSpec):
+        return _of_mtp(loader, spec, target)
     layers = tuple(_layer(loader, spec, f"layers.{index}.") for index in range(spec.num_layers))
     decoder = DecoderWeights(
         embed=loader.weight("embed_tokens.weight") if spec.own_embed else target.embed,

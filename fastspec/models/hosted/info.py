@@ -99,6 +99,10 @@ class HostedInfo:
         """None: the module has its own, counted with its buffers."""
         return 0
 
+    def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """None: models with recurrent states are not hosted."""
+        return 0
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all parameters in `dtype`, and of its buffers."""
         return self.parameters * dtype.itemsize + self.kept_bytes

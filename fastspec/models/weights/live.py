@@ -19,7 +19,7 @@ from fastspec.models.weights.shards import TensorInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout)
+PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
 
 
 def check_module(module: nn.Module) -> None:
@@ -35,7 +35,9 @@ def check_module(module: nn.Module) -> None:
     from transformers.activations import GELUTanh, SiLUActivation
 
     kind = type(module)
-    supported = [getattr(transformers, family.architecture) for family in FAMILIES.values() if not family.text_part]
+    supported = [
+        getattr(transformers, family.architecture, None) for family in FAMILIES.values() if not family.text_part
+    ]
     if kind.__name__ in [family.architecture for family in FAMILIES.values() if family.text_part]:
         raise UnsupportedModel(
             f"a live {kind.__name__} is not supported; save it and pass the directory, of which the text model is read"

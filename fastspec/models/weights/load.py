@@ -23,6 +23,7 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
+from fastspec.models.weights.layouts import delta_order, qkv_order, turned_heads
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
@@ -42,7 +43,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import LayerPlan
     from fastspec.models.weights.sources import Checkpoint
+    from fastspec.shapes import DeltaRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """What a recurrent layer has beside its projections; sizes as in `DeltaRule`.
+
+    Attributes:
+        conv: [channels, 1, width], of the convolution.
+        decay: fp32 [value_heads], logarithms of A.
+        step: fp32 [value_heads], what is added to a.
+        norm: [value_dim], of the gated norm.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    step: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +77,13 @@ class LayerWeights:
         input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
         attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
         input_norm_bias, post_norm_bias: [hidden].
-        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value. qkv_bias: its bias.
+        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value; behind them the rows of an output
+            gate. qkv_bias: its bias. Of a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
         o: [hidden, H * D]. o_bias: [hidden].
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
         down: [hidden, intermediate]. down_bias: [hidden].
+        delta: what a recurrent layer has besides, whose `o` is [hidden, DeltaRule.values]; None: the layer attends.
     """
 
     input_norm: Tensor | None
@@ -80,6 +102,7 @@ class LayerWeights:
     mlp_norm: Tensor | None = None
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +122,11 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Bytes of device memory that the weights take; a tied head is counted once."""
-        held: list[Weight | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
+        held: list[Any] = [self.embed, self.norm, self.norm_bias, self.head]
         for layer in self.layers:
-            held += [getattr(layer, field.name) for field in fields(layer)]
+            for part in (layer, layer.delta):
+                held += [] if part is None else [getattr(part, each.name) for each in fields(part)]
+        held = [each for each in held if not isinstance(each, DeltaWeights)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
 
@@ -247,7 +272,7 @@ def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
-    layers = tuple(_layer(loader, spec, f"model.layers.{index}.") for index in range(spec.num_layers))
+    layers = tuple(_layer(loader, spec, plan, f"model.layers.{index}.") for index, plan in enumerate(spec.plans))
     norm = _norm(loader, spec, NORM)
     head = embed if spec.tied else loader.weight(HEAD)
     bias = _norm(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
@@ -260,43 +285,74 @@ def _norm(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = 
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
-def _layer(loader: Loader, spec: ModelSpec, prefix: str) -> LayerWeights:
-    plan, names, head_order = spec.plans[0], spec.names, spec.head_order
+def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> LayerWeights:
+    names = spec.names
 
-    def order(heads: int, others: int = 0) -> list[int] | None:
-        """The order of the rows of that many heads, and of other rows behind them, which stay as they are."""
-        if head_order is None:
-            return None
-        turned = [head * spec.head_dim + at for head in range(heads) for at in head_order]
-        return [*turned, *range(len(turned), len(turned) + others)]
+    def bias(part: str) -> Tensor | None:
+        return loader.tensor(f"{prefix}{part}.bias") if plan.mlp_bias else None
+
+    given: dict[str, Any] = {"input_norm": None, "post_norm": None}
+    for field, part in layer_norms(spec).items():
+        given[field] = _norm(loader, spec, f"{prefix}{part}.weight")
+        if plan.norm_bias:
+            given[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
+    rule = plan.delta
+    given |= _attention(loader, spec, plan, prefix) if rule is None else _delta(loader, spec, rule, prefix)
+    return LayerWeights(
+        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in names.gate_up), gated=plan.fused_gate),
+        gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in names.gate_up)) if plan.mlp_bias else None,
+        down=loader.weight(f"{prefix}{names.down}.weight"),
+        down_bias=bias(names.down),
+        **given,
+    )
+
+
+def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> dict[str, Any]:
+    """The fields of attention in `LayerWeights`."""
+    names, order = spec.names, qkv_order(spec, plan)
 
     def bias(parts: tuple[str, ...], when: bool, order: list[int] | None = None) -> Tensor | None:
         return loader.tensor(*(f"{prefix}{part}.bias" for part in parts), order=order) if when else None
 
-    def weight(parts: tuple[str, ...], **options: Any) -> Weight:
-        return loader.weight(*(f"{prefix}{part}.weight" for part in parts), **options)
-
     def head_norm(part: str, heads: int) -> Tensor | None:
         if plan.qk_norm is None:
             return None
-        return _norm(loader, spec, f"{prefix}{part}.weight", order(heads if plan.qk_norm == "projection" else 1))
+        of_heads = turned_heads(spec, heads if plan.qk_norm == "projection" else 1)
+        return _norm(loader, spec, f"{prefix}{part}.weight", of_heads)
 
-    norms: dict[str, Tensor | None] = {"input_norm": None, "post_norm": None}
-    for field, part in layer_norms(spec).items():
-        norms[field] = _norm(loader, spec, f"{prefix}{part}.weight")
-        if plan.norm_bias:
-            norms[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
-    qkv_order = order(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads * spec.head_dim)
-    return LayerWeights(
-        qkv=weight(names.qkv, order=qkv_order),
-        qkv_bias=bias(names.qkv, spec.qkv_bias, qkv_order),
-        q_norm=head_norm(names.q_norm, spec.num_heads),
-        k_norm=head_norm(names.k_norm, spec.num_kv_heads),
-        o=weight((names.o,)),
-        o_bias=bias((names.o,), spec.o_bias),
-        gate_up=weight(names.gate_up, gated=plan.fused_gate),
-        gate_up_bias=bias(names.gate_up, spec.mlp_bias),
-        down=weight((names.down,)),
-        down_bias=bias((names.down,), spec.mlp_bias),
-        **norms,
+    return {
+        "qkv": loader.weight(*(f"{prefix}{part}.weight" for part in names.qkv), order=order),
+        "qkv_bias": bias(names.qkv, plan.qkv_bias, order),
+        "q_norm": head_norm(names.q_norm, spec.num_heads),
+        "k_norm": head_norm(names.k_norm, spec.num_kv_heads),
+        "o": loader.weight(f"{prefix}{names.o}.weight"),
+        "o_bias": bias((names.o,), plan.o_bias),
+    }
+
+
+def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dict[str, Any]:
+    """The fields of a recurrent layer in `LayerWeights`, in place of those of attention."""
+    names = spec.names
+    order = delta_order(rule) if len(names.delta) == 2 else None  # the others are stored as they are multiplied
+    own = DeltaWeights(
+        conv=loader.tensor(f"{prefix}{names.delta_conv}.weight"),
+        decay=loader.tensor(f"{prefix}{names.delta_decay}", dtype=torch.float32),
+        step=loader.tensor(f"{prefix}{names.delta_step}", dtype=torch.float32),
+        norm=loader.tensor(f"{prefix}{names.delta_norm}.weight"),
     )
+    return {
+        "qkv": loader.weight(*(f"{prefix}{part}.weight" for part in names.delta), order=order),
+        **dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias")),
+        "o": loader.weight(f"{prefix}{names.delta_out}.weight"),
+        "delta": own,
+    }
+
+
+def layer_weights(loader: Loader, spec: ModelSpec, index: int) -> LayerWeights:
+    """One layer of a model, by the names of its parameters."""
+    return _layer(loader, spec, spec.plans[index], f"model.layers.{index}.")
+
+
+def norm_weight(loader: Loader, spec: ModelSpec, name: str) -> Tensor:
+    """A norm of the kind that a model has, as its ops want it."""
+    return _norm(loader, spec, name)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.heads.checkpoint import HeadCheckpoint, head_directory, resolve_head
+from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
+from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
 from fastspec.models.weights.sources import Checkpoint, resolve
 
 if TYPE_CHECKING:
@@ -25,17 +26,21 @@ def resolve_pair(
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
     """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
 
+    "mtp" as draft is the target's own MTP layer, not a directory of that name.
+
     Args:
         revisions, quantization: of target and draft.
         feature_layers: boundaries of the target that a head is to read; None: those its config names.
 
     Raises:
-        As `resolve` and `resolve_head`; UnsupportedOption: quantization that is not a format, or of what is stored
-        quantised, or an option that the draft has no use for.
+        As `resolve`, `resolve_head` and `resolve_mtp`; UnsupportedOption: quantization that is not a format, or of what
+        is stored quantised, or an option that the draft has no use for.
     """
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
-    head = head_directory(draft, revisions[1])
-    if head is not None:
+    if isinstance(draft, str) and draft == MTP:
+        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers)
+    files = draft_files(draft, revisions[1])
+    if (head := files.head) is not None:
         if quantization[1] is not None:
             raise UnsupportedOption(
                 f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
@@ -47,7 +52,7 @@ def resolve_pair(
             f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
             f"{draft!r} is none; leave it out"
         )
-    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1])
+    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
     return found, None if other is None else _rounded(other, quantization[1])
 
 

@@ -11,6 +11,8 @@ from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import LayerPlan
+    from fastspec.shapes import DeltaRule
 
 NORM: Final = "model.norm.weight"
 NORM_BIAS: Final = "model.norm.bias"
@@ -24,32 +26,53 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[NORM_BIAS] = (hidden,)
     if not spec.tied:
         shapes[HEAD] = (spec.vocab_size, hidden)
-    of_layer = _layer_shapes(spec)
-    for layer in range(spec.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    for layer, plan in enumerate(spec.plans):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, plan).items()}
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(spec: ModelSpec, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
     """Name and shape of one layer's tensors, below its prefix."""
-    plan, names, hidden, dim = spec.plans[0], spec.names, spec.hidden_size, spec.head_dim
-    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def add(parts: tuple[str, ...], rows: list[int], columns: int, bias: bool) -> None:
-        for part, each in zip(parts, rows if len(parts) == len(rows) else [sum(rows)], strict=True):
-            shapes[f"{part}.weight"] = (each, columns)
-            if bias:
-                shapes[f"{part}.bias"] = (each,)
-
-    add(names.qkv, [q_rows, kv_rows, kv_rows], hidden, plan.qkv_bias)
-    add((names.o,), [hidden], q_rows, plan.o_bias)
-    add(names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
-    add((names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    names, hidden = spec.names, spec.hidden_size
+    shapes = _attention_shapes(spec, plan) if plan.delta is None else _delta_shapes(spec, plan.delta)
+    _add(shapes, names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
+    _add(shapes, (names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
     for norm in layer_norms(spec).values():
         shapes[f"{norm}.weight"] = (hidden,)
         if plan.norm_bias:
             shapes[f"{norm}.bias"] = (hidden,)
+    return shapes
+
+
+def _add(shapes: dict[str, tuple[int, ...]], parts: tuple[str, ...], rows: list[int], columns: int, bias: bool) -> None:
+    """Adds matrices with these rows, each or all in one, and their biases."""
+    for part, each in zip(parts, rows if len(parts) == len(rows) else [sum(rows)], strict=True):
+        shapes[f"{part}.weight"] = (each, columns)
+        if bias:
+            shapes[f"{part}.bias"] = (each,)
+
+
+def _delta_shapes(spec: ModelSpec, rule: DeltaRule) -> dict[str, tuple[int, ...]]:
+    """What a recurrent layer has in place of attention."""
+    names, hidden, shapes = spec.names, spec.hidden_size, dict[str, tuple[int, ...]]()
+    rows = [rule.channels, rule.values, rule.value_heads, rule.value_heads]
+    if len(names.delta) == 2:
+        rows = [rule.channels + rule.values, 2 * rule.value_heads]
+    _add(shapes, names.delta, rows, hidden, False)
+    _add(shapes, (names.delta_out,), [hidden], rule.values, False)
+    shapes[f"{names.delta_conv}.weight"] = (rule.channels, 1, rule.width)
+    shapes[names.delta_decay] = shapes[names.delta_step] = (rule.value_heads,)
+    shapes[f"{names.delta_norm}.weight"] = (rule.value_dim,)
+    return shapes
+
+
+def _attention_shapes(spec: ModelSpec, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """Projections of attention, and the norms of heads."""
+    names, hidden, dim = spec.names, spec.hidden_size, spec.head_dim
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    _add(shapes, names.qkv, [(1 + plan.output_gate) * q_rows, kv_rows, kv_rows], hidden, plan.qkv_bias)
+    _add(shapes, (names.o,), [hidden], q_rows, plan.o_bias)
     if plan.qk_norm is not None:
         whole = plan.qk_norm == "projection"
         shapes[f"{names.q_norm}.weight"] = (q_rows if whole else dim,)

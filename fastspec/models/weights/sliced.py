@@ -86,6 +86,11 @@ def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
     Raises:
         UnsupportedOption: a layer's arithmetic needs what other ranks have, between its two sums.
     """
+    if spec.deltas:
+        raise UnsupportedOption(
+            f"tensor_parallel={share.size} does not go with {spec.family}, whose recurrent states are not cut; use one "
+            "GPU"
+        )
     if spec.plans[0].qk_norm == "projection" and share.size > 1:
         raise UnsupportedOption(
             f"tensor_parallel={share.size} does not go with {spec.family}, whose norm of queries and keys is over all "

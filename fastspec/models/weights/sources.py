@@ -32,15 +32,16 @@ from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.hub import download
+from fastspec.models.weights.leftovers import name_others
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import named, planned_bytes
-from fastspec.models.weights.names import EMBED, HEAD, PREFIX, NamedTensors, Stored, has_own_head
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.shapes import check_no_others, check_tensors, listing, tensor_shapes
+from fastspec.models.weights.shapes import check_no_others, check_tensors, tensor_shapes
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
-OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")  # of models with a text part
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
@@ -78,6 +78,7 @@ class Checkpoint:
         cache_scales: of 8-bit K and V, by layer, where they are stored. Not used: K and V stay in 16 bits.
         rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
         sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
+        mtp: MTP layers lie beside the model.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Checkpoint:
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
     rounded: CodeFormat | None = None
     sliced: Sliced | None = None
+    mtp: bool = False
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
@@ -111,7 +113,13 @@ class Checkpoint:
         return self.spec
 
 
-def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revision: str | None = None) -> Checkpoint:
+def resolve(
+    source: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    role: str,
+    revision: str | None = None,
+    fetched: Path | None = None,
+) -> Checkpoint:
     """Finds a checkpoint and checks all of it but the weights' values.
 
     Values are read for one reason: a head that is stored beside a tied embedding is compared with it.
@@ -121,6 +129,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
             loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id; only for a Hub id.
+        fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
 
     Returns:
         The checkpoint, with nothing allocated.
@@ -145,7 +154,7 @@ def resolve(source: str | os.PathLike[str] | PreTrainedModel, *, role: str, revi
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
             return _from_directory(directory, str(source), role)
-        return _from_directory(download(source, revision, check_before_download), str(source), role)
+        return _from_directory(fetched or download(source, revision, check_before_download), str(source), role)
 
 
 @contextmanager
@@ -240,9 +249,9 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     spec = _with_own_head(spec, tensors, f"{role}: {name}")
-    _name_others(tensors, spec, f"{role}: {name}")
+    mtp = name_others(tensors, spec, f"{role}: {name}")
     settings = settings_of_directory(directory, raw, spec.vocab_size)
-    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales)
+    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
 
 
 def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
@@ -314,24 +323,6 @@ def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSp
     return replace(spec, tied=False)
 
 
-def _name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> None:
-    others = tensors.others()
-    if FAMILIES[spec.family].text_part:
-        parts = [other for other in others if other.removeprefix(PREFIX).startswith(OTHER_PARTS)]
-        others = [other for other in others if other not in set(parts)]
-        if parts:
-            warnings.warn(
-                f"{name}: {listing(parts)} not used: they are for images; here the model reads and writes text alone",
-                stacklevel=2,
-            )
-    if others:
-        warnings.warn(
-            f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
-            "has no place for them. transformers leaves them out too; is it the config of these weights?",
-            stacklevel=2,
-        )
-
-
 def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
     stored = infos[EMBED].dtype if EMBED in infos else spec.dtype
     return spec if isinstance(stored, str) else replace(spec, dtype=stored)
@@ -377,7 +368,8 @@ def check_config_file(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
-    if raw.get("auto_map"):
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if raw.get("auto_map") and not (family and family.read_as):
         raise UnsupportedModel(
             f"{path}: auto_map asks for code from the checkpoint, which is never run; {supported_models()}"
         )
@@ -388,7 +380,8 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
-    kind = CONFIG_MAPPING[raw["model_type"]]
+    family = FAMILIES.get(raw["model_type"])
+    kind = CONFIG_MAPPING[(family and family.read_as) or raw["model_type"]]
     unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
     read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
     try:

@@ -32,6 +32,11 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
                 picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device])
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
                 assert not scratch.any()
+            for limit in (0, 1, 100, vocab):
+                keys = torch.full((rows,), 7, dtype=torch.uint64, device=device)
+                packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device], out=keys)
+                assert torch.equal(keys.view(torch.int64), reference.keys_of(logits, limit)), (rows, limit)
+                assert not scratch.any()
 
 
 def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +94,9 @@ def test_ties_zeros_and_values_that_are_not_numbers(
             picked = packed.argmax.packed_argmax(rows, head, limit, scratch, pdl=PDL[device])
             assert picked.tolist() == [expected] * len(rows)
             assert reference.packed_argmax(rows, head, limit).tolist() == [expected] * len(rows)
+            keys = torch.zeros(len(rows), dtype=torch.uint64, device=device)
+            packed.argmax.packed_argmax(rows, head, limit, scratch, pdl=PDL[device], out=keys)
+            assert reference.largest_of([keys.view(torch.int64)], 160).tolist() == [expected] * len(rows)
             assert not scratch.any()
 
 

@@ -24,6 +24,7 @@ from fastspec.models.families.plan import LayerPlan, ModelScales
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
 from fastspec.shapes import Tiling
+from tests.helpers import hybrid
 from tests.helpers.families import FAMILIES, VOCAB, config_of, decoder, logits_of, make_family
 
 TOKENS = 40  # beyond every window
@@ -173,7 +174,7 @@ def test_of_a_model_that_reads_images_the_text_model_is_read(prefix: str, tmp_pa
 
 
 def test_every_field_of_a_plan_is_one_that_some_family_needs() -> None:
-    specs = [spec_from_config(config_of(family)) for family in FAMILIES]
+    specs = [spec_from_config(config_of(family)) for family in FAMILIES] + [spec_from_config(hybrid.config_of("next"))]
     for field in dataclasses.fields(LayerPlan):
         values = {getattr(plan, field.name) for spec in specs for plan in spec.plans}
         assert len(values) > 1, field.name

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -98,6 +99,11 @@ def test_ids_are_boundaries_or_outputs(target: Path, tmp_path: Path) -> None:
     assert spec_of(target, top).readings == ((2, 4, 6),), "7 is not there"
     assert spec_of(target, write_speculators(tmp_path / "c", tensors, boundaries=ids)).readings == ((1, 3, 4),)
     assert spec_of(target, written, [0, 6, 3]).readings == ((0, 6, 3),)
+    both = {"eagle_aux_hidden_state_layer_ids": ids, "layer_ids": [2, 4, 5]}
+    named_twice = write_eagle3(tmp_path / "e", tensors, eagle_config=both)
+    assert spec_of(target, named_twice).readings == ((2, 4, 5),), "only one reading fits both names"
+    both["layer_ids"] = ids
+    assert len(spec_of(target, write_eagle3(tmp_path / "f", tensors, eagle_config=both)).readings) == 2
     final = eagle3_tensors(read=1)
     normed = write_eagle3(tmp_path / "d", final, eagle_config={"use_aux_hidden_state": False})
     assert spec_of(target, normed).readings == ((NORMED,),)
@@ -232,3 +238,21 @@ def test_the_config_is_read_strictly(target: Path, tmp_path: Path) -> None:
         edit(head / "config.json", **{field: value})
         assert field in refused(target, head, (CheckpointError, UnsupportedModel))
         (head / "config.json").write_text(json.dumps(before))
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_hub_id_is_looked_up_once(kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config, and then the weights of that commit; whatever it turns out to be."""
+    draft = write_eagle3(tmp_path / "a", eagle3_tensors()) if kind == "head" else make_checkpoint(tmp_path, "llama3")
+    asked: list[str] = []
+
+    def fake(repo: str, **options: object) -> str:
+        asked.append(repo)
+        return str(draft)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    _, found = resolve_pair(target, "owner/draft", (None, None), (None, None))
+    assert asked == ["owner/draft"] * 2
+    assert found is not None
+    assert found.name == "owner/draft"
+    assert isinstance(found, HeadCheckpoint) == (kind == "head")

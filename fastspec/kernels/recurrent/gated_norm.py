@@ -1,0 +1,95 @@
+"""The gated norm behind a recurrent layer, in one launch.
+
+| argument | shape, dtype                         | notes                                             |
+|----------|--------------------------------------|---------------------------------------------------|
+| x        | [B, Q, heads * D] bf16, fp16 or fp32 | contiguous                                        |
+| gate     | as x                                 | its last axis contiguous, tokens at equal strides |
+| weight   | [D], x's dtype                       | contiguous                                        |
+
+A program has some heads of one token: a row's bits do not depend on other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import told
+from fastspec.kernels.common.launch import has_pdl, launch
+
+_ELEMENTS = 1024  # of a program
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token, some heads."""
+    if PDL:
+        gdc_launch_dependents()
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    at = tl.arange(0, BLOCK)
+    inside = (head < HEADS)[:, None] & (at < DIM)[None, :]
+    within = head[:, None] * DIM + at[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + at, mask=at < DIM, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + token * (HEADS * DIM) + within, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + within, mask=inside, other=0.0).to(tl.float32)
+    normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps))[:, None]
+    normed = (normed.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+    out = normed * (gate * (1.0 / (1.0 + tl.exp(-gate))))
+    tl.store(out_ptr + token * (HEADS * DIM) + within, out.to(dtype), mask=inside)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `reference.gated_norm`, which defines it.
+
+    Raises:
+        ValueError: a tensor is not as above.
+    """
+    dim = weight.shape[0]
+    if x.dim() != 3 or not x.is_contiguous() or x.shape[-1] % dim or weight.dtype != x.dtype:
+        raise ValueError(
+            f"x is {told(x)}, weight {told(weight)}; wanted contiguous [B, Q, heads * D] and [D], of one dtype"
+        )
+    stride = gate.stride(1)
+    even = gate.shape[0] == 1 or gate.stride(0) == gate.shape[1] * stride
+    if gate.shape != x.shape or gate.dtype != x.dtype or gate.stride(2) != 1 or not even:
+        raise ValueError(f"gate is {told(gate)}; wanted it as x, {told(x)}, with tokens at equal strides")
+    heads, block = x.shape[-1] // dim, triton.next_power_of_2(dim)
+    group, pdl = max(1, _ELEMENTS // block), has_pdl(x.device)
+    out = torch.empty_like(x)
+    launch(
+        _gated_norm_kernel,
+        (x.shape[0] * x.shape[1], triton.cdiv(heads, group)),
+        x,
+        gate,
+        weight,
+        out,
+        stride,
+        eps,
+        HEADS=heads,
+        DIM=dim,
+        GROUP=group,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

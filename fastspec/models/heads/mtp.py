@@ -1,0 +1,90 @@
+"""The passes of an MTP layer (arXiv 2412.19437); `MtpSpec` has the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.heads.decoder import HeadDecoder
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM
+from fastspec.models.heads.mtp_spec import MtpSpec
+from fastspec.models.heads.weights import HeadWeights
+from fastspec.shapes import ForwardBatch, Tiling
+
+
+class Mtp(HeadDecoder):
+    """Weights and cache of an MTP layer, and its passes.
+
+    In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
+    tokens. So its cache ends one position before its target's.
+
+    Args:
+        spec: what distinguishes it.
+        weights: its own, and what it shares.
+        cache: pages of its layer, under the target's page table.
+        ops, sizes: as for `Decoder`.
+    """
+
+    def __init__(self, spec: MtpSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head = spec
+        fc, norms = weights.matrix(f"{FC}.weight"), [weights.vector(f"{name}.weight") for name in _NORMS]
+        assert fc is not None, "checked before anything was allocated"
+        assert norms[0] is not None, "so is this"
+        assert norms[1] is not None, "so is this"
+        self._fc, self._embed_norm, self._hidden_norm = fc, norms[0], norms[1]
+        plan = spec.decoder.plans[0]
+        plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not plan.output_gate
+        self._stores = plain and plan.rope == 0
+
+    def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
+        """g [B, Q, hidden] of the target's hidden states [B, Q, 1, hidden]: they themselves."""
+        return features[:, :, 0]
+
+    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """What the head multiplies, behind the layer and its final norm, [B, Q, hidden]; writes K and V.
+
+        Args:
+            g: [B, Q, hidden], from `condense` or `feature`.
+            rows: positions of g, with the tokens that follow them.
+        """
+        x = self._joint(g, rows)
+        x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
+        return self._norm(self.spec.plans[0], x, self.weights.norm)
+
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
+        """Writes K and V, and computes nothing behind them where one op can do so."""
+        qkv = self._qkv(0, self._joint(g, rows), rows.tiling)
+        if self._stores:
+            self._store(0, qkv, rows, num_heads=self.spec.num_heads)
+        else:
+            self._attend(0, self.weights.layers[0], qkv, rows)
+
+    def feature(self, x: Tensor) -> Tensor:
+        """What stands for g at the position behind, of what `drafted` returned: that itself."""
+        return x
+
+    def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """What the layer reads, of hidden states and the tokens that follow them."""
+        e = self.ops.embed(self.weights.embed, rows.ids)
+        if self._embed_scale != 1.0:
+            e = e * self._embed_scale
+        plan = self.spec.plans[0]
+        e, h = self._norm(plan, e, self._embed_norm), self._norm(plan, g.contiguous(), self._hidden_norm)
+        parts = (h, e) if self.head.hidden_first else (e, h)
+        return self.ops.linear(torch.cat(parts, dim=-1), self._fc, None, rows.tiling)
+
+    def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """As `Decoder`; what `drafted` returned is normed already."""
+        return self._product(hidden, self.weights.head, None, tiling, out_dtype=torch.float32)
+
+    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As `Decoder`; what `drafted` returned is normed already."""
+        self.ops.argmax(hidden, self.weights.head, limit, tiling, work=self._work, out=out)
+
+
+_NORMS = (EMBED_NORM, HIDDEN_NORM)

@@ -1,0 +1,106 @@
+"""Multi-token prediction (MTP) layers among the tensors of a checkpoint, by names alone.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under other names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+MtpLayout = Literal["mtp", "nextn", "mimo"]
+
+FC: Final = "fc"
+EMBED_NORM: Final = "pre_fc_norm_embedding"
+HIDDEN_NORM: Final = "pre_fc_norm_hidden"
+NORM: Final = "norm"
+LAYER: Final = "model.layers.0."
+_WRAPPED: Final = ("model.", "language_model.")
+_PLACES: Final[Mapping[MtpLayout, re.Pattern[str]]] = {
+    "mtp": re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)"),
+    "nextn": re.compile(r"layers\.(\d+)\.(.+)"),
+    "mimo": re.compile(r"mtp_layers\.(\d+)\.(.+)"),
+}
+_NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
+    "mtp": {},
+    "nextn": {"eh_proj": FC, "enorm": EMBED_NORM, "hnorm": HIDDEN_NORM, "shared_head.norm": NORM},
+    "mimo": {
+        "input_proj": FC,
+        "token_layernorm": EMBED_NORM,
+        "hidden_layernorm": HIDDEN_NORM,
+        "final_layernorm": NORM,
+    },
+}
+_COPIES: Final = ("embed_tokens", "shared_head.head")  # of the model's own, stored once more
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMtp:
+    """MTP layers that a checkpoint holds beside its model.
+
+    Attributes:
+        layout: whose names they have: "mtp" of Qwen, "nextn" of DeepSeek and GLM, "mimo" of MiMo.
+        depth: how many there are.
+        names: of the first, the stored name of each tensor by its name here: fc, pre_fc_norm_embedding,
+            pre_fc_norm_hidden and norm, and those of a layer as parameters of `model.layers.0`.
+        stored: all of their stored names.
+    """
+
+    layout: MtpLayout
+    depth: int
+    names: Mapping[str, str]
+    stored: frozenset[str]
+
+    @property
+    def hidden_first(self) -> bool:
+        """Whether the hidden state comes before the embedding in what the first product multiplies."""
+        return self.layout == "mimo"
+
+
+def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
+    """The MTP layers of a checkpoint; None where there are none.
+
+    Args:
+        stored: names of its tensors, as they are stored.
+        layers: of the model; of DeepSeek's layout a layer behind them is one.
+    """
+    plain = {name: _unwrapped(name) for name in stored}
+    for layout in _PLACES:
+        found = {name: place for name, text in plain.items() if (place := _place(layout, text, layers)) is not None}
+        if any(module == FC for _, module, _ in found.values()):
+            return _stored(layout, found)
+    return None
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith(_WRAPPED):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | None:
+    """Which layer a tensor is of, the module that has it by its name here, and what of it; None: of none."""
+    match = _PLACES[layout].fullmatch(text)
+    if match is None:
+        return None
+    index = int(match[1] or 0) - (layers if layout == "nextn" else 0)
+    if index < 0:
+        return None
+    module, _, leaf = match[2].rpartition(".")
+    if layout == "mtp" and match[1] is None:
+        return index, module, leaf
+    renamed = _NAMES[layout]
+    return index, renamed.get(module, f"{LAYER}{module}"), leaf
+
+
+def _stored(layout: MtpLayout, found: Mapping[str, tuple[int, str, str]]) -> StoredMtp:
+    copies = {f"{LAYER}{module}" for module in _COPIES}
+    names = {
+        f"{module}.{leaf}": name
+        for name, (index, module, leaf) in found.items()
+        if index == 0 and module not in (*copies, *_COPIES)
+    }
+    depth = 1 + max(index for index, _, _ in found.values())
+    return StoredMtp(layout, depth, names, frozenset(found))

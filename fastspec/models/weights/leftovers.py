@@ -1,0 +1,46 @@
+"""Tensors of a checkpoint that its model has no place for: who is told what of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Final
+
+from fastspec.models.families import FAMILIES
+from fastspec.models.heads.mtp_names import find_mtp
+from fastspec.models.weights.names import PREFIX, NamedTensors
+from fastspec.models.weights.shapes import listing
+
+if TYPE_CHECKING:
+    from fastspec.models.config import ModelSpec
+
+OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.", "visual.")  # of models with a text part
+
+
+def name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> bool:
+    """Warns of tensors that are not used. MTP layers may be used, and are not named.
+
+    Args:
+        tensors: of the model. spec: of the same. name: the checkpoint, for messages.
+
+    Returns:
+        Whether there are MTP layers among them.
+    """
+    others = tensors.others()
+    mtp = find_mtp(others, spec.num_layers)
+    if mtp is not None:
+        others = [other for other in others if other not in mtp.stored]
+    if FAMILIES[spec.family].text_part:
+        parts = [other for other in others if other.removeprefix(PREFIX).startswith(OTHER_PARTS)]
+        others = [other for other in others if other not in set(parts)]
+        if parts:
+            warnings.warn(
+                f"{name}: {listing(parts)} not used: they are for images; here the model reads and writes text alone",
+                stacklevel=2,
+            )
+    if others:
+        warnings.warn(
+            f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
+            "has no place for them. transformers leaves them out too; is it the config of these weights?",
+            stacklevel=2,
+        )
+    return mtp is not None

@@ -1,0 +1,149 @@
+"""Proposers whose head drafts in a chain: one pass a draft, each over one position and its own last feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.ops import Ops
+from fastspec.models.heads.spec import HeadSpec
+from fastspec.proposers.draft_model import take
+from fastspec.proposers.learned import LearnedDrafts
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import GREEDY, NO_LIMIT, ForwardBatch, StepShape, Tiling
+from fastspec.state import DecodeState
+
+
+class ChainHead(Protocol):
+    """The passes of a head that goes on from its own features: `Eagle3` and `Mtp`."""
+
+    @property
+    def head(self) -> HeadSpec:
+        """What distinguishes it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it drafts."""
+
+    def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
+        """g [B, Q, hidden] of the target's hidden states [B, Q, layers, target's hidden]."""
+
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
+        """Writes K and V of g at the positions of rows, whose ids are the tokens that follow."""
+
+    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """As `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
+
+    def feature(self, x: Tensor) -> Tensor:
+        """What stands for g at the position behind, of what `drafted` returned."""
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """fp32 logits [..., vocab_size] of what `drafted` returned."""
+
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As `CausalModel.argmax`, of what `drafted` returned."""
+
+
+class ChainDrafts(LearnedDrafts[ChainHead]):
+    """Drafts with a head, each draft from the one before it.
+
+    At the end of every step, plain ones as well, and in every pass over a prompt, it takes in the target's hidden
+    states: K and V of its layers, at the positions that count now. They take the place of those that drafting left
+    there, from features of its own. So its cache is whole at any time, and drafts may stop and go on.
+
+    Args:
+        model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
+        readings: which hidden states of the target it reads, as boundaries; see `HeadSpec`. The first until one is
+            chosen.
+        sample: ids of a text on which they may be tried.
+    """
+
+    def __init__(
+        self,
+        model: ChainHead,
+        ops: Ops,
+        readings: tuple[tuple[int, ...], ...],
+        sample: tuple[int, ...] = (),
+        vocab_map: Tensor | None = None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        work: Any = None,
+    ) -> None:
+        super().__init__(model, ops, readings[0], vocab_map, mark, work)
+        self.kept = model.head.kept
+        self.readings, self.sample = readings, sample
+
+    def read(self, reading: tuple[int, ...]) -> None:
+        """As `LearnedDrafts.read`; there is nothing left to choose."""
+        super().read(reading)
+        self.readings = (reading,)
+
+    def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
+        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
+        x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
+        flat = x.view(-1, 1, x.shape[-1])
+        ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
+        return self._target_ids(ids)
+
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
+        """As `FeatureReader.take_features`; g of every position is returned, that of the newest is kept."""
+        g = self.model.condense(features, rows.tiling)
+        self.model.absorb(g, rows)
+        return g
+
+    def propose(
+        self,
+        state: DecodeState,
+        shape: StepShape,
+        draws: Draws,
+        given: tuple[Tensor, Tensor] | None = None,
+        *,
+        features: Tensor,
+    ) -> None:
+        """Drafts k tokens per running row that has one position at least behind it; see `Proposer.propose`.
+
+        Args:
+            state, shape, draws: as there.
+            given: as `DraftModel.propose` has it.
+            features: [B, hidden], what `take_features` left of each row's newest position.
+        """
+        state.draft_counts.copy_(torch.where(state.lengths > 1, shape.num_drafts, 0))
+        g = features[:, None]
+        for j in range(shape.num_drafts):
+            with self._mark(f"draft[{j}]"):
+                x = self.model.drafted(g, self._fed(state, shape, j))
+                self._draw(state, shape, draws, x, j)
+                if given is not None:
+                    take(state, shape, given[0][:, j], j < given[1], j)
+                g = self.model.feature(x)
+
+    def _fed(self, state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
+        """Position lengths - 2 + j of every row, and the token that follows it."""
+        ids, positions, write_mask = self.ops.feed_rows(
+            state.tokens,
+            state.lengths,
+            state.finish,
+            state.draft_tokens,
+            first=j - 1,
+            queries=1,
+            limit=NO_LIMIT,
+            vocab=self._target.vocab_size,
+        )
+        known = write_mask & (state.lengths > 1)[:, None]
+        return shape.fed(ids, (positions - 1).clamp_min(0), known, state.block_table)
+
+    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int) -> None:
+        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution."""
+        model = self.model
+        if shape.sampler == GREEDY:
+            drafts = state.draft_tokens[:, j]
+            # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+            picks = drafts if self._map is None else torch.zeros_like(drafts)
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
+            if self._map is not None:
+                drafts.copy_(self._target_ids(picks))
+            return
+        self._sample(state, shape, draws, model.logits(x, shape.tiling), j)

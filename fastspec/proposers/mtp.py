@@ -1,0 +1,13 @@
+"""The proposer of an MTP layer."""
+
+from __future__ import annotations
+
+from fastspec.proposers.chain import ChainDrafts
+
+
+class MtpDrafts(ChainDrafts):
+    """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"the checkpoint's own {self.model.head.found}"

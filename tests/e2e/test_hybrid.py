@@ -1,0 +1,300 @@
+"""Models with recurrent states: text is transformers', whatever is drafted, and states are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec.inputs.row_options import RowOptions
+from fastspec.models.decoder import Decoder
+from fastspec.models.weights.sliced import local_spec
+from fastspec.models.weights.sources import resolve
+from fastspec.parallel.slices import Share
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
+from fastspec.shapes import GREEDY
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.fuzzing import CI, NIGHTLY
+from tests.helpers.hybrid import VOCAB, make_hybrid, save_published
+
+NEW, DRAFTS, PAGE = 300, 7, 16
+LENGTHS = (1, 2, 5, 9, 17, 40, 90)
+OPTIONS: dict[str, Any] = {"max_length": 400, "page_size": PAGE, "dtype": "float32", "device": "cpu", "progress": False}
+# of transformers in fp32: chunks of 64 tokens there, and token by token here, differ by some 1e-4 of logits around 10
+GAP = 2e-4
+PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+SEEDS = {"qwen3_5": 0, "next": 0}
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay, parts left out
+
+
+class Model:
+    """A checkpoint, and its plain texts."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.live: PreTrainedModel = make_hybrid(kind, SEEDS[kind])
+        self.directory = root / kind
+        if kind == "next":
+            self.live.save_pretrained(self.directory)
+        else:
+            save_published(self.live, self.directory)
+        rng = random.Random(SEEDS[kind])
+        self.prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+        with FastSpecGenerator(self.directory, max_batch_size=len(LENGTHS), **OPTIONS) as gen:
+            self.explained = gen.explain()
+            self.texts = output(gen, self.prompts, NEW).new_tokens
+
+
+def output(gen: FastSpecGenerator, prompts: list[list[int]], new: int, **options: Any) -> GenerateOutput:
+    out = gen.generate(prompts, max_new_tokens=new, eos_token_id=None, return_dict_in_generate=True, **options)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("qwen3_5", tmp_path_factory.mktemp("hybrid"))
+
+
+@torch.inference_mode()
+def test_greedy_text_is_that_of_transformers(model: Model) -> None:
+    for prompt, text in zip(model.prompts, model.texts, strict=True):
+        logits = model.live(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == text
+        top = logits.topk(2, dim=-1).values
+        assert float((top[:, 0] - top[:, 1]).min()) > GAP
+        assert len(set(text)) > VOCAB // 4, "a text that repeats itself tests little"
+    assert "3 of them recurrent" in model.explained
+    assert "not kept: states of recurrent layers are kept for running rows alone" in model.explained
+
+
+def test_a_draft_that_is_the_target_is_always_right(model: Model) -> None:
+    with FastSpecGenerator(model.directory, model.directory, num_speculative_tokens=DRAFTS, **OPTIONS) as gen:
+        for k in (1, 3, DRAFTS):
+            out = output(gen, model.prompts, 60, num_speculative_tokens=k)
+            assert out.new_tokens == [text[:60] for text in model.texts]
+            assert out.stats.acceptance_rate == 1.0
+
+
+def test_other_drafts_and_other_targets(qwen: Model, tmp_path: Path) -> None:
+    """Models of which the other attends alone, or is wrong nearly always."""
+    make_hybrid("next", 9, num_hidden_layers=2, layer_types=["linear_attention"] * 2).save_pretrained(tmp_path / "next")
+    dense = make_checkpoint(tmp_path / "dense", "llama2", seed=3, vocab_size=VOCAB, num_hidden_layers=1)
+    for target, draft in ((qwen.directory, tmp_path / "next"), (qwen.directory, dense), (dense, qwen.directory)):
+        with FastSpecGenerator(target, draft, num_speculative_tokens=3, **OPTIONS) as gen:
+            plain = output(gen, qwen.prompts[:4], 40, num_speculative_tokens=0).new_tokens
+            assert output(gen, qwen.prompts[:4], 40).new_tokens == plain
+            assert (plain == [text[:40] for text in qwen.texts[:4]]) == (target == qwen.directory)
+
+
+def test_sampled_text_does_not_depend_on_drafts_where_they_are_coupled(qwen: Model) -> None:
+    how = {"do_sample": True, "temperature": 0.7, "seed": 5}
+    with FastSpecGenerator(
+        qwen.directory, qwen.directory, num_speculative_tokens=3, verification="coupled", **OPTIONS
+    ) as gen:
+        plain = output(gen, qwen.prompts[:3], 40, num_speculative_tokens=0, **how)
+        drafted = output(gen, qwen.prompts[:3], 40, **how)
+    assert drafted.new_tokens == plain.new_tokens
+    assert drafted.stats.acceptance_rate == 1.0
+
+
+class Scripted(DeterministicProposer):
+    """Drafts the known text of the one row there is, but for the draft that the next number of a script names."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.script: list[int] = [0]
+        self.steps = 0
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        known = torch.tensor([*self.text, *[0] * k])
+        drafts = known[lengths[:1, None] + torch.arange(k)].repeat(len(lengths), 1)
+        wrong = self.script[self.steps % len(self.script)]
+        self.steps += 1
+        if wrong < k:
+            drafts[:, wrong] = (drafts[:, wrong] + 1) % VOCAB
+        return drafts, torch.full_like(lengths, k)
+
+
+class One:
+    """A generator whose drafts are scripted, and its engine."""
+
+    def __init__(self, model: Model) -> None:
+        self.proposer, self.model = Scripted(), model
+        self.gen = FastSpecGenerator(
+            model.directory, proposer=self.proposer, num_speculative_tokens=DRAFTS, max_batch_size=1, **OPTIONS
+        )
+        self.engine: Engine = self.gen._open().engine
+        target = self.engine.parts.target
+        assert isinstance(target, Decoder)
+        assert target.cache.states is not None
+        self.states = target.cache.states
+
+    def run(self, row: int, new: int, script: list[int], ks: list[int]) -> tuple[list[int], Tensor, Tensor]:
+        """The new tokens of one prompt, the states behind its last token but one, and the inputs that count."""
+        prompt = self.model.prompts[row]
+        self.proposer.text, self.proposer.script, self.proposer.steps = prompt + self.model.texts[row], script, 0
+        request = Request(prompt, new, RowOptions(**PLAIN))
+        call = Call((), GREEDY, lambda made: ks[made % len(ks)], lengths=lengths_of([request]))
+        for _ in Scheduler(self.engine).run([request], call):
+            pass
+        fed, states, inputs = request.length - 1, self.states.states, self.states.inputs
+        places = [position % inputs.shape[2] for position in range(max(0, fed - 3), fed)]
+        return request.new_tokens, states[:, 0, (fed - 1) % states.shape[2]].clone(), inputs[:, 0, places].clone()
+
+
+@pytest.fixture(scope="module")
+def one(qwen: Model) -> Iterator[One]:
+    made = One(qwen)
+    with made.gen:
+        yield made
+
+
+def same(one: One, row: int, new: int, script: list[int], ks: list[int]) -> None:
+    text, states, inputs = one.run(row, new, [0], [0])
+    assert text == one.model.texts[row][:new]
+    found, found_states, found_inputs = one.run(row, new, script, ks)
+    assert found == text
+    assert torch.equal(found_states, states)
+    assert torch.equal(found_inputs, inputs)
+
+
+@pytest.mark.parametrize("k", [1, 3, DRAFTS])
+def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One, k: int) -> None:
+    for place in range(k + 1):
+        same(one, 2, 24, [place], [k])
+    assert one.proposer.steps == -(-24 // (k + 1)), "the last script was right"
+
+
+patterns = st.tuples(
+    st.sampled_from(range(len(LENGTHS))),
+    st.integers(1, 30),
+    st.lists(st.integers(0, DRAFTS), min_size=1, max_size=9),
+    st.lists(st.sampled_from([0, 1, 2, 3, DRAFTS]), min_size=1, max_size=5),
+)
+
+
+def any_pattern(one: One, pattern: tuple[int, int, list[int], list[int]]) -> None:
+    same(one, *pattern)
+
+
+@settings(CI, max_examples=25)
+@given(pattern=patterns)
+def test_states_after_any_pattern_are_those_of_plain_decoding(
+    one: One, pattern: tuple[int, int, list[int], list[int]]
+) -> None:
+    any_pattern(one, pattern)
+
+
+@pytest.mark.slow
+@settings(NIGHTLY, max_examples=1000)
+@given(pattern=patterns)
+def test_states_after_many_patterns(one: One, pattern: tuple[int, int, list[int], list[int]]) -> None:
+    any_pattern(one, pattern)
+
+
+class Pair:
+    """A hybrid model that drafts for itself, in three rows."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.gen = FastSpecGenerator(
+            model.directory, model.directory, num_speculative_tokens=DRAFTS, max_batch_size=3, **OPTIONS
+        )
+        self.engine: Engine = self.gen._open().engine
+
+    def run(
+        self, rows: list[int], caps: list[int], limits: list[int | None], ks: list[list[int]], dropped: dict[int, int]
+    ) -> list[Request]:
+        """Runs these prompts, in as many calls as there are `ks`; `dropped` ones are cancelled behind so many steps."""
+        requests = [
+            Request(self.model.prompts[row], cap, RowOptions(**PLAIN, draft_limit=limit))
+            for row, cap, limit in zip(rows, caps, limits, strict=True)
+        ]
+        lengths = lengths_of(requests)
+        calls = [
+            Call((), GREEDY, lambda made, own=own: own[made % len(own)], lengths=lengths, joined=True)  # type: ignore[misc]
+            for own in ks
+        ]
+        scheduler, steps = Scheduler(self.engine), 0
+        for index, request in enumerate(requests):
+            scheduler.add(request, calls[index % len(calls)])
+        while any(request.finish_reason is None for request in requests):
+            scheduler.step()
+            for index in (index for index, when in dropped.items() if when == steps):
+                scheduler.cancel(requests[index])
+            steps += 1
+        return requests
+
+
+@pytest.fixture(scope="module")
+def pair(qwen: Model) -> Iterator[Pair]:
+    made = Pair(qwen)
+    with made.gen:
+        yield made
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
+    count = draw(st.integers(1, 6))
+
+    def each(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    rows, caps = each(st.sampled_from(range(len(LENGTHS)))), each(st.integers(1, 40))
+    limits = each(st.sampled_from([None, None, 0, 1, 3]))
+    of_call = st.lists(st.sampled_from([0, 0, 1, 3, DRAFTS]), min_size=1, max_size=6)
+    ks = draw(st.lists(of_call, min_size=1, max_size=2))
+    dropped = draw(st.dictionaries(st.integers(0, count - 1), st.integers(0, 9), max_size=2))
+    return rows, caps, limits, ks, dropped
+
+
+def right(pair: Pair, call: tuple[Any, ...]) -> None:
+    """Whatever comes, goes, moves, drafts or does not: texts are plain, and of its own drafts none is refused."""
+    for row, request in zip(call[0], pair.run(*call), strict=True):
+        assert request.new_tokens == pair.model.texts[row][: len(request.new_tokens)]
+        assert request.finish_reason in ("length", "cancelled")
+        assert request.dropped <= DRAFTS, "at the end of the row alone"
+        assert request.accepted == request.drafted
+
+
+def test_rows_of_two_calls_draft_in_turn(pair: Pair) -> None:
+    """Steps of one call's drafts leave the states of the other's draft as they are."""
+    call = [2, 3, 4], [40, 40, 40], [None] * 3, [[3, 3, 3, 0, 0], [0, 0, DRAFTS, DRAFTS, 0, 1]], {}
+    right(pair, call)
+
+
+@settings(CI, max_examples=40)
+@given(call=calls())
+def test_any_call_of_a_model_that_drafts_for_itself(pair: Pair, call: tuple[Any, ...]) -> None:
+    right(pair, call)
+
+
+@pytest.mark.slow
+@settings(NIGHTLY, max_examples=1000)
+@given(call=calls())
+def test_many_calls_of_a_model_that_drafts_for_itself(pair: Pair, call: tuple[Any, ...]) -> None:
+    right(pair, call)
+
+
+def test_what_hybrids_cannot_have_is_refused(qwen: Model) -> None:
+    with pytest.raises(ValueError, match="compile=True is for models that attend in every layer"):
+        FastSpecGenerator(qwen.directory, compile=True, exact=False, **OPTIONS)
+    with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with qwen3_5"):
+        local_spec(resolve(qwen.directory, role="target").native, Share(0, 2, 2))

@@ -1,0 +1,94 @@
+"""Tiny random hybrid models, live and as their publishers save them, and our decoder over their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.states import StateCache
+from fastspec.models.config import ModelSpec
+from fastspec.models.decoder import Decoder
+from fastspec.models.weights.load import DecoderWeights
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
+
+VOCAB = 128
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+KINDS = {"qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"), "next": ("Qwen3NextConfig", "Qwen3NextForCausalLM")}
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    """The tiny config of one of `KINDS`."""
+    dense = {"num_experts": 0} if kind == "next" else {}
+    return getattr(transformers, KINDS[kind][0])(**{**SIZES, **dense, **changes})
+
+
+def make_hybrid(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
+    """A live model on the CPU; no weight is neutral: states decay by all rates, and norms lie around their 1."""
+    model: PreTrainedModel = getattr(transformers, KINDS[kind][1])(config_of(kind, **changes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float("linear_attn.norm" in name), std, generator=generator)
+            if name.endswith("A_log"):
+                parameter.normal_(-1.0, 1.0, generator=generator)
+    return model.eval()
+
+
+def save_published(model: PreTrainedModel, directory: Path) -> Path:
+    """The text model of Qwen3.5 as it is published: a part of a model that sees images, with a drafter beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = {**model.config.to_dict(), "model_type": "qwen3_5_text"}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": "float32",
+        "tie_word_embeddings": False,
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 8, "out_hidden_size": 64},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
+    tensors["mtp.fc.weight"] = torch.ones(8, 8)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def decoder(spec: ModelSpec, weights: DecoderWeights, *, rows: int = 1, drafts: int = 7, **options: Any) -> Decoder:
+    """Our decoder of some rows with room for 64 positions each."""
+    device, heads = torch.device("cpu"), (spec.num_kv_heads, spec.head_dim)
+    dtype = weights.norm.dtype
+    states = StateCache.allocate(spec.deltas, rows, drafts, dtype=dtype, device=device)
+    cache = PagedKVCache.allocate(
+        len(spec.attending), 1 + 4 * rows, 16, *heads, dtype=dtype, device=device, states=states
+    )
+    options = {"ops": TORCH_OPS, "max_queries": drafts + 1, **options}
+    return Decoder(spec, weights, cache, max_positions=64, batch=rows, **options)
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, ids: Tensor, first: int | Tensor = 0, tiling: Tiling = UNTILED) -> Tensor:
+    """fp32 logits [B, T, V] of ids [B, T] in one pass, those of row b from position first[b] on."""
+    rows = len(ids)
+    start = torch.as_tensor(first).expand(rows)
+    at = start[:, None] + torch.arange(ids.shape[1])
+    tables = 1 + torch.arange(4 * rows).view(rows, 4)
+    fed = ForwardBatch(ids, at, torch.ones_like(ids, dtype=torch.bool), tables, 1, tiling, 0, torch.arange(rows))
+    return model.logits(model.hidden(fed), tiling)

@@ -1,0 +1,128 @@
+"""Targets with an MTP layer in their checkpoint, as publishers store it, and the layer in straight lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers.checkpoints import make_model
+from tests.helpers.heads_definition import Definition, rms
+
+FAMILY = {"mimo": "qwen2", "nextn": "llama3", "mtp": "qwen3"}  # of layout, a model that it may lie beside
+LAYERS = 3
+_PARTS = {
+    "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    "nextn": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+}
+_MIMO = {
+    "model_type": "mimo",
+    "architectures": ["MiMoForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    },
+    "num_nextn_predict_layers": 1,
+}
+
+
+def random_mtp(model: PreTrainedModel, *, seed: int = 3, std: float = 0.3, neutral: float = 1.0) -> dict[str, Tensor]:
+    """Tensors of an MTP layer as the model's last one, by plain names; norms lie around `neutral`."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = model.config.get_text_config().hidden_size
+    shapes = {f"layers.0.{name}": tensor.shape for name, tensor in model.get_decoder().layers[-1].state_dict().items()}
+    shapes |= {"fc.weight": torch.Size((hidden, 2 * hidden))}
+    shapes |= {f"{name}.weight": torch.Size((hidden,)) for name in _PARTS["mtp"][1:]}
+    return {
+        name: torch.randn(shape, generator=generator) * std + (neutral if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def stored_names(layout: str, tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The tensors by the names that publishers of a layout give them."""
+    outer = {"mimo": "model.mtp_layers.0.", "nextn": f"model.layers.{layers}.", "mtp": "mtp."}[layout]
+    parts = dict(zip(_PARTS["mtp"], _PARTS[layout], strict=True))
+    made = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        inner = f"{parts[module]}.{leaf}" if module in parts else name if layout == "mtp" else name.split(".", 2)[2]
+        made[outer + inner] = tensor.contiguous()
+    return made
+
+
+def add_to(directory: Path, extra: dict[str, Tensor], **fields: Any) -> Path:
+    """Puts tensors, and fields of the config, into a saved checkpoint."""
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    config = directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    return directory
+
+
+def write_target(path: Path, layout: str, **options: Any) -> tuple[Path, PreTrainedModel, dict[str, Tensor]]:
+    """A target with an MTP layer: its directory, the live model without it, and the layer's tensors by plain names."""
+    model = make_model(FAMILY[layout], num_hidden_layers=LAYERS, **options)
+    model.save_pretrained(path)
+    tensors = random_mtp(model)
+    extra = stored_names(layout, tensors, LAYERS)
+    if layout == "nextn":  # with copies of what it shares
+        table = model.get_input_embeddings().weight.detach().clone()
+        at = f"model.layers.{LAYERS}."
+        extra |= {f"{at}embed_tokens.weight": table, f"{at}shared_head.head.weight": table.clone()}
+    return add_to(path, extra, **(_MIMO if layout == "mimo" else {})), model, tensors
+
+
+@dataclass
+class MtpDefinition(Definition):
+    """An MTP layer; its hidden state is the target's behind the final norm, and its own behind its norm.
+
+    Attributes:
+        hidden_first: in what the first product multiplies.
+    """
+
+    hidden_first: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tensors: dict[str, Tensor], layout: str) -> MtpDefinition:
+        config = model.config
+        rotary = model.get_decoder().rotary_emb
+        return cls(
+            tensors,
+            dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            eps=config.rms_norm_eps,
+            embed=model.get_input_embeddings().weight.detach(),
+            lm_head=model.get_output_embeddings().weight.detach(),
+            inv_freq=rotary.inv_freq,
+            hidden_first=layout == "mimo",
+        )
+
+    def condense(self, features: Tensor) -> Tensor:
+        return features[:, 0]
+
+    def behind(self, g: Tensor, following: Tensor) -> Tensor:
+        t, n, at = self.tensors, len(g), "layers.0."
+        assert self.embed is not None
+        e = rms(self.embed[following], t["pre_fc_norm_embedding.weight"], self.eps)
+        h = rms(g, t["pre_fc_norm_hidden.weight"], self.eps)
+        x = F.linear(torch.cat((h, e) if self.hidden_first else (e, h), 1), t["fc.weight"])
+        x = x + self._attention(at, rms(x, t[f"{at}input_layernorm.weight"], self.eps), n)
+        inner = rms(x, t[f"{at}post_attention_layernorm.weight"], self.eps)
+        gate, up = F.linear(inner, t[f"{at}mlp.gate_proj.weight"]), F.linear(inner, t[f"{at}mlp.up_proj.weight"])
+        x = x + F.linear(F.silu(gate) * up, t[f"{at}mlp.down_proj.weight"])
+        return rms(x, t["norm.weight"], self.eps)
+
+    def logits(self, x: Tensor) -> Tensor:
+        assert self.lm_head is not None
+        return F.linear(x, self.lm_head) * self.scale
+
+    def feature(self, x: Tensor) -> Tensor:
+        return x

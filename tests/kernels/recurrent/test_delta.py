@@ -1,0 +1,192 @@
+"""The gated delta rule and the gated norm are their definitions; a token's bits depend on what came before it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.shapes import DeltaRule
+from tests.helpers.devices import devices
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.gated_norm import gated_norm
+
+RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
+WIDE = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=80, width=3)  # a head in several programs
+DRAFTS = 4
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Weights of a layer."""
+
+    conv: Tensor
+    decay: Tensor
+    step: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some rows of a layer."""
+
+    layer: Parts
+    states: Tensor
+    inputs: Tensor
+    state_rows: Tensor
+    rule: DeltaRule = RULE
+
+    def run(self, op: Callable[..., Tensor], product: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        where = self.states, self.inputs, self.state_rows, positions, mask
+        return op(product, self.layer, *where, self.rule)
+
+    def copy(self) -> Case:
+        return replace(self, states=self.states.clone(), inputs=self.inputs.clone())
+
+
+def a_case(dtype: torch.dtype, device: str, rows: int = 3, rule: DeltaRule = RULE) -> Case:
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int, std: float = 0.5) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(device)
+
+    layer = Parts(
+        normal(rule.channels, 1, rule.width).to(dtype),
+        normal(rule.value_heads),
+        normal(rule.value_heads),
+        (1 + normal(rule.value_dim)).to(dtype),
+    )
+    states = normal(rows + 1, DRAFTS + 1, rule.value_heads, rule.value_dim, rule.key_dim)
+    inputs = normal(rows + 1, DRAFTS + rule.width, rule.channels).to(dtype)
+    return Case(layer, states, inputs, torch.arange(rows, 0, -1, device=device), rule)
+
+
+def a_product(rows: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0, rule: DeltaRule = RULE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, tokens, rule.rows, generator=generator).to(dtype).to(device)
+
+
+def placed(first: list[int], tokens: int, device: str) -> Tensor:
+    return (torch.tensor(first)[:, None] + torch.arange(tokens)).clamp_min(0).to(device)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    # sums over a key in another order, and exp by other formulas: some roundings
+    eps = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=eps, atol=eps)
+
+
+# first position of each row, tokens, masked ones at the beginning and at the end of each row
+CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
+    "plain": ([0, 7, 30], 1, [0, 0, 0], [0, 0, 0]),
+    "drafts": ([0, 1, 30], 5, [0, 0, 0], [0, 0, 0]),
+    "idle": ([9, 12, 3], 3, [0, 3, 0], [0, 0, 0]),
+    "a draft's first": ([-1, 2, 40], 2, [1, 0, 0], [0, 0, 0]),
+    "context's end": ([4, 5, 6], 4, [0, 0, 0], [3, 1, 0]),
+    "prompt": ([0, 64, 2], 13, [0, 0, 0], [0, 6, 11]),
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES), ("drafts", BF16), ("prompt", BF16)])
+def test_it_is_its_definition(name: str, dtype: torch.dtype, device: str) -> None:
+    starts, tokens, before, behind = CASES[name]
+    positions, product = placed(starts, tokens, device), a_product(3, tokens, dtype, device)
+    at = torch.arange(tokens)
+    mask = (at >= torch.tensor(before)[:, None]) & (at < tokens - torch.tensor(behind)[:, None])
+    mask = mask.to(device)
+    mine, wanted = a_case(dtype, device), a_case(dtype, device)
+    found = mine.run(delta_rule, product, positions, mask)
+    expected = wanted.run(reference.delta_rule, product, positions, mask)
+    close(found[mask], expected[mask], dtype)
+    assert not found[~mask].any()
+    close(mine.states, wanted.states, F32 if dtype is F32 else BF16)
+    assert torch.equal(mine.inputs, wanted.inputs)
+    fresh = a_case(dtype, device)
+    assert torch.equal(mine.states[0], fresh.states[0]), "nobody's row"
+    if tokens > 1:
+        assert not torch.equal(mine.states, fresh.states)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_wide_head_is_its_definition(device: str) -> None:
+    mine, wanted = (a_case(BF16, device, 1, WIDE) for _ in range(2))
+    product, at = a_product(1, 2, BF16, device, rule=WIDE), placed([5], 2, device)
+    mask = torch.ones(1, 2, dtype=torch.bool, device=device)
+    found = mine.run(delta_rule, product, at, mask)
+    close(found, wanted.run(reference.delta_rule, product, at, mask), BF16)
+    close(mine.states, wanted.states, BF16)
+    assert torch.equal(mine.inputs, wanted.inputs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
+def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], device: str) -> None:
+    product, start = a_product(2, 3, BF16, device), [0, 31]
+    together, apart, alone = (a_case(BF16, device, 2) for _ in range(3))
+    everything = torch.ones(2, 3, dtype=torch.bool, device=device)
+    whole = together.run(op, product, placed(start, 3, device), everything)
+    for t in range(3):
+        at = placed([first + t for first in start], 1, device)
+        one = apart.run(op, product[:, t : t + 1].contiguous(), at, everything[:, :1].contiguous())
+        assert torch.equal(one[:, 0], whole[:, t])
+    for row in range(2):
+        mine = replace(alone, state_rows=alone.state_rows[row : row + 1])
+        found = mine.run(op, product[row : row + 1], placed(start[row : row + 1], 3, device), everything[:1])
+        assert torch.equal(found[0], whole[row])
+    for other in (apart, alone):
+        assert torch.equal(other.states, together.states)
+        assert torch.equal(other.inputs, together.inputs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
+def test_refused_tokens_leave_nothing(op: Callable[..., Tensor], device: str) -> None:
+    """Five tokens at once of which two count, then the next five: as one after the other without the refused ones."""
+    case = a_case(F32, device, rows=1)
+    plain = case.copy()
+    true, wrong = (a_product(1, 9, F32, device, seed) for seed in (1, 2))
+    one = torch.ones(1, 5, dtype=torch.bool, device=device)
+    case.run(op, torch.cat([true[:, :2], wrong[:, :3]], dim=1), placed([0], 5, device), one)
+    second = case.run(op, true[:, 2:7].contiguous(), placed([2], 5, device), one)
+    for t in range(7):
+        last = plain.run(op, true[:, t : t + 1].contiguous(), placed([t], 1, device), one[:, :1].contiguous())
+    assert torch.equal(second[:, -1], last[:, 0])
+    assert torch.equal(case.states[1, 6 % 5], plain.states[1, 6 % 5])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_gated_norm_is_its_definition(dtype: torch.dtype, device: str) -> None:
+    layer, product = a_case(dtype, device).layer, a_product(2, 3, dtype, device)
+    x = 3 * product[..., : RULE.values].contiguous()
+    gate = product[..., RULE.channels : RULE.channels + RULE.values]
+    found = gated_norm(x, gate, layer.norm, 1e-6)
+    close(found, reference.gated_norm(x, gate, layer.norm, 1e-6), dtype)
+    one = gated_norm(x[1:, 2:].contiguous(), gate[1:, 2:], layer.norm, 1e-6)
+    assert torch.equal(one[0, 0], found[1, 2])
+
+
+def test_what_it_cannot_take_is_refused() -> None:
+    case, one = a_case(F32, "cpu", rows=1), torch.ones(1, 1, dtype=torch.bool)
+    good: dict[str, Any] = {"product": a_product(1, 1, F32, "cpu"), "positions": placed([0], 1, "cpu"), "mask": one}
+    with pytest.raises(ValueError, match="product is"):
+        case.run(delta_rule, **{**good, "product": good["product"][..., 1:]})
+    with pytest.raises(ValueError, match="write_mask is"):
+        case.run(delta_rule, **{**good, "mask": one.int()})
+    with pytest.raises(ValueError, match="states is"):
+        replace(case, states=case.states.half()).run(delta_rule, **good)
+    x = good["product"][..., : RULE.values]
+    with pytest.raises(ValueError, match="gate is"):
+        gated_norm(x.contiguous(), x.to(BF16), case.layer.norm, 1e-6)
+    with pytest.raises(ValueError, match="x is"):
+        gated_norm(x[..., 1:], x[..., 1:], case.layer.norm, 1e-6)

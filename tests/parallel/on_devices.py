@@ -1,0 +1,127 @@
+"""One rank of `test_devices`, with a GPU of its own: started by torchrun, whose exit code tells of failed checks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastspec import FastSpecGenerator, demo_pair
+from fastspec.kernels.reference import keys_of
+from fastspec.parallel.devices import OverDevices, _all_gather
+from fastspec.parallel.exchange import add_rounded, tree_sum
+from fastspec.parallel.world import World
+
+LARGEST = 40 * 8192  # elements that the kernel exchanges; what is larger goes by NCCL
+PROMPTS = ["def main(argv=None):", "import os\nclass A:", "for i in range(10):", "x = ["]
+
+
+def sums() -> None:
+    """Sums and gathers are those of all ranks' tensors, launched and replayed, with hosts at different places."""
+    world = World.of("auto")
+    device = torch.device("cuda", torch.cuda.current_device())
+    over = OverDevices(world, device, LARGEST)
+    own = torch.Generator(device).manual_seed(7 + world.rank)
+    common = torch.Generator(device).manual_seed(3)
+
+    def everyone(x: Tensor) -> list[Tensor]:
+        out = torch.empty(world.size, *x.shape, dtype=x.dtype, device=device)
+        _all_gather(out.view(-1), x.contiguous().view(-1), over._group)
+        return list(out)
+
+    def added(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        assert torch.equal(over.added(x, bias, residual), add_rounded(tree_sum(everyone(x)), bias, residual)), x.shape
+
+    for rows, width in ((1, 4096), (5, 4096), (8, 1000), (3, 77), (40, 8192), (200, 4096), (131, 4096)):
+        x = torch.randn(rows, width, device=device, generator=own)
+        residual = torch.randn(rows, width, device=device, generator=common).bfloat16()
+        added(x, None, residual)
+        added(x, torch.randn(width, device=device, generator=common).bfloat16(), residual)
+        assert torch.equal(over.sum(x), tree_sum(everyone(x))), (rows, width)
+        assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
+
+    for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
+        logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
+        keys = keys_of(logits[:, 100 * world.rank :][:, :100], limit - 100 * world.rank).view(torch.uint64)
+        ids = torch.full((rows, 3), -1, device=device)
+        over.largest(keys, 100, ids[:, 1])
+        assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
+        assert (ids[:, ::2] == -1).all(), "nothing else is written"
+
+    inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (200, 4096))]
+    residuals = [torch.randn(x.shape, device=device, generator=common).bfloat16() for x in inputs]
+    outputs: list[Tensor] = []
+
+    def body() -> None:
+        outputs[:] = [over.added(x, None, residual) for x, residual in zip(inputs, residuals, strict=True)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        body()
+        torch.cuda.synchronize()
+        world.meet()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        body()
+        graph.capture_end()
+        for turn in range(40):
+            if turn % 7 == world.rank:
+                torch.cuda._sleep(10_000_000)  # this rank is late
+            for x in inputs:
+                x.normal_(generator=own)
+            for _ in range(1 + turn % 2):  # also with nothing in between
+                graph.replay()
+            for x, residual, found in zip(inputs, residuals, outputs, strict=True):
+                assert torch.equal(found, add_rounded(tree_sum(everyone(x)), None, residual)), turn
+    world.close()
+
+
+def same_on_all(value: Any) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(each == found[0] for each in found), "ranks differ"
+
+
+def texts(**more: Any) -> None:
+    """Texts with drafts are those without, on every rank the same; memory does not grow."""
+    target, draft = map(str, demo_pair())
+    common = {"progress": False, "max_length": 400, "max_batch_size": 4, "tensor_parallel": "auto", **more}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "seed": 11}
+    with FastSpecGenerator(target, draft, verification="coupled", **common) as made:
+        ids = [made.tokenizer(text)["input_ids"] for text in PROMPTS]
+        ids.append(ids[0] * 30)  # a prompt of several passes
+        found = {}
+        for name, options in (("greedy", {}), ("sampled", sampled)):
+            for k in (0, 4):
+                output = made.generate(
+                    ids, max_new_tokens=48, num_speculative_tokens=k, return_dict_in_generate=True, **options
+                )
+                found[name, k] = output.new_tokens
+            assert found[name, 0] == found[name, 4], name
+        same_on_all(list(found.items()))
+        gc.collect()
+        torch.cuda.synchronize()
+        used = torch.cuda.memory_allocated()
+        for _ in range(30):
+            made.generate(ids[:2], max_new_tokens=8)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == used
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "sums": sums,
+    "texts": texts,
+    "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),
+}
+
+if __name__ == "__main__":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    CHECKS[sys.argv[1]]()
+    dist.barrier()
