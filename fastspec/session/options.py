@@ -40,6 +40,7 @@ class PlanOptions(TypedDict, total=False):
     target_quantization: str | None
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
+    draft_vocab: Sequence[int] | None
 
 
 def checked(
@@ -59,7 +60,8 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
-    pair = partial(resolve_pair, target, draft, revisions, quantization, sizes.pop("feature_layers", None))
+    of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
+    pair = partial(resolve_pair, target, draft, revisions, quantization, *of_heads)
     if ranks is not None and ranks.asked:
         return settled(ranks, pair, **sizes, **how)
     one, other = pair()
