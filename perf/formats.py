@@ -1,8 +1,8 @@
 """Tokens per step of the shipped pair with its draft in every format: `python -m perf.formats`, on a CPU.
 
 One row per format of the draft's weights, of K and V, and k, greedy, with a 95% bootstrap interval over prompts;
-`over_stored` is the ratio to the draft as it is stored, on the same prompts. Counts, no times: the rows do not depend on
-the machine. Texts of all formats with the same K and V are compared.
+`over_stored` is the ratio to the draft as it is stored, on the same prompts. Counts, no times: the rows do not depend
+on the machine. Texts of all formats with the same K and V are compared.
 """
 
 from __future__ import annotations
