@@ -16,6 +16,7 @@ from fastspec.errors import (
 if TYPE_CHECKING:
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
+    from fastspec.models.vocab import frequent_ids
     from fastspec.output import GenerateOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
@@ -38,6 +39,7 @@ __all__ = [
     "UnsupportedModel",
     "UnsupportedOption",
     "demo_pair",
+    "frequent_ids",
 ]
 
 _LAZY = {
@@ -49,6 +51,7 @@ _LAZY = {
     "Stats": "fastspec.output",
     "SyntheticAcceptance": "fastspec.sampling.rules",
     "demo_pair": "fastspec.demo",
+    "frequent_ids": "fastspec.models.vocab",
 }
 
 _RENAMED = {"CertainProposer": "DeterministicProposer"}  # old names, for one release

@@ -67,6 +67,7 @@ class FastSpecGenerator:
             bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
+        draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
             have the text of a fresh generator to the bit. It takes no memory of its own (docs/guides/chat.md).
@@ -110,6 +111,7 @@ class FastSpecGenerator:
         draft_quantization: str | None = None,
         kv_dtype: str | None = None,
         feature_layers: Sequence[int] | None = None,
+        draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
         prefix_cache: bool = True,
         prefill_budget: int | None = PREFILL_BUDGET,
@@ -137,6 +139,7 @@ class FastSpecGenerator:
             "draft_quantization": draft_quantization,
             "kv_dtype": kv_dtype,
             "feature_layers": feature_layers,
+            "draft_vocab": draft_vocab,
         }
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first

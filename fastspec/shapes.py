@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -94,6 +94,42 @@ class DeltaRule(NamedTuple):
     def tail(self) -> int:
         """Older positions that the convolution sees."""
         return self.width - 1
+
+
+class RoutingRule(NamedTuple):
+    """How the experts of a token are chosen from its router's logits, one an expert, and with what factors.
+
+        s = softmax(logits), sigmoid(logits), or the logits themselves
+        chosen: the `chosen` largest of s [+ correction], lowest id first of equals; where there are groups of
+            neighbouring experts, among the `kept_groups` whose two largest make the largest sums
+        factor = s of a chosen expert, through a softmax over the chosen where s are logits; divided by their sum
+            where `normed`; times `scale`
+
+    Attributes:
+        chosen: experts of a token.
+        scores: what s is; "logits" takes the softmax over the chosen experts alone.
+        normed: factors are divided by their sum.
+        scale: factor on all of them.
+        groups: groups of experts, of equally many.
+        kept_groups: groups in which experts may be chosen.
+    """
+
+    chosen: int
+    scores: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    normed: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+
+
+class ClampedGate(NamedTuple):
+    """A gate of an expert that is no silu: g = min(g, limit), u = clamp(u, -limit, limit).
+
+    g * sigmoid(alpha * g) * (u + 1), as in gpt-oss (transformers' GptOssExperts).
+    """
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)

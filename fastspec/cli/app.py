@@ -67,7 +67,10 @@ def generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer."),
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
     max_new_tokens: flags.MaxNewTokens = 128,
     num_speculative_tokens: flags.Drafts = 4,

@@ -39,7 +39,9 @@ Drafts = Annotated[
     ),
 ]
 Target = Annotated[str | None, typer.Argument(help="Directory or Hub id; else the shipped pair.")]
-Draft = Annotated[str | None, typer.Option(help="Directory or Hub id of the draft model.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer.")
+]
 MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")]
 DraftFormat = Annotated[
     str | None,

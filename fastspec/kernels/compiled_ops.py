@@ -138,6 +138,9 @@ def compiled(ops: Ops) -> Ops:
         norm=reference.norm,
         linear=reference.linear,
         layer_tail=reference.layer_tail,
+        keeps_experts=TORCH_OPS.keeps_experts,
+        route=reference.route,
+        experts=reference.experts,
         attend=attend,
         argmax=reference.argmax,
     )

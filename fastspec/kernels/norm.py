@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch
@@ -34,8 +35,12 @@ def _norm_kernel(
     BIAS: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -51,8 +56,14 @@ def _norm_kernel(
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False, pdl: bool = False
+) -> Tensor:
     """As `reference.norm`, which defines it.
+
+    Args:
+        x, weight, eps, bias, centred: as there.
+        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
@@ -79,7 +90,10 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
+        # `launch_pdl` is named only where it is wanted: the interpreter does not know it
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out

@@ -27,6 +27,8 @@ class Ops:
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
+        keeps_experts: ((N, K), dtype of activations, device) -> whether `experts` reads a stack of such matrices as
+            mxfp4; else it has to be dequantised when it is loaded.
         commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
         sampled_work: (batch, max_drafts, vocab, device) -> what `sampled_commit` and `sampled_draw` work in.
         sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
@@ -40,12 +42,15 @@ class Ops:
     keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
+    keeps_experts: Callable[[tuple[int, int], torch.dtype, torch.device], bool]
     commit_scratch: Callable[[int, int, torch.device], Tensor | None]
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
     norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
@@ -74,12 +79,15 @@ TORCH_OPS = Ops(
     keeps_codes=lambda shape, kind, dtype, device: False,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
+    keeps_experts=lambda shape, dtype, device: False,
     commit_scratch=lambda batch, max_drafts, device: None,
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     norm=reference.norm,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
+    route=reference.route,
+    experts=reference.experts,
     attend=reference.attend,
     store_heads=reference.store_heads,
     delta_rule=reference.delta_rule,

@@ -20,6 +20,9 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed
+from fastspec.kernels.experts import dispatch as mixtures
+from fastspec.kernels.experts.dispatch import keeps_experts
+from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
@@ -30,9 +33,9 @@ from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
-from fastspec.kernels.norm import norm
+from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -42,7 +45,7 @@ from fastspec.kernels.sampling.logits import sampled_work, sampled_work_bytes
 from fastspec.kernels.sampling.logprobs import record_work, record_work_bytes
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
-from fastspec.shapes import UNTILED, Tiling
+from fastspec.shapes import UNTILED, RoutingRule, Tiling
 
 DECODE_ROWS = 64  # products of more rows at once are a prompt's
 
@@ -154,6 +157,21 @@ def layer_tail(
     return reference.layer_tail(linear, attended, x, layer, next_layer, eps, tiling, reduce)
 
 
+def norm(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+    """As `reference.norm`, which defines it."""
+    return norm_rows(x, weight, eps, pdl=has_pdl(x.device), **options)
+
+
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `reference.route`, which defines it."""
+    return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
+
+
+def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
+    """As `reference.experts`, which defines it; a row's bits are the same in steps and prompts."""
+    return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
+
+
 def argmax(
     x: Tensor,
     weight: Weight,
@@ -182,12 +200,15 @@ TRITON_OPS = Ops(
     keeps_codes=keeps_codes,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
+    keeps_experts=keeps_experts,
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,
     norm=norm,
     linear=linear,
     layer_tail=layer_tail,
+    route=route,
+    experts=experts,
     attend=attend,
     store_heads=store_heads,
     delta_rule=delta_rule,

@@ -144,12 +144,11 @@ class ModelSpec:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the fused weights in `dtype`."""
-        mlp = (1 + self.plans[0].gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
-        mlp += self.hidden_size * (self.intermediate_size + self.mlp_bias)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        matrices = embeddings + sum(mlp + self._mixing_elements(plan) for plan in self.plans)
-        steps = sum(2 * each.value_heads for each in self.deltas)  # in fp32
-        return matrices * dtype.itemsize + 4 * steps + self._norm_elements() * self.norm_dtype(dtype).itemsize
+        matrices = embeddings + sum(self._mlp_elements(plan) + self._mixing_elements(plan) for plan in self.plans)
+        exact = sum(2 * each.value_heads for each in self.deltas)  # in fp32, as the next ones
+        exact += sum(plan.experts.count for plan in self.plans if plan.experts and plan.experts.correction)
+        return matrices * dtype.itemsize + 4 * exact + self._norm_elements() * self.norm_dtype(dtype).itemsize
 
     def _mixing_elements(self, plan: LayerPlan) -> int:
         """Of what stands before the MLP in a layer, without the norms of the stream and of heads."""
@@ -158,6 +157,27 @@ class ModelSpec:
             return self.hidden_size * (rule.rows + rule.values) + rule.channels * rule.width + rule.value_dim
         qkv = ((1 + plan.output_gate) * heads + 2 * kv_heads) * (self.hidden_size + plan.qkv_bias)
         return qkv + self.hidden_size * (heads + plan.o_bias)
+
+    @property
+    def routed_elements(self) -> int:
+        """Elements that a token's experts work in, between their products and behind them; 0 without experts."""
+        plans = [plan.experts for plan in self.plans if plan.experts]
+        each = [plan.routing.chosen * (plan.width + self.hidden_size) + 3 * plan.shared for plan in plans]
+        return max(each, default=0)
+
+    def _mlp_elements(self, plan: LayerPlan) -> int:
+        """Elements of a layer's MLP, experts, router and sinks."""
+        sinks = self.num_heads if plan.sinks else 0
+        if plan.experts is None:
+            mlp = (1 + plan.gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
+            return mlp + self.hidden_size * (self.intermediate_size + self.mlp_bias) + sinks
+        experts, hidden = plan.experts, self.hidden_size
+        each = 2 * experts.width * (hidden + experts.bias) + hidden * (experts.width + experts.bias)
+        return (
+            experts.count * (each + hidden + experts.router_bias)
+            + (3 * experts.shared + experts.shared_gate) * hidden
+            + sinks
+        )
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded behind their weight."""

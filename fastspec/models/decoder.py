@@ -110,7 +110,8 @@ class Decoder:
         layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
             return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, tiling)
-        x = self._tail(plan, attended, x, layer, tiling)
+        tail = self._tail if plan.experts is None else self._mixture
+        x = tail(plan, attended, x, layer, tiling)
         return x, None if following is None else self._qkv(index + 1, x, tiling)
 
     def _fuses(self, plan: LayerPlan) -> bool:
@@ -121,7 +122,10 @@ class Decoder:
         """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         x, options = self._normed(plan, x, layer.input_norm, layer.input_norm_bias)
-        return self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        product = self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        if layer.delta is None or layer.delta.gates is None:
+            return product
+        return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         """A product whose result lies here whole, or this rank's part of it."""
@@ -148,7 +152,26 @@ class Decoder:
             inner = self._inner(plan, before, layer.input_norm, layer.input_norm_bias, layer, tiling)
         else:
             inner = self._inner(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
-        return self._joined(plan, inner, layer.down, layer.down_bias, x, layer.mlp_norm, tiling)
+        return self._joined(plan, inner, layer.mlp[1], layer.down_bias, x, layer.mlp_norm, tiling)
+
+    def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+        """The residual stream behind a layer whose MLP is a mixture of experts; see `ExpertsPlan`."""
+        experts, weights = plan.experts, layer.experts
+        assert experts is not None
+        assert weights is not None
+        assert layer.post_norm is not None
+        linear = self.ops.linear
+        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
+        h = self._norm(plan, x, layer.post_norm)
+        logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
+        ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
+        shared: dict[str, Tensor] = {}
+        if experts.shared:
+            gate_up, down = layer.mlp
+            shared["shared"] = linear(linear(h, gate_up, None, tiling, gated=True), down, None, tiling)
+        if weights.shared_gate is not None:
+            shared["shared_logits"] = linear(h, weights.shared_gate, None, tiling, out_dtype=torch.float32)
+        return self.ops.experts(h, ids, factors, weights, experts.clamp, residual=x, **shared)
 
     def _joined(
         self,
@@ -182,7 +205,7 @@ class Decoder:
     ) -> Tensor:
         """What the MLP's last product multiplies."""
         x, options = self._normed(plan, x, norm, bias)
-        inner = self._product(x, layer.gate_up, layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
+        inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
         return inner if plan.fused_gate else self._activated(plan, inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
@@ -247,7 +270,7 @@ class Decoder:
             rotation = None  # they are turned
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
-        return self._ask(index, qkv, rows, rotation, norms, plan.rule)
+        return self._ask(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
 
     def _norms(self, index: int) -> HeadNorms | None:
         """The norms of heads that `attend` applies; None where there are none, or none that it has."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from fastspec.errors import UnsupportedModel
+from fastspec.errors import CheckpointError, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +31,29 @@ SIZE_LIMITS: Final[Mapping[str, int]] = {
 }
 """Largest plausible value of each size field; no model of these families comes near. Bounds what a bad config
 costs."""
+
+
+OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
+    """Refuses sizes in a config file that are no whole numbers in their limits.
+
+    Args:
+        raw: the JSON object. path: its file, for messages.
+        native: of a family of this package; others may leave any size out, or have one for each layer.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    for field, limit in SIZE_LIMITS.items():
+        value = raw.get(field, 1)
+        if (value is None and field in OPTIONAL_SIZES) or (not native and (value is None or isinstance(value, list))):
+            continue
+        if field == "sliding_window" and value == 0 and raw.get("use_sliding_window") is False:
+            continue  # as transformers saves Qwen2-MoE
+        if type(value) is not int or not 1 <= value <= limit:
+            raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +83,13 @@ class ConfigFields:
         limit = SIZE_LIMITS[field]
         if type(value) is not int or not 1 <= value <= limit:
             self.refuse(field, value, f"a whole number from 1 to {limit}")
+        return int(value)
+
+    def count(self, field: str, most: int, least: int = 1) -> int:
+        """A whole number from `least` to `most`."""
+        value = self.get(field)
+        if type(value) is not int or not least <= value <= most:
+            self.refuse(field, value, f"a whole number from {least} to {most}")
         return int(value)
 
     def flag(self, field: str) -> bool:

@@ -67,6 +67,10 @@ class ModelInfo(Protocol):
     def intermediate_size(self) -> int:
         """Elements between the products of the MLP."""
 
+    @property
+    def routed_elements(self) -> int:
+        """Elements that a token's experts work in beside the MLP; 0 where there are none, or where it is not known."""
+
     def rotary_bytes(self, positions: int) -> int:
         """Bytes of its rotary tables for that many positions."""
 

@@ -64,9 +64,9 @@ class ParallelDecoder(Decoder):
         self._pieces: dict[int, Pieces] = {}
         for layer in weights.layers:
             self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, _rows_of_qkv(sliced))
-            self._pieces[id(layer.gate_up)] = self._rows_of(layer.gate_up, sliced.spec.intermediate_size)
+            self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], sliced.spec.intermediate_size)
             self._pieces[id(layer.o)] = self._columns_of(layer.o)
-            self._pieces[id(layer.down)] = self._columns_of(layer.down)
+            self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
         self._pieces[id(self._head)] = self._rows_of(self._head, rows)
 
@@ -123,7 +123,7 @@ class ParallelDecoder(Decoder):
             return super()._inner(plan, x, norm, bias, layer, tiling)
         # activations by parts as well: a CPU may round an element at the end of a tensor otherwise than before
         x, options = self._normed(plan, x, norm, bias)
-        products = self._products(x, layer.gate_up, layer.gate_up_bias, tiling, **options)
+        products = self._products(x, layer.mlp[0], layer.gate_up_bias, tiling, **options)
         own = self._share.own_parts
         parts = [torch.cat(products[part::own], dim=-1) for part in range(own)]  # its gate, then its up
         return torch.cat([self._activated(plan, part) for part in parts], dim=-1)

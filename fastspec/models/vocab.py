@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -95,3 +97,21 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
         stacklevel=3,
     )
     return min(p_size, q_size)
+
+
+def frequent_ids(texts: Iterable[Iterable[int]], count: int) -> list[int]:
+    """The `count` ids that are most frequent in texts, ascending; of equally frequent ones the lowest.
+
+    For `draft_vocab`: of texts like those that are to be written.
+
+    Args:
+        texts: ids of each, as a tokenizer gives them.
+        count: fewer are returned where texts have fewer.
+
+    Raises:
+        ValueError: `count` is below 1, or texts are empty.
+    """
+    found = Counter(int(each) for text in texts for each in text)
+    if count < 1 or not found:
+        raise ValueError(f"got {len(found)} different ids in texts and count={count}; wanted one of each at least")
+    return sorted(sorted(found, key=lambda each: (-found[each], each))[:count])

@@ -60,7 +60,7 @@ def build_head(
         return DFlashDrafts(block, ops, vocab_map, mark, work), pending
     if isinstance(spec, MtpSpec):
         layer = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
-        return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, None, mark, work), pending
+        return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)

@@ -10,4 +10,5 @@ class MtpDrafts(ChainDrafts):
 
     def __str__(self) -> str:
         """For people."""
-        return f"the checkpoint's own {self.model.head.found}"
+        ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
+        return f"the checkpoint's own {self.model.head.found}{ids}"

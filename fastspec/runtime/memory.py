@@ -165,6 +165,7 @@ class Layout:
         spec, size = self.target, self.target_dtype.itemsize
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
+        wide += spec.routed_elements
         wide += 2 * self.feature_layers * spec.hidden_size  # each by itself, and side by side
         rows = self.batch * (self.max_drafts + 1)
         # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words

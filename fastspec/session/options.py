@@ -43,6 +43,7 @@ class PlanOptions(TypedDict, total=False):
     target_quantization: str | None
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
+    draft_vocab: Sequence[int] | None
     kv_dtype: str | None
 
 
@@ -63,12 +64,13 @@ def checked(
     revisions, quantization = (
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
+    of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
     if draft is None and quantization[1] is not None:
         raise UnsupportedOption(f"draft_quantization={quantization[1]!r}, and there is no draft; leave it out")
     auto = quantization[1] == AUTO
     if auto:
         quantization = quantization[0], None
-    found = partial(resolve_pair, target, draft, revisions, quantization, sizes.pop("feature_layers", None))
+    found = partial(resolve_pair, target, draft, revisions, quantization, *of_heads)
 
     def pair() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
         one, other = found()

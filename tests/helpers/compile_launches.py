@@ -54,7 +54,7 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
 def order(launch: Launch) -> list[str]:
     """What the order of a product's sums follows from: its matrix instructions, or where they reduce in fp32."""
     code = recorder.compiled(launch).asm
-    if launch.name.startswith("tile_"):
+    if launch.name.startswith(("tile_", "expert_")):
         return sorted(set(re.findall(r"(?:wgmma|tcgen05)\.mma[\w.:]*|mma\.sync[\w.:]*", code["ptx"])))
     return _reductions(code["ttgir"])
 
@@ -118,6 +118,8 @@ def describe(launch: Launch, arch: int, group: str) -> None:
     if group == "portable_whole":
         product = launch.name not in ("norm_kernel", "_norm_kernel")
         found["order"] = order(launch) if product else None
+    if group == "experts":
+        found["order"] = order(launch) if launch.name == "expert_kernel" and found["element"] == 2 else None
     if launch.name == "_hopper_kernel":
         ptx = recorder.compiled(launch).asm["ptx"]
         found["mma"] = f"wgmma.mma_async.sync.aligned.m64n{launch.arguments['COLUMNS']}k16" in ptx

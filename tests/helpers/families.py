@@ -25,6 +25,7 @@ COMMON: dict[str, Any] = {
 }
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 20, **MIXED}
 # name -> (class of transformers without ForCausalLM, fields): each family with every part that it can have
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,7 +101,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
     "cohere": ("Cohere", {"logit_scale": 0.5, "attention_bias": True}),
     "cohere2": ("Cohere2", {"logit_scale": 0.5, **MIXED}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "head_dim": 24, "num_hidden_layers": 3}
+        | {"mlp_only_layers": [2]},
+    ),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 80}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8, "swiglu_limit": 1.0},
+    ),
 }
+MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss")  # of experts
 FAMILIES = tuple(CONFIGS)
 
 
@@ -118,7 +137,8 @@ def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) ->
     model: PreTrainedModel = getattr(transformers, f"{CONFIGS[family][0]}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]  # of routers
+        for name, parameter in [*model.named_parameters(), *corrections]:
             around_one = "norm" in name and name.endswith("weight") and "gemma" not in family
             # of Gemma small: its head is the embedding, which would else give back the token that was fed
             deviation = 0.02 if "embed" in name and "gemma" in family else std

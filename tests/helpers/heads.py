@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,10 @@ def engine_with(
     feature_layers: tuple[int, ...] | None = None,
     exact: bool = True,
     quantization: str | None = None,
+    draft_vocab: Sequence[int] | None = None,
 ) -> Engine:
     """An engine over a target and a head, both from their files, with weights filled."""
-    found, drafting = resolve_pair(target, head, (None, None), (quantization, None), feature_layers)
+    found, drafting = resolve_pair(target, head, (None, None), (quantization, None), feature_layers, draft_vocab)
     settings = settings_of(
         found,
         drafting,

@@ -28,7 +28,7 @@ from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import norm
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -40,6 +40,7 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import AttentionRule, DeltaRule
 from fastspec.state import DecodeState
+from tests.helpers.expert_launches import mixtures
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import Calls, Launch, on_meta, record
 
@@ -382,7 +383,10 @@ def steps(arch: int) -> Calls:
             yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
-            yield f"norm {dtype}", partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred)
+            yield (
+                f"norm {dtype}",
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+            )
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -467,6 +471,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "portable_pieces": partial(portables, RAGGED[0]),
     "portable_single": partial(portables, RAGGED[1]),
     "recurrent": recurrent,
+    "experts": mixtures,
     "prompts": prompts,
     "steps": steps,
     **{f"sampled_{vocab}": partial(sampled, vocab) for vocab in VOCABS},

@@ -29,7 +29,7 @@ SPILLS = {
     ("_groups_kernel", None): 32,
     ("_laws_kernel", None): 72,
     ("_laws_kernel", 64): 376,
-    ("_delta_kernel", None): 8,  # keys of 96, on sm_90: not timed
+    ("expert_kernel", None): 40,  # of mxfp4 with a gate; not timed
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64
@@ -47,13 +47,14 @@ RAGGED_SPILLS = {
 }
 ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "shares_kernel"}
 PRODUCTS = {"tile_kernel", "tile_pick_kernel", "_prefill_kernel"}  # that read by 16 bytes where K lets them
+OF_EXPERTS = {"expert_kernel"}  # as these
 
 
 GROUPS = (
     *("short_64", "short_128", "short_64_full", "short_128_full"),  # the longest first
     *("sampled_32000", "sampled_128256", "sampled_256000", "sampled_otherwise"),
     *("attention_16_bits", "attention_32_bits", "attention_long", "attention_prompt"),
-    *("attention_ruled", "attention_cached_in_8_bits", "recurrent"),
+    *("attention_ruled", "attention_cached_in_8_bits", "recurrent", "experts"),
     *("portable_whole", "portable_pieces", "portable_single", "prompts", "steps"),
 )
 
@@ -80,6 +81,9 @@ def test_kernels_compile(arch: int, group: str) -> None:
     assert len(reports) >= 2
     if group == "portable_whole":
         _check_order_of_sums(reports)
+    if group == "experts":
+        orders = {tuple(report["order"]) for report in reports if report["order"] is not None}
+        assert orders == {("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)}  # whatever the tile
     _check(reports, arch)
 
 
@@ -87,13 +91,13 @@ def _check(reports: list[dict[str, Any]], arch: int) -> None:
     for report in reports:
         kernel, k = report["kernel"], report["constants"].get("K", 0)
         assert fits(report, arch, _spills(report)), report
-        if kernel in ATTENTION | PRODUCTS and report["element"] == 2:
+        if kernel in ATTENTION | PRODUCTS | OF_EXPERTS and report["element"] == 2:
             assert report["mma"], report  # the tensor cores are used
         if report["element"] == 4:
             assert not report["tf32"], report  # fp32 products are IEEE's
         if kernel == "_embed_kernel" and arch >= 90:
             assert report["waits_first"], report  # attention reads what was fed before it waits
-        if kernel in PRODUCTS and k % 8 == 0:
+        if kernel in PRODUCTS | OF_EXPERTS and k % 8 == 0:
             assert report["vector"], report  # 16 bytes at a time
         if kernel == "_hopper_kernel":
             assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)

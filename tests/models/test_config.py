@@ -143,7 +143,7 @@ def test_dtype(stored: Any, wanted: torch.dtype) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma", {}, "model_type='gemma'"),
-    ("Mixtral", {}, "model_type='mixtral'"),
+    ("Phimoe", {}, "model_type='phimoe'"),
     ("Mamba", {}, "model_type='mamba'"),
     ("Llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures=['LlamaForSequence"),
     ("Llama", {"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),

@@ -35,6 +35,7 @@ class Hosted:
     intermediate_size: int = 96
     attention_shapes: tuple[tuple[int, int, int], ...] = ((4, 2, 16),) * 3
     hosting: str = ""
+    routed_elements: int = 0
 
     def rotary_bytes(self, positions: int) -> int:
         return positions * self.head_dim * 4

@@ -6,8 +6,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from fastspec.models.vocab import shared_vocab
+from fastspec.models.vocab import frequent_ids, shared_vocab
 from fastspec.models.weights.sources import Checkpoint, resolve
 from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
 
@@ -110,3 +111,13 @@ def test_one_model_in_both_roles_needs_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "m")
     pair = resolve(tmp_path / "m", role="target"), resolve(tmp_path / "link", role="draft")
     assert shared_vocab(*pair) == 97
+
+
+def test_frequent_ids() -> None:
+    texts = [[5, 6, 5], torch.tensor([9, 5, 9]), [1]]
+    assert frequent_ids(texts, 2) == [5, 9]
+    assert frequent_ids(texts, 3) == [1, 5, 9], "of equals the lowest"
+    assert frequent_ids(texts, 99) == [1, 5, 6, 9]
+    for wrong in ((texts, 0), ([], 3), ([[]], 3)):
+        with pytest.raises(ValueError, match="wanted one of each"):
+            frequent_ids(*wrong)

@@ -15,7 +15,7 @@ from fastspec.models.weights.sources import Checkpoint, resolve
 from fastspec.parallel.exchange import Alone
 from fastspec.parallel.slices import share_of
 from fastspec.shapes import Tiling
-from tests.helpers.families import FAMILIES, decoder, logits_of, make_family
+from tests.helpers.families import FAMILIES, MIXTURES, decoder, logits_of, make_family
 from tests.helpers.ranks import BetweenThreads, on_each
 
 TILING = Tiling(rows=8, queries=8)
@@ -26,7 +26,7 @@ QUICK = ("gemma3", "phi3", "granite", "cohere", "starcoder2", "glm4")
 CUT = [
     family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES
-    if family not in OVER_ALL_HEADS and family != "phi3-long"
+    if family not in (*OVER_ALL_HEADS, *MIXTURES, "phi3-long")
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
-from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
+from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance, frequent_ids
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.mtp import MtpDrafts
 from fastspec.sampling.verify import Draws
@@ -233,6 +233,31 @@ def test_lookup_goes_before_the_layer(mimo: Made) -> None:
     assert seen[0].drafts == [5, 6, 7], "the text repeats itself"
 
 
+@pytest.mark.parametrize("layout", ["mimo", "mtp"])
+def test_fewer_ids_may_be_drafted(layout: str, tmp_path: Path) -> None:
+    """Of a head that is the embedding, and of one that is stored; drafts are those of its rows, and the text stays."""
+    target, live, tensors = write_target(tmp_path, layout)
+    given = [*prompts(4, seed=5), [7] * 65]
+    plain = run(engine_with(target, MTP), given, 12, k=0)
+    kept = frequent_ids([request.new_tokens for request in plain], 30)
+    assert len(kept) < live.config.vocab_size // 2
+    truth, ids = Truth(live, tensors, layout), torch.tensor(kept)
+    assert truth.head.lm_head is not None
+    truth.head.lm_head = truth.head.lm_head[ids]
+    truth.head.tensors = {**tensors, "d2t": ids - torch.arange(len(ids))}
+    seen: list[Seen] = []
+    shuffled = [*kept[3:], *kept[:3]]
+    engine = watched(engine_with(target, MTP, verification="coupled", draft_vocab=shuffled), seen)
+    assert texts(run(engine, given, 12, k=uneven)) == texts(plain)
+    assert len(seen) > 20
+    assert wrong_drafts(truth, seen) == 0  # type: ignore[arg-type]
+    options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(5)]
+    sampled = [texts(run(engine, given, 12, k=k, options=options)) for k in (0, 3)]
+    assert sampled[0] == sampled[1]
+    truth.head.tensors["d2t"] = truth.head.tensors["d2t"].roll(1)
+    assert wrong_drafts(truth, seen) > 2, "other rows would be seen"  # type: ignore[arg-type]
+
+
 def test_a_generator_offers_it_and_uses_it(mimo: Made) -> None:
     target, _ = mimo
     common: dict[str, Any] = {"max_batch_size": 2, "max_length": 120, "device": "cpu", "progress": False}
@@ -249,4 +274,9 @@ def test_a_generator_offers_it_and_uses_it(mimo: Made) -> None:
         planned, spec = made.memory_plan, made._draft.spec  # type: ignore[union-attr]
         assert planned.draft_weights == spec.weight_bytes(torch.float32)
         assert planned.target_weights == without.target_weights
+    few = {"draft_vocab": frequent_ids([[5, 6], [6, 7, 9, 9]], 3), "num_speculative_tokens": 2}
+    with FastSpecGenerator(target, "mtp", **few, **common) as made:
+        assert torch.equal(made.generate(given, max_new_tokens=10), wanted)
+        assert "which drafts 3 of 113 ids" in made.explain()
+        assert made.memory_plan.draft_weights == planned.draft_weights + 4 * 3 * 64 + 8 * (3 + 113)
     assert FastSpecGenerator.plan(target, "mtp", **{key: common[key] for key in list(common)[:3]}).draft_weights

@@ -45,12 +45,12 @@ def shared_memory(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
-def new_ids(count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count] for a kernel to write.
+def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """[count] for a kernel to write ids to.
 
     Zeros within `compiling()`, where no kernel does: a later op may look something up by them.
     """
-    return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=torch.int64, device=device)
+    return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=dtype, device=device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
+from fastspec.kernels.reference.experts import experts, route
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     argmax,
@@ -29,6 +30,7 @@ __all__ = [
     "commit",
     "delta_rule",
     "embed",
+    "experts",
     "feed_rows",
     "gated_norm",
     "gelu_tanh",
@@ -46,6 +48,7 @@ __all__ = [
     "publish",
     "rms_norm",
     "rope",
+    "route",
     "sampled_commit",
     "sampled_draw",
     "sigmoid",

@@ -12,6 +12,11 @@ from fastspec.models.families.granite import GRANITE
 from fastspec.models.families.hunyuan import HUNYUAN
 from fastspec.models.families.llama import LLAMA, SEED_OSS
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE
+from fastspec.models.families.mixtures.gpt_oss import GPT_OSS
+from fastspec.models.families.mixtures.mixtral import MIXTRAL
+from fastspec.models.families.mixtures.olmoe import OLMOE
+from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import Family
@@ -47,5 +52,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "starcoder2": STARCODER2,
     "cohere": COHERE,
     "cohere2": COHERE2,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
 }
 """By the config's `model_type`."""

@@ -7,11 +7,42 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fastspec.models.fields import ConfigFields
-from fastspec.shapes import AttentionRule, DeltaRule
+from fastspec.shapes import AttentionRule, ClampedGate, DeltaRule, RoutingRule
 
 NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu_tanh"]
 HeadNorm = Literal["head", "head_after_rope", "projection"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """The MLP of a layer as a mixture of experts. h is the norm of the residual stream.
+
+        ids, factors = routing(h Wrouter [+ bias])
+        m = sum of factor_j expert_j(h) over a token's chosen experts, in the order in which they were chosen
+        m = m + [sigmoid(h Wshared_gate) *] shared(h) [where there is a shared expert]
+
+    Attributes:
+        count: experts.
+        width: elements between the two products of one.
+        routing: how a token's are chosen.
+        clamp: their gate; None: silu.
+        router_bias: the router's product has a bias.
+        correction: a number an expert is added to the scores, for choosing alone.
+        bias: the experts' products have a bias.
+        shared: elements between the two products of the shared expert, which every token has; 0: there is none.
+        shared_gate: what it gives is multiplied by a gate of its own.
+    """
+
+    count: int
+    width: int
+    routing: RoutingRule
+    clamp: ClampedGate | None = None
+    router_bias: bool = False
+    correction: bool = False
+    bias: bool = False
+    shared: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +61,7 @@ class LayerPlan:
         h = norm(x) [x itself without pre_norm; the first h where parallel]
         g, u = h Wgate_up [+ bias]                  one product
         m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
+            [with experts: as `ExpertsPlan` says]
         x = x + residual_scale * m
 
     Attributes:
@@ -55,6 +87,8 @@ class LayerPlan:
         output_gate: what attention gives is gated, element by element; q_proj holds of each head its query, then its
             gate.
         delta: the layer has a recurrent state in place of attention; None: it attends.
+        sinks: every head has one more key, of a learned score and without a value.
+        experts: the MLP is a mixture of experts; None: it is one MLP.
     """
 
     window: int | None = None
@@ -75,8 +109,12 @@ class LayerPlan:
     residual_scale: float = 1.0
     output_gate: bool = False
     delta: DeltaRule | None = None
+    sinks: bool = False
+    experts: ExpertsPlan | None = None
 
     def __post_init__(self) -> None:
+        if self.experts is not None and not (self._plain and self.fused_gate and self.pre_norm and not self.mlp_bias):
+            raise ValueError("experts go with pre_norm and silu, and without post_norm, parallel, residual_scale, bias")
         if self.parallel and (self.post_norm or not self.pre_norm):
             raise ValueError("a parallel layer has other norms; wanted pre_norm and no post_norm")
         if not self.gated and self.activation != "gelu_tanh":
@@ -89,8 +127,11 @@ class LayerPlan:
     @property
     def fused_tail(self) -> bool:
         """Whether `Ops.layer_tail` computes what follows attention: a layer as Llama's, whatever its attention does."""
-        plain = self.fused_norm and self.fused_gate and not (self.post_norm or self.parallel)
-        return plain and self.residual_scale == 1.0
+        return self._plain and self.fused_norm and self.fused_gate and self.experts is None
+
+    @property
+    def _plain(self) -> bool:
+        return not (self.post_norm or self.parallel) and self.residual_scale == 1.0
 
     @property
     def fused_norm(self) -> bool:
@@ -120,6 +161,9 @@ class LayerNames:
             and a, whose rows lie by key head: of each its q, k, v and z, and its b and a.
         delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, the logarithm of its decay, what is
             added to a, its gated norm, its output projection.
+        router, experts: of a layer with experts; `experts` stands before an expert's number.
+        shared_gate_up, shared_down, shared_gate: of its shared expert.
+        sinks: its whole name.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -138,6 +182,12 @@ class LayerNames:
     delta_step: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    sinks: str = "self_attn.sinks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.config import ModelSpec
@@ -18,12 +21,17 @@ from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, 
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import check_head_tensors
-from fastspec.models.weights.names import RenamedTensors, Stored
+from fastspec.models.weights.load import named
+from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, RenamedTensors, Stored
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shapes import tensor_shapes
-from fastspec.models.weights.shards import ShardTensors
+from fastspec.models.weights.shards import ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastspec.kernels.common.codes import Codes, CodesKind
+    from fastspec.models.weights.loader import TensorSource
     from fastspec.models.weights.sources import Checkpoint
 
 MTP: Final = "mtp"
@@ -39,7 +47,8 @@ class MtpSpec(HeadSpec):
         x = norm(a layer as the target's last one that attends, of x)
         logits = x Whead; of a drafted position x stands for the hidden state
 
-    Embedding and Whead are the target's. All norms are of the kind that the target has.
+    Embedding and Whead are the target's; of Whead there may be some rows alone, as a matrix of its own. All norms are
+    of the kind that the target has.
 
     Attributes:
         hidden_first: see above.
@@ -58,17 +67,25 @@ class MtpSpec(HeadSpec):
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
 
-def resolve_mtp(target: Checkpoint, revision: str | None, rounded: str | None, asked: object) -> HeadCheckpoint:
+def resolve_mtp(
+    target: Checkpoint,
+    revision: str | None,
+    rounded: str | None,
+    asked: object,
+    vocab: Sequence[int] | None = None,
+) -> HeadCheckpoint:
     """The MTP layer of a target's checkpoint; nothing is allocated.
 
     Args:
         target: resolved.
         revision, rounded, asked: draft_revision, draft_quantization and feature_layers of the caller.
+        vocab: ids that it may draft; None: all.
 
     Raises:
         CheckpointError: there is none, or what is stored is not whole.
         UnsupportedModel: the target is hosted, or there are several.
         UnsupportedOption: an option that it has no use for, or a target that is a live module.
+        ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
     """
     for name, value in (("draft_revision", revision), ("draft_quantization", rounded), ("feature_layers", asked)):
         if value is not None:
@@ -82,9 +99,86 @@ def resolve_mtp(target: Checkpoint, revision: str | None, rounded: str | None, a
             "directory or Hub id as target"
         )
     with naming(f"draft='{MTP}'"):
-        spec = _spec(target, target.directory)
-        check_head_tensors(mtp_tensors(target, spec), spec)
-    return HeadCheckpoint(f"the MTP layer of {target.name}", spec, target.directory, None, (), source=target)
+        spec, ids = _spec(target, target.directory), None
+        if vocab is not None:
+            ids = _checked_ids(vocab, target.native.vocab_size)
+            decoder, tensors = replace(spec.decoder, vocab_size=len(ids), tied=False), dict(spec.tensors)
+            tensors[HEAD] = (len(ids), spec.hidden_size)
+            spec = replace(spec, decoder=decoder, tensors=tensors, own_head=True)
+        found = HeadCheckpoint(f"the MTP layer of {target.name}", spec, target.directory, ids, (), source=target)
+        check_head_tensors(mtp_source(found), spec)
+    return found
+
+
+def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
+    """The ids in ascending order, int64 on the CPU."""
+    ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
+    if not ids or len(ids) != len(vocab):
+        raise ValueError(
+            f"draft_vocab has {len(vocab)} entries, of which {len(ids)} are different ids from 0 to {known - 1}; "
+            "wanted different ids of the target, and one at least: frequent_ids() counts them"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
+
+
+def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
+    """The tensors of `resolve_mtp`'s checkpoint, by their names here."""
+    target, spec = checkpoint.source, checkpoint.spec
+    assert target is not None, "a layer lies in its target's checkpoint"
+    assert isinstance(spec, MtpSpec), "as its spec says"
+    layer = mtp_tensors(target, spec)
+    if checkpoint.vocab_map is None:
+        return layer
+    return WithSomeRows(layer, named(ShardTensors(checkpoint.directory), target.native), checkpoint.vocab_map)
+
+
+class WithSomeRows:
+    """The tensors of an MTP layer, and as its head some rows of the target's.
+
+    Args:
+        layer: tensors by their names here.
+        model: those of the target.
+        ids: int64 [n], of the rows.
+    """
+
+    def __init__(self, layer: RenamedTensors, model: NamedTensors, ids: Tensor) -> None:
+        self._layer, self._model, self._ids = layer, model, ids
+        self._name = HEAD if HEAD in model.infos() else EMBED
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """As of the layer, and of the head; of one that is quantised and not stored so, nothing."""
+        whole = self._model.infos().get(self._name)
+        if whole is None:
+            return self._layer.infos()
+        return {**self._layer.infos(), HEAD: replace(whole, shape=(len(self._ids), *whole.shape[1:]))}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of both."""
+        opened: list[AbstractContextManager[None]] = [self._layer.open(), self._model.open()]
+        with ExitStack() as stack:
+            for each in opened:
+                stack.enter_context(each)
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """The tensor; of the head a copy."""
+        return self._model.read(self._name)[self._ids] if name == HEAD else self._layer.read(name)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        return self.read(name)[rows, columns] if name == HEAD else self._layer.read_part(name, rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """As of the layer; the head is not quantised."""
+        return None if name == HEAD else self._layer.kind(name)
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """As of the layer; the head is not quantised."""
+        return None if name == HEAD else self._layer.codes(name, device)
+
+    def release(self, names: list[str]) -> None:
+        """Nothing to do: see `ShardTensors.release`."""
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:

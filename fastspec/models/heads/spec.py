@@ -144,6 +144,11 @@ class HeadSpec:
         return self.decoder.hidden_size
 
     @property
+    def routed_elements(self) -> int:
+        """0: heads have no experts."""
+        return 0
+
+    @property
     def intermediate_size(self) -> int:
         """Elements between the products of an MLP."""
         return self.decoder.intermediate_size

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.heads.recognise import plain_name
 from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.weights.loader import TensorSource
 from fastspec.models.weights.names import RenamedTensors
 from fastspec.models.weights.shapes import listing
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors
@@ -67,7 +68,7 @@ def conversion(directory: Path | str) -> str:
     )
 
 
-def check_head_tensors(tensors: RenamedTensors, spec: HeadSpec) -> None:
+def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
     """Compares what is stored with what the spec wants, before anything is allocated.
 
     Raises:

@@ -14,7 +14,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
-from fastspec.models.heads.mtp_spec import MtpSpec, mtp_tensors
+from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import HeadTensors
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
@@ -92,13 +92,14 @@ def allocate_head(
 def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:
     if checkpoint.source is None or not isinstance(checkpoint.spec, MtpSpec):
         return HeadTensors(checkpoint.directory)
-    return mtp_tensors(checkpoint.source, checkpoint.spec)
+    return mtp_source(checkpoint)
 
 
 def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeights:
     norms = {name: norm_weight(loader, spec.decoder, f"{name}.weight") for name in (NORM, EMBED_NORM, HIDDEN_NORM)}
     layers = tuple(layer_weights(loader, spec.decoder, index) for index in range(spec.num_layers))
-    decoder = DecoderWeights(embed=target.embed, layers=layers, norm=norms.pop(NORM), head=target.head)
+    head = loader.weight("lm_head.weight") if spec.own_head else target.head
+    decoder = DecoderWeights(embed=target.embed, layers=layers, norm=norms.pop(NORM), head=head)
     others: dict[str, Weight | Tensor] = {f"{name}.weight": norm for name, norm in norms.items()}
     return HeadWeights(decoder, {**others, f"{FC}.weight": loader.weight(f"{FC}.weight")})
 

@@ -103,6 +103,11 @@ class HostedInfo:
         """None: models with recurrent states are not hosted."""
         return 0
 
+    @property
+    def routed_elements(self) -> int:
+        """0: not known."""
+        return 0
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all parameters in `dtype`, and of its buffers."""
         return self.parameters * dtype.itemsize + self.kept_bytes

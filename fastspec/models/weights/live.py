@@ -14,6 +14,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES, supported_models
 from fastspec.models.families import FAMILIES
 from fastspec.models.weights.live_checks import check_unchanged
+from fastspec.models.weights.shapes import CORRECTION
 from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
@@ -91,7 +92,10 @@ class ModuleTensors:
     def __init__(self, module: nn.Module) -> None:
         check_module(module)
         self._module = module
-        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        # of routers: a buffer there, and a weight like any other
+        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTION)}
+        self._parameters |= self._buffers
         where = type(module).__name__
         self._infos = {
             name: TensorInfo(tuple(p.shape), p.dtype if p.dtype in DTYPES else str(p.dtype), where)
@@ -127,6 +131,8 @@ class ModuleTensors:
         The module cannot run afterwards. Memory stays in use while the caller holds a parameter elsewhere.
         """
         for name in names:
+            if name in self._buffers:
+                continue
             owner, _, attribute = name.rpartition(".")
             empty = torch.empty_like(self._parameters.pop(name), device="meta")
             setattr(self._module.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))

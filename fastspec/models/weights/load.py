@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
+from fastspec.models.weights.expert_tensors import by_expert, expert_weights
 from fastspec.models.weights.layouts import delta_order, qkv_order, turned_heads
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, Rounding, TensorSource
@@ -57,12 +59,15 @@ class DeltaWeights:
         decay: fp32 [value_heads], logarithms of A.
         step: fp32 [value_heads], what is added to a.
         norm: [value_dim], of the gated norm.
+        gates: [2 * value_heads, hidden], the rows of b and a where these alone are not quantised; None: they lie in
+            `LayerWeights.qkv`.
     """
 
     conv: Tensor
     decay: Tensor
     step: Tensor
     norm: Tensor
+    gates: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +89,8 @@ class LayerWeights:
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
         down: [hidden, intermediate]. down_bias: [hidden].
         delta: what a recurrent layer has besides, whose `o` is [hidden, DeltaRule.values]; None: the layer attends.
+        experts: the MLP is a mixture of experts; gate_up and down are those of its shared expert, else None.
+        sinks: [H], of each head the score of one more key without a value.
     """
 
     input_norm: Tensor | None
@@ -94,15 +101,24 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Weight
     o_bias: Tensor | None
-    gate_up: Weight
+    gate_up: Weight | None
     gate_up_bias: Tensor | None
-    down: Weight
+    down: Weight | None
     down_bias: Tensor | None
     attended_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
     delta: DeltaWeights | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def mlp(self) -> tuple[Weight, Weight]:
+        """gate_up and down, of a layer that has an MLP or a shared expert."""
+        assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
+        assert self.down is not None, "gate_up does not come alone"
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +194,7 @@ def allocate_weights(
     """
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
-    source = _source_of(checkpoint)
+    source = source_of(checkpoint)
     whole, spec = _whole(checkpoint), checkpoint.native
     check_tensors(source.infos(), whole, checkpoint.name)
     if checkpoint.module is not None:
@@ -212,7 +228,7 @@ def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
-    source = _own(_source_of(checkpoint), checkpoint)
+    source = _own(source_of(checkpoint), checkpoint)
     loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True)
     return _assemble(loader, checkpoint.native).nbytes()
 
@@ -254,15 +270,17 @@ def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share))
 
 
-def _source_of(checkpoint: Checkpoint) -> TensorSource:
+def source_of(checkpoint: Checkpoint) -> TensorSource:
+    """The tensors of a checkpoint by the names of parameters."""
+    whole = _whole(checkpoint)
     if checkpoint.module is not None:
-        return ModuleTensors(checkpoint.module)
+        return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-    stored: Stored = ShardTensors(checkpoint.directory)
+    stored: Stored = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
         stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
-    return named(stored, _whole(checkpoint))
+    return named(stored, whole)
 
 
 def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
@@ -298,11 +316,18 @@ def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> Lay
             given[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
     rule = plan.delta
     given |= _attention(loader, spec, plan, prefix) if rule is None else _delta(loader, spec, rule, prefix)
+    gate_up, down = names.gate_up, names.down
+    if plan.experts is not None:
+        given["experts"] = expert_weights(loader, names, plan.experts, prefix)
+        gate_up, down = names.shared_gate_up, names.shared_down
+    has_mlp = plan.experts is None or plan.experts.shared > 0
     return LayerWeights(
-        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in names.gate_up), gated=plan.fused_gate),
-        gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in names.gate_up)) if plan.mlp_bias else None,
-        down=loader.weight(f"{prefix}{names.down}.weight"),
-        down_bias=bias(names.down),
+        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in gate_up), gated=plan.fused_gate)
+        if has_mlp
+        else None,
+        gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in gate_up)) if plan.mlp_bias else None,
+        down=loader.weight(f"{prefix}{down}.weight") if has_mlp else None,
+        down_bias=bias(down),
         **given,
     )
 
@@ -327,25 +352,37 @@ def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) ->
         "k_norm": head_norm(names.k_norm, spec.num_kv_heads),
         "o": loader.weight(f"{prefix}{names.o}.weight"),
         "o_bias": bias((names.o,), plan.o_bias),
+        "sinks": loader.tensor(f"{prefix}{names.sinks}") if plan.sinks else None,
     }
 
 
 def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dict[str, Any]:
     """The fields of a recurrent layer in `LayerWeights`, in place of those of attention."""
     names = spec.names
-    order = delta_order(rule) if len(names.delta) == 2 else None  # the others are stored as they are multiplied
+    qkv, gates = _projections(loader, rule, [f"{prefix}{part}.weight" for part in names.delta])
     own = DeltaWeights(
         conv=loader.tensor(f"{prefix}{names.delta_conv}.weight"),
         decay=loader.tensor(f"{prefix}{names.delta_decay}", dtype=torch.float32),
         step=loader.tensor(f"{prefix}{names.delta_step}", dtype=torch.float32),
         norm=loader.tensor(f"{prefix}{names.delta_norm}.weight"),
+        gates=gates,
     )
     return {
-        "qkv": loader.weight(*(f"{prefix}{part}.weight" for part in names.delta), order=order),
+        "qkv": qkv,
         **dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias")),
         "o": loader.weight(f"{prefix}{names.delta_out}.weight"),
         "delta": own,
     }
+
+
+def _projections(loader: Loader, rule: DeltaRule, parts: list[str]) -> tuple[Weight, Weight | None]:
+    """The projections of a recurrent layer as one matrix, or those of b and a apart where they alone are plain."""
+    order = delta_order(rule) if len(parts) == 2 else None  # others are stored as they are multiplied
+    if loader.alike(*parts):
+        return loader.weight(*parts, order=order), None
+    half, rows = len(parts) // 2, rule.channels + rule.values
+    first, behind = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])
+    return loader.weight(*parts[:half], order=first), loader.weight(*parts[half:], order=behind)
 
 
 def layer_weights(loader: Loader, spec: ModelSpec, index: int) -> LayerWeights:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
+from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
@@ -119,6 +120,31 @@ class Loader:
         made = Weight.empty(shape, form, gated, self.dtype, self._place)
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
+
+    def alike(self, *names: str) -> bool:
+        """Whether all the named matrices are stored quantised, or none."""
+        return len({self._source.kind(name) is None for name in names}) == 1
+
+    def stack(self, experts: list[tuple[str, ...]]) -> ExpertStack:
+        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it."""
+        names = [name for each in experts for name in each]
+        rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
+        mxfp4 = all(self._source.kind(name) == MXFP4 for name in names)
+        if not mxfp4 or not self._ops.keeps_experts((rows, width), self.dtype, self._device):
+            return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
+        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place)
+        for expert, each in enumerate(experts):
+            self._copy(partial(self._fill_expert, expert, each, made))
+        return made
+
+    def _fill_expert(self, expert: int, names: tuple[str, ...], place: ExpertStack, staging: _Staging | None) -> None:
+        first = 0
+        for name in names:
+            codes = self._source.codes(name, self._device)
+            assert codes is not None  # as their kind says
+            place.fill_codes(expert, first, codes)
+            first += codes.shape[0]
+            self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
 
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
         """What the named matrices together are quantised to; None where they are not, or not alike."""

@@ -28,6 +28,7 @@ def resolve_pair(
     revisions: tuple[str | None, str | None],
     quantization: tuple[str | None, str | None],
     feature_layers: Sequence[int] | None = None,
+    draft_vocab: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
     """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
 
@@ -36,6 +37,7 @@ def resolve_pair(
     Args:
         revisions, quantization: of target and draft.
         feature_layers: boundaries of the target that a head is to read; None: those its config names.
+        draft_vocab: ids that an MTP layer may draft; None: all.
 
     Raises:
         As `resolve`, `resolve_head` and `resolve_mtp`; ValueError: two Hub ids that are known to have different
@@ -46,7 +48,9 @@ def resolve_pair(
         refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
-        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers)
+        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers, draft_vocab)
+    if draft_vocab is not None:
+        raise UnsupportedOption(f"draft_vocab is for draft='{MTP}', got draft={draft!r}; leave it out")
     files = draft_files(draft, revisions[1])
     if (head := files.head) is not None:
         if quantization[1] is not None:
@@ -79,6 +83,11 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
         raise UnsupportedOption(
             f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
             "the original weights"
+        )
+    if checkpoint.native.routed_elements:
+        raise UnsupportedOption(
+            f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
+            "loading; leave it out"
         )
     return rounded_to(checkpoint, wanted[0])
 

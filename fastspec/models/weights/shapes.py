@@ -11,11 +11,14 @@ from fastspec.models.weights.shards import TensorInfo
 
 if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
-    from fastspec.models.families.plan import LayerPlan
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan
     from fastspec.shapes import DeltaRule
 
 NORM: Final = "model.norm.weight"
 NORM_BIAS: Final = "model.norm.bias"
+GATE_UP: Final = ("gate_proj", "up_proj")  # of one expert
+DOWN: Final = "down_proj"
+CORRECTION: Final = "e_score_correction_bias"  # of a router's scores
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -26,17 +29,23 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[NORM_BIAS] = (hidden,)
     if not spec.tied:
         shapes[HEAD] = (spec.vocab_size, hidden)
+    of_plan = {plan: _layer_shapes(spec, plan) for plan in dict.fromkeys(spec.plans)}
     for layer, plan in enumerate(spec.plans):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, plan).items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_plan[plan].items()}
     return shapes
 
 
 def _layer_shapes(spec: ModelSpec, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
-    """Name and shape of one layer's tensors, below its prefix."""
+    """Name and shape of the tensors of a layer of this plan, below its prefix."""
     names, hidden = spec.names, spec.hidden_size
     shapes = _attention_shapes(spec, plan) if plan.delta is None else _delta_shapes(spec, plan.delta)
-    _add(shapes, names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
-    _add(shapes, (names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    if plan.experts is None:
+        _add(shapes, names.gate_up, [spec.intermediate_size] * (2 if plan.gated else 1), hidden, plan.mlp_bias)
+        _add(shapes, (names.down,), [hidden], spec.intermediate_size, plan.mlp_bias)
+    else:
+        shapes |= _expert_shapes(names, plan.experts, hidden)
+    if plan.sinks:
+        shapes[names.sinks] = (spec.num_heads,)
     for norm in layer_norms(spec).values():
         shapes[f"{norm}.weight"] = (hidden,)
         if plan.norm_bias:
@@ -77,6 +86,27 @@ def _attention_shapes(spec: ModelSpec, plan: LayerPlan) -> dict[str, tuple[int, 
         whole = plan.qk_norm == "projection"
         shapes[f"{names.q_norm}.weight"] = (q_rows if whole else dim,)
         shapes[f"{names.k_norm}.weight"] = (kv_rows if whole else dim,)
+    return shapes
+
+
+def _expert_shapes(names: LayerNames, plan: ExpertsPlan, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a mixture of experts."""
+    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (plan.count, hidden)}
+    if plan.router_bias:
+        shapes[f"{names.router}.bias"] = (plan.count,)
+    if plan.correction:
+        shapes[f"{names.router}.{CORRECTION}"] = (plan.count,)
+    for expert in range(plan.count):
+        for part in (*GATE_UP, DOWN):
+            rows, columns = (hidden, plan.width) if part == DOWN else (plan.width, hidden)
+            shapes[f"{names.experts}.{expert}.{part}.weight"] = (rows, columns)
+            if plan.bias:
+                shapes[f"{names.experts}.{expert}.{part}.bias"] = (rows,)
+    if plan.shared:
+        shapes |= {f"{part}.weight": (plan.shared, hidden) for part in names.shared_gate_up}
+        shapes[f"{names.shared_down}.weight"] = (hidden, plan.shared)
+    if plan.shared_gate:
+        shapes[f"{names.shared_gate}.weight"] = (1, hidden)
     return shapes
 
 

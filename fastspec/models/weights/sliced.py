@@ -96,6 +96,11 @@ def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
             f"tensor_parallel={share.size} does not go with {spec.family}, whose norm of queries and keys is over all "
             "heads at once; use one GPU"
         )
+    if any(plan.experts for plan in spec.plans) and share.size > 1:
+        raise UnsupportedOption(
+            f"tensor_parallel={share.size} does not go with {spec.family}, whose layers are mixtures of experts; use "
+            "one GPU"
+        )
     heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
     inner = share.cut(spec.intermediate_size)
     return replace(

@@ -27,10 +27,11 @@ from fastspec.models.config import (
     supported_models,
 )
 from fastspec.models.families import FAMILIES
-from fastspec.models.fields import SIZE_LIMITS
+from fastspec.models.fields import check_sizes
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.hub import download
 from fastspec.models.weights.leftovers import name_others
@@ -58,7 +59,6 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 ADAPTER: Final = "adapter_config.json"
-OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
 
@@ -216,10 +216,11 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
         check_hosted_module(module)
         info = hosted_info(module.config, type(module))  # type: ignore[arg-type]
         return Checkpoint(name, role, info, None, module, settings_of_module(module, info.vocab_size))
-    tensors = ModuleTensors(module)
+    held = ModuleTensors(module)
     name = type(module).__name__
     config: Any = copy.deepcopy(module.config)
-    spec = _with_stored_dtype(spec_from_config(config), tensors.infos())
+    spec = _with_stored_dtype(spec_from_config(config), held.infos())
+    tensors = by_expert(held, spec, name)
     check_tensors(tensors.infos(), spec, name)
     check_no_others(tensors.infos(), spec, name)
     check_as_built(module, spec)
@@ -237,10 +238,11 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         return _hosted(directory, name, role, raw, config)
     with _naming(directory / CONFIG):
         spec = spec_from_config(config)
-    shards: Stored = ShardTensors(directory)
-    stored, scales = "", {}
     with _naming(directory):
         quantisation = _quantisation(directory, raw)
+    shards: Stored = by_expert(ShardTensors(directory), spec, name)
+    check_mxfp4(shards, quantisation, name)
+    stored, scales = "", {}
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
@@ -361,14 +363,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         quantisation_of(raw)
     if raw.get("per_layer_config"):
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
-    for field, limit in SIZE_LIMITS.items():
-        value = raw.get(field, 1)
-        if value is None and (field in OPTIONAL_SIZES or family not in FAMILIES):
-            continue
-        if family not in FAMILIES and isinstance(value, list):  # a number a layer
-            continue
-        if type(value) is not int or not 1 <= value <= limit:
-            raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
+    check_sizes(raw, str(path), native=family in FAMILIES)
     return raw
 
 

@@ -16,7 +16,7 @@ from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.recurrent.delta import delta_rule
+from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
@@ -146,6 +146,22 @@ def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], devic
     for other in (apart, alone):
         assert torch.equal(other.states, together.states)
         assert torch.equal(other.inputs, together.inputs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
+def test_a_prompt_may_be_cut_anywhere(op: Callable[..., Tensor], device: str) -> None:
+    product, everything = a_product(1, 12, F32, device), torch.ones(1, 12, dtype=torch.bool, device=device)
+    whole, pieces = (a_case(F32, device, 1) for _ in range(2))
+    at = placed([0], 12, device)
+    found = whole.run(op, product, at, everything)
+    first, second = (
+        pieces.run(op, product[:, cut].contiguous(), at[:, cut].contiguous(), everything[:, cut].contiguous())
+        for cut in (slice(0, 6), slice(6, 12))
+    )
+    assert torch.equal(torch.cat([first, second], dim=1), found)
+    assert torch.equal(pieces.states[1, 11 % 5], whole.states[1, 11 % 5])
+    assert torch.equal(pieces.inputs, whole.inputs)
 
 
 @pytest.mark.parametrize("device", devices())

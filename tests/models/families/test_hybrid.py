@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +24,7 @@ from fastspec.runtime.build import build
 from fastspec.runtime.settings import settings_of
 from fastspec.shapes import Tiling
 from tests.helpers.hybrid import KINDS, VOCAB, config_of, decoder, logits_of, make_hybrid, save_published
+from tests.helpers.quantised import fp8_blocks, write
 
 TOKENS = 40
 LAYER, ATTENDS = 1, 3  # a recurrent layer, and the one that attends
@@ -103,7 +106,7 @@ def changes(case: Case) -> Iterator[Changed]:
                 yield f"{field.name} {at}", spec, with_layer(weights, at, **{field.name: turned(value)})
     delta = weights.layers[LAYER].delta
     assert delta is not None
-    for field in dataclasses.fields(delta):
+    for field in (each for each in dataclasses.fields(delta) if getattr(delta, each.name) is not None):
         other = replace(delta, **{field.name: turned(getattr(delta, field.name))})
         yield f"delta.{field.name}", spec, with_layer(weights, LAYER, delta=other)
     rule = spec.deltas[0]
@@ -153,6 +156,33 @@ def test_what_is_published_beside_the_text_model_is_left_out_with_a_word(tmp_pat
     assert checkpoint.mtp
     assert checkpoint.native.family == "qwen3_5"
     assert replace(checkpoint.native, family="qwen3_5_text") == spec_from_config(config_of("qwen3_5"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_projections_that_alone_are_not_quantised_lie_apart(kind: str, tmp_path: Path) -> None:
+    """As FP8 checkpoints are published; of a layer whose projections are quantised alike they are one matrix."""
+    source = tmp_path / "plain"
+    make_hybrid(kind).save_pretrained(source)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    device, ids = torch.device("cpu"), torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
+    for keep, apart in (("in_proj_b", "in_proj_a"), True), ((), False):
+        path = tmp_path / f"fp8 {apart}"
+        meant = write(source, path, settings, fp8_blocks, keep=keep)
+        plain = tmp_path / f"meant {apart}"
+        shutil.copytree(source, plain)
+        save_file(meant, plain / "model.safetensors", {"format": "pt"})
+        found, wanted = (
+            load_weights(resolve(each, role="target"), dtype=torch.float32, device=device, progress=False)
+            for each in (path, plain)
+        )
+        delta = found.layers[LAYER].delta
+        assert delta is not None
+        assert (delta.gates is not None) == apart
+        spec = resolve(path, role="target").native
+        # products of another number of rows
+        torch.testing.assert_close(
+            logits_of(decoder(spec, found), ids), logits_of(decoder(spec, wanted), ids), rtol=1e-4, atol=1e-4
+        )
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

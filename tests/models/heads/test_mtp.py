@@ -157,6 +157,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedOption, match=f"{name}=.* does not go with draft='mtp'"):
             found_in(target, **options)
+    for wrong in ([], [1, 1], [-1], [128], [True], ["a"]):
+        with pytest.raises(ValueError, match=r"draft_vocab has .* wanted different ids of the target"):
+            found_in(target, draft_vocab=wrong)
+    with pytest.raises(UnsupportedOption, match="draft_vocab is for draft='mtp'"):
+        resolve_pair(target, None, (None, None), (None, None), draft_vocab=[1])
     with pytest.raises(UnsupportedOption, match="live module"):
         found_in(make_model("qwen3"))
     live.save_pretrained(tmp_path / "none")

@@ -19,9 +19,10 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import Product
+from fastspec.models.weights import sources
 from fastspec.models.weights.sources import resolve
 from tests.helpers import checkpoints, quantised
-from tests.helpers.hosted import make_model
+from tests.helpers.hosted import config_of, make_model
 
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
@@ -78,10 +79,10 @@ def test_codes_are_kept_where_the_products_read_them(plain: Path, tmp_path: Path
 
 
 def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: Path) -> None:
-    make_model("qwen3_moe").save_pretrained(tmp_path / "experts")
-    checkpoints.edit(tmp_path / "experts" / "config.json", quantization_config=GPTQ)
-    refused = checkpoints.refusal(tmp_path / "experts", UnsupportedModel)
-    assert "quantised experts are read for native families alone" in refused
+    config = config_of("qwen3_moe")  # hosted wherever its family is not native
+    raw = {**config.to_dict(), "quantization_config": GPTQ}
+    with pytest.raises(UnsupportedModel, match="quantised experts are read for native families alone"):
+        sources._hosted_info(tmp_path, raw, config)
     shutil.copytree(plain, tmp_path / "unlike")
     checkpoints.edit(tmp_path / "unlike" / "config.json", quantization_config=GPTQ)
     with pytest.raises(CheckpointError, match="says 'gptq', and no matrix is stored so"):

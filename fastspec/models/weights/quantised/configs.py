@@ -26,7 +26,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "torchao": "its tensors are pickled classes; take a compressed-tensors checkpoint",
     "quanto": "take a compressed-tensors checkpoint",
     "aqlm": "take a compressed-tensors, AWQ or GPTQ checkpoint",
-    "mxfp4": "its experts belong to a mixture model; take a dense checkpoint",
+    "mxfp4": "it is read for the experts of gpt_oss alone; take another checkpoint",
 }
 SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
 
@@ -71,6 +71,8 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(fields)
     readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt, "modelopt_fp4": _modelopt}
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":  # of experts alone, which are found by their names
+        return Quantisation("mxfp4", lambda module: None, weights=False)
     if not isinstance(method, str) or method not in readers:
         fields.refuse("quant_method", method, UNSUPPORTED.get(str(method), f"supported are {SUPPORTED}"))
     return readers[method](fields)

@@ -125,7 +125,7 @@ class QuantisedShards:
     def kind(self, name: str) -> CodesKind | None:
         """What the codes of a tensor will be; None: it is not quantised."""
         matrix = self._matrices.get(name)
-        return None if matrix is None else matrix.scheme.kind(matrix.shape)
+        return self._stored.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
@@ -135,7 +135,7 @@ class QuantisedShards:
         """
         matrix = self._matrices.get(name)
         if matrix is None:
-            return None
+            return self._stored.codes(name, device)
         parts = {part: self._stored.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
         try:
             return matrix.scheme.codes(parts, matrix.shape)

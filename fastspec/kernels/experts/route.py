@@ -1,0 +1,140 @@
+"""Which experts each row has, and with what factors: one program a row.
+
+| argument   | shape, dtype   | notes                                    |
+|------------|----------------|------------------------------------------|
+| logits     | [R, E] fp32    | contiguous, E up to `MOST_EXPERTS`       |
+| correction | [E] fp32       | or None: added to scores for choosing    |
+
+Sums over the experts are made in an order that depends on E alone, sums over the chosen in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check
+from fastspec.kernels.common.launch import launch, new_ids
+from fastspec.shapes import RoutingRule
+
+MOST_EXPERTS = 4096  # that one program sorts
+SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+
+
+@triton.jit
+def _largest(x, at, none):
+    """The largest of x, and the lowest of `at` where it is; `none` where x is not a number anywhere."""
+    best = tl.max(x, axis=0)
+    return best, tl.min(tl.where(x == best, at, none), axis=0)
+
+
+@triton.jit
+def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """`ranked` with -inf for experts of other groups than the KEPT whose two largest make the largest sums."""
+    SIZE: tl.constexpr = E // GROUPS
+    group = tl.arange(0, BLOCK)  # as many as experts at most
+    sums = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for i in tl.static_range(GROUPS):
+        mine = tl.where(e // SIZE == i, ranked, float("-inf"))
+        first, at = _largest(mine, e, BLOCK)
+        second = tl.max(tl.where(e == at, float("-inf"), mine), axis=0)
+        sums = tl.where(group == i, first + second, sums)
+    kept = e < 0
+    for _ in tl.static_range(KEPT):
+        _, at = _largest(sums, group, BLOCK)
+        kept = kept | (e // SIZE == at)
+        sums = tl.where(group == at, float("-inf"), sums)
+    return tl.where(kept, ranked, float("-inf"))
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,
+    correction_ptr,
+    ids_ptr,  # int32 [R, CHOSEN]
+    factors_ptr,  # fp32 [R, CHOSEN]
+    scale,
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    scores = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf"))
+    if SCORES == 0:
+        scores = tl.exp(scores - tl.max(scores, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    if SCORES == 1:
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    ranked = scores
+    if correction_ptr is not None:
+        ranked += tl.load(correction_ptr + e, mask=e < E, other=0.0)
+    ranked = tl.where(e < E, ranked, float("-inf"))
+    if GROUPS > 1:
+        ranked = _in_kept_groups(ranked, e, E, GROUPS, KEPT, BLOCK)
+    place = tl.arange(0, PLACES)
+    ids = tl.zeros((PLACES,), tl.int32)
+    factors = tl.zeros((PLACES,), tl.float32)
+    total = 0.0
+    top = 0.0
+    for i in tl.static_range(CHOSEN):
+        _, at = _largest(ranked, e, E - 1)  # of rows that are no numbers the last one, which is there
+        score = tl.max(tl.where(e == at, scores, float("-inf")), axis=0)
+        ranked = tl.where(e == at, float("-inf"), ranked)
+        if SCORES == 2:
+            if i == 0:
+                top = score
+            score = tl.exp(score - top)
+        total += score
+        ids = tl.where(place == i, at, ids)
+        factors = tl.where(place == i, score, factors)
+    if NORMED or SCORES == 2:
+        factors = factors / total
+    here = place < CHOSEN
+    tl.store(ids_ptr + row * CHOSEN + place, ids, mask=here)
+    tl.store(factors_ptr + row * CHOSEN + place, factors * scale, mask=here)
+
+
+def route(
+    logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, *, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `reference.route`, which defines it.
+
+    Args:
+        logits, rule, correction: as there.
+        pdl: launch programmatically dependent (sm_90 on).
+
+    Raises:
+        ValueError: a tensor is not as above.
+    """
+    rows, experts = logits.shape
+    check("logits", logits, (rows, experts), torch.float32)
+    if not rule.chosen <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MOST_EXPERTS}")
+    if correction is not None:
+        check("correction", correction, (experts,), torch.float32)
+    ids = new_ids(rows * rule.chosen, logits.device, torch.int32).view(rows, rule.chosen)
+    factors = torch.empty(rows, rule.chosen, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return ids, factors
+    block = triton.next_power_of_2(experts)
+    launch(
+        route_kernel, (rows,), logits, correction, ids, factors, rule.scale,
+        E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
+        GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
+        num_warps=1 if block <= 256 else 4, **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
+    )  # fmt: skip
+    return ids, factors

@@ -1,0 +1,81 @@
+"""The gated delta rule: which kernels run, and what they take.
+
+| argument              | shape, dtype                                       | notes                                 |
+|-----------------------|----------------------------------------------------|---------------------------------------|
+| product               | [B, Q, rule.rows] bf16, fp16 or fp32               | contiguous                            |
+| conv                  | [channels, 1, width], product's dtype              | contiguous                            |
+| decay, step           | fp32 [value_heads]                                 | contiguous                            |
+| states                | fp32 [rows, slots, value_heads, value_dim, key_dim]| contiguous; written                   |
+| inputs                | [rows, slots + width - 1, channels], product's     | contiguous; written                   |
+| state_rows            | int64 [B]                                          | contiguous, all different             |
+| positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
+
+The tokens of a step pass through one kernel, more tokens than there are slots through those of prompts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.checks import check, told
+from fastspec.kernels.recurrent.delta import step_rule
+from fastspec.kernels.recurrent.parts import Weights, Where
+from fastspec.kernels.recurrent.prompt import prompt_rule
+from fastspec.kernels.reference.recurrent import DeltaParts
+from fastspec.shapes import DeltaRule
+
+MAX_KEY_DIM = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def delta_rule(
+    product: Tensor,
+    layer: DeltaParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: DeltaRule,
+) -> Tensor:
+    """As `reference.delta_rule`, which defines it; tokens that the mask leaves out give zeros.
+
+    Raises:
+        ValueError: a tensor is not as above.
+    """
+    _check(product, layer, states, inputs, state_rows, positions, write_mask, rule)
+    batch, tokens = positions.shape
+    out = product.new_empty(batch, tokens, rule.values)
+    run = step_rule if tokens <= states.shape[1] else prompt_rule
+    weights = Weights(layer.conv, layer.decay, layer.step)
+    run(product, weights, Where(states, inputs, state_rows, positions, write_mask), out, rule)
+    return out
+
+
+def _check(
+    product: Tensor,
+    layer: DeltaParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: DeltaRule,
+) -> None:
+    if product.dim() != 3 or product.dtype not in _DTYPES or rule.key_dim > MAX_KEY_DIM:
+        raise ValueError(
+            f"product is {told(product)} with keys of {rule.key_dim}; wanted bf16, fp16 or fp32 [B, Q, {rule.rows}], "
+            f"and keys of up to {MAX_KEY_DIM} elements"
+        )
+    (batch, tokens, _), dtype = product.shape, product.dtype
+    rows, slots = states.shape[:2]
+    check("product", product, (batch, tokens, rule.rows))
+    check("conv", layer.conv, (rule.channels, 1, rule.width), dtype)
+    check("decay", layer.decay, (rule.value_heads,), torch.float32)
+    check("step", layer.step, (rule.value_heads,), torch.float32)
+    check("states", states, (rows, slots, rule.value_heads, rule.value_dim, rule.key_dim), torch.float32)
+    check("inputs", inputs, (rows, slots + rule.tail, rule.channels), dtype)
+    check("state_rows", state_rows, (batch,), torch.int64)
+    check("positions", positions, (batch, tokens), torch.int64)
+    check("write_mask", write_mask, (batch, tokens), torch.bool)

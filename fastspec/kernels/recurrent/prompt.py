@@ -1,0 +1,213 @@
+"""The gated delta rule over the tokens of a prompt, in three launches.
+
+What a token needs besides the state, its convolved q, k and v, beta and decay, is computed for all tokens at once, in
+fp32. Then a program goes through them with some values of one value head: it reads its part of the state once, writes
+it once, and fetches the next token's part while it works on one. Behind it the inputs of the last tokens are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.recurrent.delta import block_of, sizes_of
+from fastspec.kernels.recurrent.parts import Weights, Where, advanced, conv, gates, span, unit
+from fastspec.shapes import DeltaRule
+
+_KEPT = 1024  # channels of a program that keeps inputs
+
+
+class Prepared(NamedTuple):
+    """What every token needs, fp32: q, k [B, Q, key_heads, key_dim], v as out; beta, decay [B, Q, value_heads]."""
+
+    q: Any
+    k: Any
+    v: Any
+    beta: Any
+    decay: Any
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    product_ptr,
+    weights,  # Weights
+    where,  # Where
+    ready,  # Prepared
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,  # of a key and of a value
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Token, row, and a head: those of keys first, then those of values."""
+    KEY_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
+    t, row, head = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    if (t >= first) & (t < first + count):
+        token = row * num_tokens + t
+        position, old = tl.load(where.positions + token).to(tl.int32), t - first + 1
+        inputs_ptr = where.inputs + tl.load(where.state_rows + row) * (PLACES * CHANNELS)
+        at = product_ptr + token * ROWS
+        if head < KEY_HEADS:
+            key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+            inside, channel = key < KEY_DIM, head * KEY_DIM + key
+            q, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+            channel += KEY_HEADS * KEY_DIM
+            k, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+            to = (token * KEY_HEADS + head) * KEY_DIM + key
+            tl.store(ready.q + to, unit(q) * KEY_DIM**-0.5, mask=inside)
+            tl.store(ready.k + to, unit(k), mask=inside)
+        else:
+            own = head - KEY_HEADS
+            value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+            inside, channel = value < VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + own * VALUE_DIM + value
+            v, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+            tl.store(ready.v + (token * VALUE_HEADS + own) * VALUE_DIM + value, v, mask=inside)
+            rate, more = tl.exp(tl.load(weights.decay + own)), tl.load(weights.step + own)
+            beta, softplus = gates(at + (ROWS - 2 * VALUE_HEADS) + own, more, VALUE_HEADS)
+            tl.store(ready.beta + token * VALUE_HEADS + own, beta)
+            tl.store(ready.decay + token * VALUE_HEADS + own, tl.exp(-rate * softplus))
+
+
+@triton.jit
+def _loaded(ready, q_at, v_at, gate_at, has_key, has_value, there):
+    """q, k, v, beta and decay of one token, where it is there."""
+    q = tl.load(ready.q + q_at, mask=has_key & there, other=0.0)
+    k = tl.load(ready.k + q_at, mask=has_key & there, other=0.0)
+    v = tl.load(ready.v + v_at, mask=has_value & there, other=0.0)
+    beta = tl.load(ready.beta + gate_at, mask=there, other=0.0)
+    return q, k, v, beta, tl.load(ready.decay + gate_at, mask=there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _scan_kernel(
+    where,  # Where
+    ready,  # Prepared
+    out_ptr,
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row, value head, and some values of it."""
+    KEY_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
+    row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    value = tile * BLOCK + tl.arange(0, BLOCK)
+    has_key, has_value = key < KEY_DIM, value < VALUE_DIM
+    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    states_ptr = where.states + (tl.load(where.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
+    within = value[:, None] * KEY_DIM + key[None, :]
+    whole = has_value[:, None] & has_key[None, :]
+    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    known = whole & (start > 0) & (count > 0)
+    slot = (start + SLOTS - 1) % SLOTS
+    state = tl.load(states_ptr + slot * (VALUE_HEADS * SIZE) + within, mask=known, other=0.0)
+    base = row * num_tokens
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    stop = first + count
+    q_at, v_at = (base + first) * KEY_HEADS + key_head, (base + first) * VALUE_HEADS + head
+    q, k, v, beta, decay = _loaded(
+        ready, q_at * KEY_DIM + key, v_at * VALUE_DIM + value, v_at, has_key, has_value, count > 0
+    )
+    for t in range(first, stop):
+        q_at, v_at = (base + t + 1) * KEY_HEADS + key_head, (base + t + 1) * VALUE_HEADS + head
+        following = _loaded(
+            ready, q_at * KEY_DIM + key, v_at * VALUE_DIM + value, v_at, has_key, has_value, t + 1 < stop
+        )
+        state, out = advanced(state, q, k, v, decay, beta)
+        out_at = ((base + t) * VALUE_HEADS + head) * VALUE_DIM + value
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=has_value)
+        q, k, v, beta, decay = following
+    last = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
+    tl.store(states_ptr + last + within, state, mask=whole & (count > 0))
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # what a mask leaves out is finite
+    for t in range(0, num_tokens):
+        if (t < first) | (t >= stop):
+            tl.store(out_ptr + ((base + t) * VALUE_HEADS + head) * VALUE_DIM + value, nothing, mask=has_value)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _keep_kernel(
+    product_ptr,
+    where,  # Where
+    num_tokens,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keeps the inputs of a row's last tokens: row, one of them, and some channels."""
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    t = first + count - 1 - tl.program_id(1)
+    if (t >= first) & (count > 0):
+        position = tl.load(where.positions + row * num_tokens + t)
+        inside = channel < CHANNELS
+        x = tl.load(product_ptr + (row * num_tokens + t) * ROWS + channel, mask=inside)
+        place = tl.load(where.state_rows + row) * PLACES + position % PLACES
+        tl.store(where.inputs + place * CHANNELS + channel, x, mask=inside)
+
+
+def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
+    """Writes to out [B, Q, rule.values] what `reference.delta_rule` gives, of more tokens than there are slots."""
+    batch, tokens, _ = product.shape
+    places, block, sizes = where.inputs.shape[1], block_of(rule), sizes_of(rule)
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(batch, tokens, *shape, dtype=torch.float32, device=product.device)
+
+    of_keys, gate = (rule.key_heads, rule.key_dim), (rule.value_heads,)
+    ready = Prepared(room(*of_keys), room(*of_keys), room(rule.values), room(*gate), room(*gate))
+    launch(
+        _prepare_kernel,
+        (tokens, batch, rule.key_heads + rule.value_heads),
+        product,
+        weights,
+        where,
+        ready,
+        tokens,
+        **sizes,
+        WIDTH=rule.width,
+        PLACES=places,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    launch(
+        _scan_kernel,
+        (batch, rule.value_heads, triton.cdiv(rule.value_dim, block)),
+        where,
+        ready,
+        out,
+        tokens,
+        **sizes,
+        SLOTS=where.states.shape[1],
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    launch(
+        _keep_kernel,
+        (batch, places, triton.cdiv(rule.channels, _KEPT)),
+        product,
+        where,
+        tokens,
+        ROWS=rule.rows,
+        CHANNELS=rule.channels,
+        PLACES=places,
+        BLOCK=_KEPT,
+        num_warps=4,
+    )

@@ -1,0 +1,147 @@
+"""Torch definition of a mixture of experts: which of them a token has, and the sum of what they give.
+
+Row invariance: a token's chosen experts are multiplied in blocks of `PAIRS` (token, expert) pairs, whatever else runs,
+and added up in the order in which they were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.reference.recurrent import sigmoid
+from fastspec.shapes import ClampedGate, RoutingRule
+
+PAIRS = 8  # (token, expert) pairs of one product
+
+
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each row, in the order in which they are chosen, and their factors.
+
+    Args:
+        logits: fp32 [R, E], of the router.
+        rule: see there.
+        correction: fp32 [E], added to scores for choosing alone.
+
+    Returns:
+        Ids int32 [R, chosen] and factors fp32 [R, chosen].
+    """
+    scores = logits
+    if rule.scores == "softmax":
+        scores = torch.softmax(logits, dim=-1)
+    elif rule.scores == "sigmoid":
+        scores = sigmoid(logits)
+    ranked = scores if correction is None else scores + correction
+    if rule.groups > 1:
+        ranked = ranked.masked_fill(~_in_kept_groups(ranked, rule), -torch.inf)
+    ids = _largest(ranked, rule.chosen)
+    factors = scores.gather(-1, ids)
+    if rule.scores == "logits":
+        factors = torch.softmax(factors, dim=-1)
+    if rule.normed:
+        factors = factors / factors.cumsum(-1)[:, -1:]  # in their order, whatever the number of rows
+    return ids.int(), factors * rule.scale
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Ids of the largest of each row, largest first, the lowest id first of equals."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _in_kept_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
+    """bool [R, E]: whether an expert is of a group in which experts are chosen."""
+    groups = ranked.unflatten(-1, (rule.groups, -1))
+    best = groups.sort(dim=-1, descending=True).values
+    kept = _largest(best[..., 0] + best[..., 1], rule.kept_groups)
+    inside = torch.zeros_like(best[..., 0], dtype=torch.bool).scatter_(-1, kept, True)
+    return inside[..., None].expand_as(groups).flatten(-2)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    clamp: ClampedGate | None,
+    *,
+    shared: Tensor | None = None,
+    shared_logits: Tensor | None = None,
+    residual: Tensor,
+) -> Tensor:
+    """residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
+
+        expert(x) = f(x gate_up^T [+ bias]) down^T [+ bias],   f = silu(gate) * up, or as `clamp` says
+
+    Args:
+        x: [B, Q, hidden], or [R, hidden].
+        ids, factors: [R, chosen], of `route`.
+        weights: of the layer.
+        clamp: the gate; None: silu.
+        shared: as x, what the shared expert gives. shared_logits: fp32 [..., 1].
+        residual: as x.
+
+    Returns:
+        As x. What an expert gives is rounded to x's dtype, their sum is made in fp32.
+    """
+    flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
+    given = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
+    if x.is_cuda or torch.compiler.is_compiling():  # no shape may follow from values
+        given = _by_pairs(flat, ids, weights, clamp)
+    else:
+        pairs = ids.flatten()
+        for expert in pairs.unique().tolist():
+            at = (pairs == expert).nonzero()[:, 0]
+            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp)
+    given = given.view(-1, chosen, x.shape[-1])
+    total = torch.zeros_like(flat, dtype=torch.float32)
+    for place in range(chosen):
+        total = total + factors[:, place, None] * given[:, place].float()
+    total = total.view(x.shape)
+    if shared is not None:
+        total = total + (shared.float() if shared_logits is None else sigmoid(shared_logits) * shared.float())
+    return residual + total.to(x.dtype)
+
+
+def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+    """Rows [R, hidden] through one expert, in blocks of `PAIRS` rows."""
+    up, down = weights.gate_up.values(expert), weights.down.values(expert)
+    up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
+    down_bias = None if weights.down_bias is None else weights.down_bias[expert]
+    blocks = F.pad(rows, (0, 0, 0, -len(rows) % PAIRS)).split(PAIRS)
+    return torch.cat([F.linear(gated(F.linear(each, up, up_bias), clamp), down, down_bias) for each in blocks])[
+        : len(rows)
+    ]
+
+
+def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+    """[R * chosen, hidden]: each pair by matrices of its own, in static shapes."""
+    room = (0, -ids.numel() % PAIRS)
+    blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
+    chosen = F.pad(ids.flatten().long(), room).split(PAIRS)
+    parts = []
+    for block, expert in zip(blocks, chosen, strict=True):
+
+        def product(x: Tensor, stack: ExpertStack, bias: Tensor | None, expert: Tensor = expert) -> Tensor:
+            out = torch.bmm(stack.values(expert), x[..., None])[..., 0]
+            return out if bias is None else out + bias[expert]
+
+        parts.append(_through(block, weights, clamp, product))
+    return torch.cat(parts)[: ids.numel()]
+
+
+def _through(x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor]) -> Tensor:
+    inner = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
+    return product(inner, weights.down, weights.down_bias)
+
+
+def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:
+    """The gate of an expert over its fused [..., 2 I] product, gate first: [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * sigmoid(clamp.alpha * gate) * (up + 1)

@@ -1,0 +1,34 @@
+"""What a config says of a mixture of experts, read and checked for every family that has one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastspec.models.fields import SIZE_LIMITS, ConfigFields
+
+MOST_EXPERTS: Final = 1024  # of a layer; published models have up to 512
+MOST_CHOSEN: Final = 32  # of a token
+
+
+def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
+    """Experts of a layer, by the field of that name, and how many of them a token has."""
+    experts = fields.count(count, MOST_EXPERTS)
+    chosen = fields.count("num_experts_per_tok", MOST_CHOSEN)
+    if chosen > experts:
+        fields.refuse("num_experts_per_tok", chosen, f"at most {count}={experts}")
+    return experts, chosen
+
+
+def width(fields: ConfigFields, field: str) -> int:
+    """Elements between the products of an expert."""
+    return fields.count(field, SIZE_LIMITS["intermediate_size"])
+
+
+def sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+    step = fields.count("decoder_sparse_step", SIZE_LIMITS["num_hidden_layers"])
+    dense = fields.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list | tuple) or any(type(each) is not int for each in dense):
+        fields.refuse("mlp_only_layers", dense, "a list of numbers of layers")
+    return tuple(at not in dense and (at + 1) % step == 0 for at in range(layers))

@@ -1,0 +1,45 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoid routers with a correction, groups, a shared expert; the first layers are dense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.mixtures.experts import MOST_EXPERTS, counts, width
+from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, LayerPlan, without_windows
+from fastspec.models.fields import SIZE_LIMITS, ConfigFields
+from fastspec.shapes import RoutingRule
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    without_windows(fields, layers)
+    inner = width(fields, "moe_intermediate_size")
+    count, routing = _routing(fields)
+    shared = inner * fields.count("n_shared_experts", MOST_EXPERTS)
+    experts = ExpertsPlan(count, inner, routing, correction=True, shared=shared)
+    dense = fields.count("first_k_dense_replace", SIZE_LIMITS["num_hidden_layers"], least=0)
+    plan = LayerPlan(qkv_bias=fields.flag("attention_bias"), qk_norm="head" if fields.flag("use_qk_norm") else None)
+    return tuple(plan if at < dense else replace(plan, experts=experts) for at in range(layers))
+
+
+def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
+    """Experts of a layer, and how a token's are chosen."""
+    count, chosen = counts(fields, "n_routed_experts")
+    groups, kept = fields.count("n_group", count), fields.count("topk_group", count)
+    if count % groups or (groups > 1 and count // groups < 2):
+        fields.refuse("n_group", groups, f"a divisor of n_routed_experts={count} that leaves two or more a group")
+    if kept > groups or kept * (count // groups) < chosen:
+        wanted = f"at most n_group={groups}, with room for num_experts_per_tok={chosen}"
+        fields.refuse("topk_group", kept, wanted)
+    normed, scale = fields.flag("norm_topk_prob"), fields.positive("routed_scaling_factor")
+    return count, RoutingRule(chosen, "sigmoid", normed, scale, groups, kept)
+
+
+GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    _plans,
+    LayerNames(
+        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        shared_down="mlp.shared_experts.down_proj",
+    ),
+    partial_rope=True,
+)

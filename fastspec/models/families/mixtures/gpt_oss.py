@@ -1,0 +1,27 @@
+"""gpt-oss: learned sinks, a window in every second layer, and experts with biases whose gate is clamped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.mixtures.experts import counts, width
+from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, LayerPlan, windows_by_layer_type
+from fastspec.models.fields import ConfigFields
+from fastspec.shapes import ClampedGate, RoutingRule
+
+ALPHA, LIMIT = 1.702, 7.0  # of the gate, where a config does not say
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    count, chosen = counts(fields, "num_local_experts")
+    clamp = ClampedGate(
+        fields.optional_positive("swiglu_alpha") or ALPHA, fields.optional_positive("swiglu_limit") or LIMIT
+    )
+    routing = RoutingRule(chosen, "logits")
+    experts = ExpertsPlan(count, width(fields, "intermediate_size"), routing, clamp=clamp, router_bias=True, bias=True)
+    bias = fields.flag("attention_bias")
+    plan = LayerPlan(qkv_bias=bias, o_bias=bias, norm="rms_fp32", sinks=True, experts=experts)
+    return tuple(replace(plan, window=window) for window in windows_by_layer_type(fields, layers))
+
+
+GPT_OSS = Family("GptOssForCausalLM", _plans, LayerNames(router="mlp.router"))

@@ -1,0 +1,49 @@
+"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest; in Qwen2-MoE a gated shared expert, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.mixtures.experts import counts, sparse_layers, width
+from fastspec.models.families.plan import (
+    ExpertsPlan,
+    Family,
+    LayerPlan,
+    one_window,
+    windows_by_layer_type,
+    without_windows,
+)
+from fastspec.models.fields import ConfigFields
+from fastspec.shapes import RoutingRule
+
+
+def experts_of(fields: ConfigFields) -> ExpertsPlan:
+    """The experts of a layer of Qwen3-MoE, and of its relatives as far as they agree."""
+    count, chosen = counts(fields)
+    routing = RoutingRule(chosen, normed=fields.flag("norm_topk_prob"))
+    return ExpertsPlan(count, width(fields, "moe_intermediate_size"), routing)
+
+
+def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    bias, experts = fields.flag("attention_bias"), experts_of(fields)
+    plan = LayerPlan(window=one_window(fields, layers), qkv_bias=bias, o_bias=bias, qk_norm="head")
+    return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))
+
+
+def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    shared = width(fields, "shared_expert_intermediate_size")
+    experts = replace(experts_of(fields), shared=shared, shared_gate=True)
+    windows: tuple[int | None, ...] = (None,) * layers
+    if fields.flag("use_sliding_window"):
+        windows = windows_by_layer_type(fields, layers)
+    else:
+        without_windows(fields, layers)
+    bias = fields.get("qkv_bias") is None or fields.flag("qkv_bias")
+    return tuple(
+        LayerPlan(window=window, qkv_bias=bias, experts=experts if sparse else None)
+        for window, sparse in zip(windows, sparse_layers(fields, layers), strict=True)
+    )
+
+
+QWEN2_MOE = Family("Qwen2MoeForCausalLM", _plans2)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", _plans3)

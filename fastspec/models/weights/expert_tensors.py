@@ -1,0 +1,279 @@
+"""The matrices of experts under one name each, however a checkpoint or a live module stores them.
+
+| stored as, of N experts                                 | by                                      |
+|---------------------------------------------------------|------------------------------------------|
+| `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
+| `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
+| `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
+| the same transposed, gate and up taking turns, biases    | gpt-oss in 16 bits                       |
+| `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import torch
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
+from fastspec.models.weights.shapes import CORRECTION, DOWN, GATE_UP
+from fastspec.models.weights.shards import TensorInfo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames
+    from fastspec.models.weights.loader import Loader, TensorSource
+    from fastspec.models.weights.quantised.configs import Quantisation
+
+PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
+MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+BLOCKS, SCALES = "_blocks", "_scales"
+_CODES_OF_BLOCK = 16  # bytes, of 32 values
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where the matrix or bias of one expert lies in a tensor of all of them.
+
+    Attributes:
+        stored: name of that tensor; of mxfp4 without `_blocks`.
+        expert: index of its first axis.
+        rows: of what that leaves, turned.
+        turned: a matrix lies there transposed.
+    """
+
+    stored: str
+    expert: int
+    rows: slice
+    turned: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of that tensor."""
+        mine = tensor[self.expert]
+        return (mine.t() if self.turned else mine)[self.rows]
+
+
+_Source = TypeVar("_Source", bound="TensorSource")
+
+
+def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTensors:
+    """The source as `ExpertTensors`, where layers of the spec have experts; arguments and errors are theirs."""
+    return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
+
+
+def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
+    """Refuses files whose experts are stored otherwise than their config says.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    said = quantisation is not None and quantisation.method == "mxfp4"
+    found = isinstance(source, ExpertTensors) and source.quantised
+    if said != found:
+        stored = "in mxfp4" if found else "as plain values"
+        asked = "says mxfp4" if said else "does not say mxfp4"
+        raise CheckpointError(
+            f"{name}: experts are stored {stored}, and quantization_config {asked}; take config.json and weights of "
+            "one commit"
+        )
+
+
+class ExpertTensors:
+    """As the source, with each expert's matrices as tensors of their own.
+
+    Args:
+        source: `ShardTensors` or `ModuleTensors`.
+        spec: whose layers have experts.
+        name: of the checkpoint, for messages.
+
+    Attributes:
+        directory, unnamed: as of a directory's source.
+
+    Raises:
+        CheckpointError: a tensor of all experts does not have the shape that the config gives it.
+    """
+
+    directory: Path
+    unnamed: frozenset[str]
+
+    def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
+        self._source, self._name = source, name
+        self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
+        plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
+        self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
+        self._names: dict[str, str] = {}
+        self._parts: dict[str, Part] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for stored, info in source.infos().items():
+            self._take(stored, info)
+        self._left: dict[str, set[str]] = {}
+        for here, part in self._parts.items():
+            self._left.setdefault(part.stored, set()).add(here)
+        unnamed: frozenset[str] = getattr(source, "unnamed", frozenset())
+        self.unnamed = frozenset(here for here in self._infos if self._stored(here) in unnamed)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether experts are stored as mxfp4."""
+        return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
+
+    def _take(self, stored: str, info: TensorInfo) -> None:
+        """Enters what a stored tensor holds by the names it has here."""
+        found = PLACE.fullmatch(stored)
+        if found is None:
+            self._enter(stored, stored, info)
+            return
+        before, _, name = found.groups()
+        words = name.split(".")
+        if words[0] == "experts" and len(words) == 2:
+            self._take_all(f"{before}mlp.experts", words[1], stored, info)
+            return
+        if words[0] == "experts" and len(words) == 4:
+            words[2] = MIXTRAL.get(words[2], words[2])
+        self._enter(f"{before}mlp." + ".".join(words), stored, info)
+
+    def _enter(self, here: str, stored: str, info: TensorInfo) -> None:
+        if here in self._infos:
+            both = f"{self._stored(here)!r} and {stored!r}"
+            raise CheckpointError(f"{self._name}: {both} are both the parameter {here}; keep one")
+        self._names[here], self._infos[here] = stored, info
+
+    def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
+        """Enters each expert's part of a tensor of all of them."""
+        if name.endswith(SCALES):
+            return  # entered with its blocks
+        blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
+        kind = name.removesuffix(BLOCKS).removesuffix("_bias")
+        if kind not in ("gate_up_proj", "down_proj"):
+            self._enter(f"{experts}.{name}", stored, info)
+            return
+        plan, up = self._plan, kind == "gate_up_proj"
+        rows, width = (2 * plan.width, self._hidden) if up else (self._hidden, plan.width)
+        turned = self._interleaved and not blocks and not bias
+        self._check(stored, info, self._shape(plan, rows, width, blocks, bias, turned))
+        step = 2 if self._interleaved else 1
+        halves = {
+            "gate_proj": slice(0, rows, 2) if step == 2 else slice(0, rows // 2),
+            "up_proj": slice(1, rows, 2) if step == 2 else slice(rows // 2, rows),
+        }
+        dtype: torch.dtype | str = torch.float32 if blocks else info.dtype
+        for part, where in halves.items() if up else [(kind, slice(0, rows))]:
+            size = rows // 2 if up else rows
+            shown = TensorInfo((size,) if bias else (size, width), dtype, info.where)
+            for expert in range(plan.count):
+                here = f"{experts}.{expert}.{part}.{'bias' if bias else 'weight'}"
+                self._enter(here, stored, shown)
+                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, turned)
+        if blocks:
+            self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
+
+    def _shape(
+        self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, turned: bool
+    ) -> tuple[int, ...]:
+        if bias:
+            return plan.count, rows
+        if blocks:
+            return plan.count, rows, width // 32, _CODES_OF_BLOCK
+        return (plan.count, width, rows) if turned else (plan.count, rows, width)
+
+    def _check(self, stored: str, info: TensorInfo, wanted: tuple[int, ...]) -> None:
+        if info.shape != wanted:
+            raise CheckpointError(
+                f"{self._name}: {stored} in {info.where} has shape {list(info.shape)}, wanted {list(wanted)} from the "
+                f"config ({self._plan.count} experts of width {self._plan.width}, hidden_size={self._hidden})"
+            )
+
+    def _check_scales(self, stored: str, wanted: tuple[int, ...]) -> None:
+        info = self._source.infos().get(stored)
+        if info is None:
+            raise CheckpointError(f"{self._name}: {stored} is missing; the mxfp4 experts beside it need it")
+        self._check(stored, info, wanted)
+
+    def _stored(self, here: str) -> str:
+        return self._names[here]
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name here."""
+        return self._infos
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of the source."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies; of mxfp4 its fp32 values."""
+        codes = self.codes(name, torch.device("cpu"))
+        if codes is not None:
+            return codes.dequantise(torch.float32)
+        part, whole = self._parts.get(name), self._source.read(self._names[name])
+        return whole if part is None else part.of(whole)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        if name in self._parts:
+            return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+        return self._source.read_part(self._names[name], rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """mxfp4 of experts that are stored so; else as of the source."""
+        if self._in_blocks(name):
+            return MXFP4
+        return None if name in self._parts else self._source.kind(self._names[name])
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix on a device; None: it is not quantised."""
+        if not self._in_blocks(name):
+            return None if name in self._parts else self._source.codes(self._names[name], device)
+        part = self._parts[name]
+        blocks = part.of(self._source.read(part.stored + BLOCKS)).to(device)
+        exponents = part.of(self._source.read(part.stored + SCALES)).to(device)
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        return Codes(MXFP4, codes, power_of_two(exponents))
+
+    def _in_blocks(self, name: str) -> bool:
+        return name in self._parts and self._names[name].endswith(BLOCKS)
+
+    def release(self, names: list[str]) -> None:
+        """Lets go of the source's tensors all of whose parts are named, now or before."""
+        free = [self._names[name] for name in names if name not in self._parts]
+        for name in names:
+            if name in self._parts:
+                stored = self._parts[name].stored
+                self._left[stored].discard(name)
+                if not self._left[stored]:
+                    free.append(stored)
+        self._source.release(free)
+
+
+def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
+    """Router and experts of a layer, of the names that `tensor_shapes` gives them."""
+    router = f"{prefix}{names.router}"
+    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
+
+    def bias(*parts: str) -> Tensor | None:
+        if not plan.bias:
+            return None
+        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
+
+    return ExpertWeights(
+        router=loader.weight(f"{router}.weight"),
+        gate_up=loader.stack([tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]),
+        down=loader.stack([(f"{each}{DOWN}.weight",) for each in at]),
+        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
+        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
+        gate_up_bias=bias(*GATE_UP),
+        down_bias=bias(DOWN),
+        shared_gate=loader.weight(f"{prefix}{names.shared_gate}.weight") if plan.shared_gate else None,
+    )

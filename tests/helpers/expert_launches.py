@@ -1,0 +1,53 @@
+"""Calls of the kernels of experts whose launches are compiled ahead of time: see `recorder`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.experts.dispatch import experts
+from fastspec.kernels.experts.route import route
+from fastspec.shapes import ClampedGate, RoutingRule
+from tests.helpers.recorder import Calls, on_meta
+
+META, F32, I32 = torch.device("meta"), torch.float32, torch.int32
+# experts, chosen, hidden and inner of Qwen3-30B-A3B, and of gpt-oss-20b
+QWEN, OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sorted
+
+
+def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, pdl: bool) -> object:
+    """One mixture; `form`: "plain", with a shared expert "shared", with biases and clamped "bias", or "mxfp4"."""
+    count, chosen, hidden, inner = sizes
+    made = []
+    for shape in ((count, 2 * inner, hidden), (count, hidden, inner)):
+        codes = form == "mxfp4"
+        made.append(ExpertStack.empty_codes(shape, dtype, META) if codes else ExpertStack.of(on_meta(shape, dtype)))
+    biased = form in ("bias", "mxfp4")
+    weights = ExpertWeights(
+        Weight(on_meta((count, hidden), dtype)),
+        made[0],
+        made[1],
+        gate_up_bias=on_meta((count, 2 * inner), dtype) if biased else None,
+        down_bias=on_meta((count, hidden), dtype) if biased else None,
+    )
+    x = on_meta((rows, hidden), dtype)
+    shared = {"shared": x, "shared_logits": on_meta((rows, 1), F32)} if form == "shared" else {}
+    ids, factors = on_meta((rows, chosen), I32), on_meta((rows, chosen), F32)
+    clamp = ClampedGate(1.702, 7.0) if biased else None
+    return experts(x, ids, factors, weights, clamp, residual=x, pdl=pdl, **shared)
+
+
+def mixtures(arch: int) -> Calls:
+    """Routers, and mixtures of every tile."""
+    rules = (RoutingRule(8, normed=True), RoutingRule(8, "sigmoid", True, 2.5), RoutingRule(4, "logits"))
+    for rule in (*rules, RoutingRule(8, "sigmoid", True, 2.5, 8, 4)):
+        correction = on_meta((128,), F32) if rule.scores == "sigmoid" else None
+        yield f"route {rule}", partial(route, on_meta((5, 128), F32), rule, correction, pdl=arch >= 90)
+    for rows in ROWS:
+        for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
+            yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)
+        yield f"fp32 {rows}", partial(mixture, rows, QWEN, "plain", F32, arch >= 90)

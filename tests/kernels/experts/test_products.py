@@ -1,0 +1,156 @@
+"""The products of chosen experts against their torch definition: values, bits, and what is not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.kernels.common.codes import Codes
+from fastspec.kernels.common.experts import MXFP4, ExpertStack, ExpertWeights, power_of_two
+from fastspec.kernels.common.weights import Weight
+from fastspec.shapes import ClampedGate
+from tests.helpers.devices import devices
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels.experts import dispatch
+
+EXPERTS, CHOSEN, HIDDEN, INNER = 5, 2, 64, 64
+CLAMP = ClampedGate(1.7, 1.0)
+# the interpreter has no bf16 products
+DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
+
+
+def stack(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: str, seed: int) -> ExpertStack:
+    values = scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return ExpertStack.of(values.to(device, dtype))
+
+
+def in_mxfp4(shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> ExpertStack:
+    """A stack of random codes and of scales around 2^-3."""
+    generator = torch.Generator().manual_seed(seed)
+    made = ExpertStack.empty_codes(shape, dtype, torch.device(device))
+    for expert in range(shape[0]):
+        codes = torch.randint(16, shape[1:], generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(122, 126, (shape[1], shape[2] // 32), generator=generator, dtype=torch.uint8)
+        made.fill_codes(expert, 0, Codes(MXFP4, codes.to(device), power_of_two(exponents).to(device)))
+    return made
+
+
+def weights_of(form: str, dtype: torch.dtype, device: str, hidden: int = HIDDEN, inner: int = INNER) -> ExpertWeights:
+    """Experts of random numbers; `form`: "plain", "bias" or "mxfp4"."""
+    router = Weight(torch.zeros(EXPERTS, hidden, dtype=dtype, device=device))
+    if form == "mxfp4":
+        up = in_mxfp4((EXPERTS, 2 * inner, hidden), dtype, device, 1)
+        down = in_mxfp4((EXPERTS, hidden, inner), dtype, device, 2)
+    else:
+        up = stack((EXPERTS, 2 * inner, hidden), 0.1, dtype, device, 1)
+        down = stack((EXPERTS, hidden, inner), 0.1, dtype, device, 2)
+    made = ExpertWeights(router, up, down)
+    if form == "plain":
+        return made
+    up_bias = stack((EXPERTS, 2 * inner), 0.5, dtype, device, 3).data
+    return replace(made, gate_up_bias=up_bias, down_bias=stack((EXPERTS, hidden), 0.5, dtype, device, 4).data)
+
+
+def rows_of(count: int, dtype: torch.dtype, device: str, hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, factors and a residual of so many rows."""
+    generator = torch.Generator().manual_seed(7)
+    x, residual = (torch.randn(count, hidden, generator=generator) for _ in range(2))
+    logits = torch.randn(count, EXPERTS, generator=generator)
+    factors, ids = logits.softmax(-1).topk(CHOSEN)
+    return x.to(device, dtype), ids.int().to(device), factors.to(device), residual.to(device, dtype)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4"])
+@pytest.mark.parametrize(("count", "hidden", "inner"), [(1, 128, 64), (2, 192, 64), (9, 64, 64), (70, 64, 64)])
+def test_equals_its_definition(count: int, hidden: int, inner: int, form: str, device: str) -> None:
+    for dtype in DTYPES[device]:
+        if form == "mxfp4" and not dispatch.keeps_experts((hidden, inner), dtype, torch.device(device)):
+            continue
+        weights = weights_of(form, dtype, device, hidden, inner)
+        x, ids, factors, residual = rows_of(count, dtype, device, hidden)
+        clamp = None if form == "plain" else CLAMP
+        shared = {"shared": residual.flip(0), "shared_logits": factors[:, :1]} if form == "bias" else {}
+        found = dispatch.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
+        expected = reference.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
+        # of 16 bits both round what an expert gives, and the result: a few units in the last place of values up to 16
+        bound = 2e-5 if dtype == torch.float32 else {torch.float16: 0.03, torch.bfloat16: 0.25}[dtype]
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
+def whole_numbers(weights: ExpertWeights) -> ExpertWeights:
+    """Small whole numbers, of which the interpreter's products have one sum only."""
+    up, down = (replace(each, data=(20 * each.data).round()) for each in (weights.gate_up, weights.down))
+    return replace(weights, gate_up=up, down=down)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4"])
+def test_a_row_does_not_feel_what_runs_beside_it(form: str, device: str) -> None:
+    """To the bit: alone, with few others, and among so many that they are sorted; in any place."""
+    count = 300 if device == "cuda" else 70
+    for dtype in DTYPES[device]:
+        if form == "mxfp4" and dtype == torch.float32:
+            continue
+        weights = weights_of(form, dtype, device)
+        x, ids, factors, residual = rows_of(count, dtype, device)
+        if device == "cpu" and form != "mxfp4":
+            weights, x = whole_numbers(weights), x.round()
+        whole = dispatch.experts(x, ids, factors, weights, None, residual=residual)
+        generator = torch.Generator().manual_seed(1)
+        for rows in (1, 2, 5, 9, 17, 33, 64) if device == "cuda" else (1, 5, 17):
+            at = torch.randperm(count, generator=generator)[:rows].to(device)
+            some = dispatch.experts(x[at], ids[at], factors[at], weights, None, residual=residual[at])
+            assert torch.equal(some, whole[at]), (dtype, rows)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("count", [1, 4, 70])
+def test_experts_that_no_row_has_are_not_read(count: int, device: str) -> None:
+    weights = weights_of("bias", torch.float32, device)
+    x, ids, factors, residual = rows_of(count, torch.float32, device)
+    ids = ids % 4
+    ids[:, 1] = (ids[:, 0] + 1) % 4
+    clean = dispatch.experts(x, ids, factors, weights, CLAMP, residual=residual)
+    for each in (weights.gate_up.data, weights.down.data, weights.gate_up_bias, weights.down_bias):
+        assert each is not None
+        each[4:] = float("nan")
+    found = dispatch.experts(x, ids, factors, weights, CLAMP, residual=residual)
+    assert torch.equal(found, clean)
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("count", [2, 70])
+def test_rows_that_are_no_numbers_stay_alone(count: int) -> None:
+    weights = weights_of("bias", torch.float32, "cpu")
+    x, ids, factors, residual = rows_of(count, torch.float32, "cpu")
+    clean = dispatch.experts(x, ids, factors, weights, CLAMP, residual=residual)
+    x[1] = float("nan")
+    found = dispatch.experts(x, ids, factors, weights, CLAMP, residual=residual)
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[0], clean[0])
+    assert torch.equal(found[2:], clean[2:])
+
+
+def test_the_sum_is_in_the_order_of_the_row_and_the_pairs_of_a_graph_give_the_same() -> None:
+    weights = weights_of("bias", torch.float32, "cpu")
+    x, ids, factors, residual = rows_of(11, torch.float32, "cpu")
+    expected = reference.experts(x, ids, factors, weights, CLAMP, residual=residual)
+    pairs = torch.compile(reference.experts, backend="eager", fullgraph=True)
+    found = pairs(x, ids, factors, weights, CLAMP, residual=residual)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weights = weights_of("plain", torch.float32, "cpu")
+    x, ids, factors, residual = rows_of(2, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"x is torch\.float16"):
+        dispatch.experts(x.half(), ids, factors, weights, None, residual=residual)
+    with pytest.raises(ValueError, match="ids is int64"):
+        dispatch.experts(x, ids.long(), factors, weights, None, residual=residual)

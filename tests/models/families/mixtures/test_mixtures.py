@@ -1,0 +1,79 @@
+"""Plans of families with experts: which layers have them, what a config says of them, and what a plan may not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastspec.errors import UnsupportedModel, UnsupportedOption
+from fastspec.models.config import spec_from_config
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.sliced import local_spec
+from fastspec.models.weights.sources import resolve
+from fastspec.parallel.slices import share_of
+from fastspec.shapes import ClampedGate, RoutingRule, Tiling
+from tests.helpers.families import VOCAB, config_of, decoder, logits_of, make_family
+
+
+def experts_of(family: str, **changes: Any) -> list[ExpertsPlan | None]:
+    return [plan.experts for plan in spec_from_config(config_of(family, **changes)).plans]
+
+
+def test_which_layers_have_experts() -> None:
+    changes = {"num_hidden_layers": 5, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    assert [bool(each) for each in experts_of("qwen3_moe", **changes)] == [False, True, False, False, False]
+    assert [bool(each) for each in experts_of("glm4_moe", first_k_dense_replace=2)] == [False, False, True]
+    assert all(experts_of("glm4_moe", first_k_dense_replace=0))
+
+
+def test_what_configs_say_of_them() -> None:
+    (qwen,) = set(experts_of("qwen3_moe", mlp_only_layers=None))
+    assert qwen == ExpertsPlan(8, 48, RoutingRule(3, normed=True))
+    glm = experts_of("glm4_moe", n_shared_experts=2)[1]
+    assert glm == ExpertsPlan(8, 48, RoutingRule(3, "sigmoid", True, 1.5, 4, 2), correction=True, shared=96)
+    oss = experts_of("gpt_oss")[0]
+    routing, clamp = RoutingRule(3, "logits"), ClampedGate(1.702, 1.0)
+    assert oss == ExpertsPlan(8, 96, routing, clamp=clamp, router_bias=True, bias=True)
+    assert [plan.window for plan in spec_from_config(config_of("gpt_oss")).plans] == [8, None]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"post_norm": True}, {"parallel": True}, {"residual_scale": 2.0}, {"mlp_bias": True}]
+)
+def test_a_mixture_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="experts go with"):
+        LayerPlan(experts=ExpertsPlan(4, 8, RoutingRule(2)), **fields)
+
+
+def test_several_gpus_are_refused() -> None:
+    spec = spec_from_config(config_of("mixtral"))
+    share = share_of(spec, 0, 2, one_tree=True)
+    with pytest.raises(
+        UnsupportedOption, match="tensor_parallel=2 does not go with mixtral, whose layers are mixtures"
+    ):
+        local_spec(spec, share)
+
+
+def test_more_experts_than_any_model_has_are_refused_before_anything_is_made_of_them() -> None:
+    with pytest.raises(UnsupportedModel, match="num_experts=100000 is not supported, wanted a whole number from 1"):
+        spec_from_config(config_of("olmoe", num_experts=100000))
+
+
+def test_a_token_does_not_feel_which_experts_its_neighbours_have() -> None:
+    """To the bit: among other tokens, in another place, and after a prompt that went through other experts."""
+    checkpoint = resolve(make_family("glm4_moe"), role="target")
+    weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    tiling = Tiling(rows=8, queries=8)
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(VOCAB, (1, 20), generator=generator)
+    first = None
+    for _ in range(4):
+        model = decoder(checkpoint.native, weights)
+        logits_of(model, prompt, 0, tiling)
+        others = torch.randint(VOCAB, (1, 4), generator=generator)
+        found = logits_of(model, torch.cat((prompt[:, :1], others), dim=1), 20, tiling)[:, 0]
+        first = found if first is None else first
+        assert torch.equal(found, first)
