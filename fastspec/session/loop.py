@@ -113,13 +113,15 @@ class Loop:
             self.deliveries.pop(request, None)
 
     def stop(self) -> None:
-        """Cancels all requests, and waits for the end of the thread."""
+        """Cancels all requests, waits for the end of the thread, and lets the scheduler go; nothing comes after it."""
         if self._thread is not None:
             _end(self._messages, self._thread)
         while not self._messages.empty():
             message = self._messages.get_nowait()
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
+        self._calls.clear()
+        del self._scheduler, self._make_ready
 
     def work(self, first: Message) -> bool:
         """Obeys messages and makes steps until there is nothing to do; whether the thread is to go on.

@@ -198,7 +198,7 @@ def test_side_streams_and_work_in_flight() -> None:
         stream = gen.stream([[5, 6, 7]], max_new_tokens=400)
         next(stream)
         stream.close()  # type: ignore[attr-defined]
-    del gen, stream, got, ids
+    del stream, got, ids
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
 

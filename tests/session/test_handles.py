@@ -355,6 +355,22 @@ def test_close_cancels_handles_and_ends_the_thread(pair: tuple[Path, Path]) -> N
         gen.submit(PROMPTS[0], max_new_tokens=3)
 
 
+@pytest.mark.parametrize("submitted", [False, True])
+def test_a_closed_generator_holds_no_buffers(submitted: bool, pair: tuple[Path, Path]) -> None:
+    """While the object itself is still there."""
+    gen = FastSpecGenerator(*pair, progress=False, max_length=64)
+    parts = gen._session.engine.parts
+    held = [weakref.ref(tensor) for tensor in (gen._session.engine.state.tokens, parts.target.cache.keys)]
+    del parts
+    if submitted:
+        gen.submit([1, 2], max_new_tokens=3).result()
+    gen.generate([[1, 2]], max_new_tokens=3)
+    gen.close()
+    gc.collect()
+    assert [tensor() for tensor in held] == [None, None]
+    gen.close()
+
+
 def test_a_generator_that_is_dropped_takes_its_thread_along(pair: tuple[Path, Path]) -> None:
     gen = opened(pair)
     gen.submit(PROMPTS[0], max_new_tokens=3).result()
