@@ -228,8 +228,8 @@ def tail(hidden: int, inner: int, qkv: int, rows: int) -> object:
 
 
 def recurrent(arch: int) -> Calls:
-    """Layers of Qwen3.5's sizes, and one of keys and values that are no power of two; steps, and a prompt."""
-    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 80, 4)):
+    """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
+    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
         for dtype in (BF16, F32):
             for rows, tokens in ((BATCH, 5), (1, 64)):
                 yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)

@@ -246,7 +246,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
-        stored = quantised.describe()
+        stored = quantised.describe() or f"experts in {quantisation.method}"
     tensors = named(shards, spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
