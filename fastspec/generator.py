@@ -219,8 +219,9 @@ class FastSpecGenerator:
             generation_config: a transformers GenerationConfig; keywords come on top of it.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
             **keywords: generation options (most take one value, or one per prompt), `seed`,
-                `num_speculative_tokens` to draft fewer than the generator was made for, or "auto", and `tokenizer`
-                for stop_strings where it is not the checkpoint's.
+                `num_speculative_tokens` to draft fewer than the generator was made for, or "auto", `json_schema`,
+                `regex` or `grammar` that the text follows, and `tokenizer` for these and for stop_strings where it is
+                not the checkpoint's.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, right-padded; a GenerateOutput with return_dict_in_generate.

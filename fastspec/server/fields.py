@@ -75,6 +75,7 @@ class Body(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    response_format: ResponseFormat | None = None
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     # these say who asks, or what for, and change no answer
     user: str | None = None
@@ -117,6 +118,8 @@ class Body(BaseModel):
             options["num_speculative_tokens"] = self.speculative_tokens
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
+        if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:
+            options["json_schema"] = schema
         return options
 
 
@@ -151,7 +154,6 @@ class Chat(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -173,11 +175,6 @@ class Chat(Body):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
-
-    def options(self) -> dict[str, Any]:
-        """As in Body."""
-        schema = self.response_format.schema_of_text if self.response_format else None
-        return super().options() | ({} if schema is None else {"json_schema": schema})
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them: contents are texts.

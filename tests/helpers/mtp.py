@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.helpers.checkpoints import make_model
+from tests.helpers.families import make_family
 from tests.helpers.heads_definition import Definition, rms
 
 FAMILY = {"mimo": "qwen2", "nextn": "llama3", "mtp": "qwen3"}  # of layout, a model that it may lie beside
@@ -126,3 +127,29 @@ class MtpDefinition(Definition):
 
     def feature(self, x: Tensor) -> Tensor:
         return x
+
+
+def write_glm(path: Path) -> tuple[Path, Any]:
+    """A GLM-4.5 with an MTP layer of experts, and transformers' own module of that layer."""
+    from transformers.modeling_layers import MtpModel
+
+    live = make_family("glm4_moe")
+    live.save_pretrained(path)
+    layers = live.config.num_hidden_layers
+    theirs = MtpModel(live, 1).eval()
+    generator = torch.Generator().manual_seed(4)
+    extra: dict[str, Tensor] = {}
+    own = {name: tensor for name, tensor in theirs.state_dict().items() if name.startswith("layers.0.")}
+    for name, tensor in own.items():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + float("norm" in name))
+        inner = name.removeprefix("layers.0.").removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if inner.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    extra[inner.replace("gate_up_proj", f"{expert}.{part}.weight")] = matrix.clone()
+        elif inner.endswith("experts.down_proj"):
+            for expert, matrix in enumerate(tensor):
+                extra[inner.replace("down_proj", f"{expert}.down_proj.weight")] = matrix.clone()
+        else:
+            extra[inner] = tensor.clone()
+    return add_to(path, {f"model.layers.{layers}.{name}": tensor for name, tensor in extra.items()}), theirs

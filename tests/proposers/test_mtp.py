@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM
+from transformers import Glm4MoeForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance, frequent_ids
 from fastspec.kernels.ops import TORCH_OPS
@@ -23,7 +23,7 @@ from fastspec.step import StepModules
 from tests.helpers.heads import engine_with
 from tests.helpers.heads_definition import learn
 from tests.helpers.hybrid import make_hybrid
-from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_target
+from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_glm, write_target
 from tests.proposers import test_eagle3
 from tests.proposers.test_eagle3 import CAPS, GIVEN, Seen, uneven, watched, wrong_drafts
 from tests.proposers.test_head_law import TableHead, TableTarget
@@ -55,11 +55,8 @@ class Truth:
 class TheirTruth(Truth):
     """The same with transformers' own module for the layer."""
 
-    def __init__(self, path: Path) -> None:
-        from transformers.modeling_layers import MtpModel
-
-        self.model = Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.mtp = MtpModel.from_pretrained(self.model)
+    def __init__(self, live: PreTrainedModel, mtp: Any) -> None:
+        self.model, self.mtp = live, mtp
 
     @torch.no_grad()
     def drafts(self, text: list[int], k: int) -> tuple[list[int], list[float]]:
@@ -85,17 +82,26 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    from transformers.modeling_layers import MtpModel
+
     path = tmp_path_factory.mktemp("hybrid")
     live = make_hybrid("qwen3_5")
     live.config.num_mtp_layers, live.config.mtp_layer_types = 1, ["full_attention"]
     live.save_pretrained(path)
     add_to(path, stored_names("mtp", random_mtp(live, neutral=0.0), 0))
-    return path, TheirTruth(path)
+    main = Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return path, TheirTruth(main, MtpModel.from_pretrained(main))
 
 
-@pytest.fixture(params=["mimo", "nextn", "mtp", "hybrid"])
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    target, mtp = write_glm(tmp_path_factory.mktemp("mixture"))
+    return target, TheirTruth(Glm4MoeForCausalLM.from_pretrained(target, dtype=torch.float32), mtp)
+
+
+@pytest.fixture(params=["mimo", "nextn", "mtp", "hybrid", "mixture"])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
-    if request.param in ("mimo", "hybrid"):
+    if request.param in ("mimo", "hybrid", "mixture"):
         found: Made = request.getfixturevalue(request.param)
         return found
     target, live, tensors = write_target(tmp_path, request.param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,8 @@ from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.shapes import ALONE, BESIDE, GREEDY, StepShape
+from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
+from tests.helpers.devices import devices
 from tests.helpers.services import END, opened, small_pair
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.runtime.test_recapture import Recorder
@@ -142,6 +144,18 @@ def test_handles_join_beside_free_ones(gen: FastSpecGenerator, plain: FastSpecGe
         expected = output(plain, [PROMPTS[at % 3]], max_new_tokens=50, do_sample=False, **kind)
         assert handle.result().new_tokens[0] == expected.new_tokens[0]
     assert "grammars" in gen.explain()
+
+
+def test_a_row_that_is_cancelled_leaves_nothing_behind(pair: tuple[Path, Path], plain: FastSpecGenerator) -> None:
+    """Its place goes to rows with a grammar of their own, or with none."""
+    with made(pair, "model", max_batch_size=1) as generator:
+        for kind in ({}, {"regex": REGEX}, {}):
+            handle = generator.submit(PROMPTS[0], regex="[a-z]{90}", max_new_tokens=100, do_sample=False)
+            next(iter(handle))
+            handle.cancel()
+            found = generator.submit(PROMPTS[1], max_new_tokens=20, do_sample=False, **kind).result()
+            expected = output(plain, PROMPTS[1:2], max_new_tokens=20, do_sample=False, **kind)
+            assert found.new_tokens == expected.new_tokens
 
 
 def test_without_stop_ids_a_text_ends_where_its_grammar_does(each: FastSpecGenerator) -> None:
@@ -316,3 +330,67 @@ def test_steps_that_run_ahead(which: str, monkeypatch: pytest.MonkeyPatch) -> No
         pass
     for letter, text, alone in zip(which, texts[0], free, strict=True):
         assert (text == alone.new_tokens) == (letter == "f")
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+def test_steps_of_any_kind_leave_the_same(sampler: str, device: str) -> None:
+    """Captured on a GPU: with drafts and without, ahead and not, with log-probabilities recorded."""
+    texts, recorded = [], []
+    for depth, k in ((1, 0), (2, 4)):
+        engine = tiny_engine(device=device, depth=depth, batch=4, graphs=device == "cuda" and depth == 2)
+        requests = _requests("gfgfg")
+        call = Call((), sampler, lambda made, k=k: k, 2, joined=True, lengths=lengths_of(requests))
+        for _ in Scheduler(engine).run(requests, call):
+            pass
+        texts.append([request.new_tokens for request in requests])
+        recorded.append([request.logprobs for request in requests])
+    assert texts[0] == texts[1]
+    assert recorded[0] == recorded[1]
+
+
+def _random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kind = rng.choice(["object", "array", "enum", "string", "integer"] if depth else ["enum", "string", "integer"])
+    if kind == "object":
+        names = rng.sample(["the", "he", "list", "x"], rng.randint(1, 3))
+        parts = {name: _random_schema(rng, depth - 1) for name in names}
+        required = rng.sample(names, rng.randint(0, len(names)))
+        return {"type": "object", "properties": parts, "required": required, "additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": _random_schema(rng, depth - 1), "minItems": 1, "maxItems": rng.randint(1, 3)}
+    if kind == "enum":
+        return {"enum": rng.sample(["the", "hehe", 1, 22, None, True], rng.randint(1, 4))}
+    return (
+        {"type": "integer", "maximum": 50} if kind == "integer" else {"type": "string", "maxLength": rng.randint(1, 6)}
+    )
+
+
+def _follows(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether JSON follows such a schema."""
+    if "enum" in schema:
+        return any(value == one and type(value) is type(one) for one in schema["enum"])
+    if schema["type"] == "object":
+        parts = schema["properties"]
+        known = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= parts.keys()
+        return known and all(_follows(one, parts[name]) for name, one in value.items())
+    if schema["type"] == "array":
+        fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+        return fits and all(_follows(one, schema["items"]) for one in value)
+    if schema["type"] == "integer":
+        return type(value) is int and value <= 50
+    return isinstance(value, str) and len(value) <= schema["maxLength"]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_random_schemas(each: FastSpecGenerator, plain: FastSpecGenerator, seed: int) -> None:
+    """Greedy texts are plain decoding's; texts that end, drawn ones too, are JSON of their schema."""
+    rng = random.Random(seed)
+    schemas = [_random_schema(rng) for _ in PROMPTS]
+    given: dict[str, Any] = {"json_schema": schemas, "max_new_tokens": 80}
+    assert torch.equal(
+        output(each, do_sample=False, **given).sequences, output(plain, do_sample=False, **given).sequences
+    )
+    drawn = output(each, do_sample=True, seed=seed, top_k=0, temperature=0.7, **given)
+    for schema, reason, tokens in zip(schemas, drawn.finish_reasons, drawn.new_tokens, strict=True):
+        if reason == "stop":
+            assert _follows(json.loads(text_of(each, tokens)), schema)

@@ -228,6 +228,13 @@ def test_response_format(client: Any, gen: FastSpecGenerator, kind: str, stream:
         assert isinstance(json.loads(text), dict)
 
 
+def test_a_completion_follows_a_schema_too(client: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["the", "hehe"]}}}
+    given = {"model": "small", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    (choice,) = client.completions.create(**given, extra_body={"response_format": form}).choices
+    assert (json.loads(choice.text) in ("the", "hehe"), choice.finish_reason) == (True, "stop")
+
+
 def test_a_sampled_answer_ends_with_its_schema(client: Any) -> None:
     answer = client.chat.completions.create(
         model="small",

@@ -20,7 +20,7 @@ def test_a_plan_has_the_defaults_of_a_generator() -> None:
     ours, theirs = defaults(FastSpecGenerator), defaults(settings_of)
     assert ours.keys() >= PlanOptions.__annotations__.keys()
     shared = ours.keys() & theirs.keys() - {"target", "draft"}
-    assert len(shared) == 11
+    assert len(shared) == 12
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
     assert {name for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None} == set()
 

@@ -33,7 +33,7 @@ class Tile:
 
 # by element size of values, 1 for mxfp4: the first that holds a call's rows. A row's bits hang on no entry, but in fp32
 LAUNCH = {
-    1: (Tile(8, 16, 1, 6, 5), Tile(16, 16, 1, 5, 3), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
+    1: (Tile(8, 16, 1, 4, 5), Tile(16, 16, 1, 5, 3), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }

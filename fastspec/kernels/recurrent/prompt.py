@@ -57,21 +57,23 @@ def _prepare_kernel(
         position, old = tl.load(where.positions + token).to(tl.int32), t - first + 1
         inputs_ptr = where.inputs + tl.load(where.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + token * ROWS
-        if head < KEY_HEADS:
+        if head < KEY_HEADS:  # no name is given in both branches: shapes differ
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
-            inside, channel = key < KEY_DIM, head * KEY_DIM + key
-            q, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-            channel += KEY_HEADS * KEY_DIM
-            k, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+            has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
+            of_k = of_q + KEY_HEADS * KEY_DIM
+            q, _ = conv(at, inputs_ptr, weights.conv, of_q, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
+            k, _ = conv(at, inputs_ptr, weights.conv, of_k, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
             to = (token * KEY_HEADS + head) * KEY_DIM + key
-            tl.store(ready.q + to, unit(q) * KEY_DIM**-0.5, mask=inside)
-            tl.store(ready.k + to, unit(k), mask=inside)
+            tl.store(ready.q + to, unit(q) * KEY_DIM**-0.5, mask=has_key)
+            tl.store(ready.k + to, unit(k), mask=has_key)
         else:
             own = head - KEY_HEADS
             value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
-            inside, channel = value < VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + own * VALUE_DIM + value
-            v, _ = conv(at, inputs_ptr, weights.conv, channel, inside, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-            tl.store(ready.v + (token * VALUE_HEADS + own) * VALUE_DIM + value, v, mask=inside)
+            has_value, of_v = value < VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + own * VALUE_DIM + value
+            v, _newest = conv(
+                at, inputs_ptr, weights.conv, of_v, has_value, old, position, ROWS, CHANNELS, WIDTH, PLACES
+            )
+            tl.store(ready.v + (token * VALUE_HEADS + own) * VALUE_DIM + value, v, mask=has_value)
             rate, more = tl.exp(tl.load(weights.decay + own)), tl.load(weights.step + own)
             beta, softplus = gates(at + (ROWS - 2 * VALUE_HEADS) + own, more, VALUE_HEADS)
             tl.store(ready.beta + token * VALUE_HEADS + own, beta)

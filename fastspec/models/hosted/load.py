@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.weights import Weight
+from fastspec.models.hosted.codes import ProductCodes
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import Embedding, Product, is_product
@@ -32,22 +34,25 @@ def load_hosted(
     Raises:
         CheckpointError: the stored tensors are not what the config says.
     """
-    info, source = model.info, checkpoint.module
+    info, source, codes = model.info, checkpoint.module, None
     if source is None:
         if checkpoint.directory is None:
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name), True
+        if checkpoint.quantisation is not None:
+            codes = ProductCodes(checkpoint, info)
+        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
     shell = shell_of(info.kind, copy.deepcopy(info.config))
-    with torch.no_grad():
-        _Filler(model, shell, source, dtype, device, release).fill()
+    with torch.no_grad(), nullcontext() if codes is None else codes.tensors.open():
+        _Filler(model, shell, source, dtype, device, release, codes).fill()
     model.host(shell)
 
 
-def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str) -> nn.Module:
+def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
     """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
     try:
         module, told = info.kind.from_pretrained(
-            str(directory),
+            str(directory) if codes is None else None,
+            state_dict=None if codes is None else codes.values(dtype),
             config=copy.deepcopy(info.config),
             dtype=dtype,
             local_files_only=True,
@@ -78,6 +83,7 @@ class _Filler:
     dtype: torch.dtype
     device: torch.device
     release: bool
+    codes: ProductCodes | None = None
     weights: dict[int, Weight] = field(default_factory=dict)
     held: dict[int, nn.Parameter] = field(default_factory=dict)
 
@@ -99,7 +105,8 @@ class _Filler:
                 rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
                 wide = torch.float32 if part is head else None
                 bias = None if like.bias is None else self._moved(like.bias)
-                swapped[name] = Product(self.model, self._weight(like.weight, rows), bias, wide)
+                kept = self._kept(f"{name}.weight", like.weight)
+                swapped[name] = Product(self.model, kept or self._weight(like.weight, rows), bias, wide)
         for name, part in swapped.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.shell.get_submodule(owner), attribute, part)
@@ -110,6 +117,16 @@ class _Filler:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")
         if self.release:
             self._empty()
+
+    def _kept(self, name: str, parameter: Tensor) -> Weight | None:
+        """The weight that stays quantised; None: it is not stored so, or is used elsewhere, too."""
+        if self.codes is None or id(parameter) in self.weights:
+            return None
+        made = self.codes.weight(name, self.dtype, self.device, self.model.ops)
+        if made is not None:
+            self.weights[id(parameter)] = made
+            self._released(parameter)
+        return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None) -> Weight:
         """The weight of a parameter, made once where it is used twice."""

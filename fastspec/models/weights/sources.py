@@ -28,6 +28,7 @@ from fastspec.models.config import (
 )
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import check_sizes
+from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
 from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
@@ -97,7 +98,7 @@ class Checkpoint:
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
         if isinstance(self.spec, HostedInfo):
-            return self.spec.weight_bytes(dtype)
+            return hosted_bytes(self, self.spec, dtype, device, ops)
         return planned_bytes(self, dtype=dtype, device=device, ops=ops)
 
     @property
@@ -245,7 +246,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
-        stored = quantised.describe()
+        stored = quantised.describe() or f"experts in {quantisation.method}"
     tensors = named(shards, spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
         spec = _with_stored_dtype(spec, tensors.infos())
@@ -269,18 +270,22 @@ def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict
 
 def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: PretrainedConfig) -> Checkpoint:
     info = _hosted_info(directory, raw, config)
-    ShardTensors(directory)  # whole files, with safe names
-    return Checkpoint(name, role, info, directory, None, settings_of_directory(directory, raw, info.vocab_size))
+    shards = ShardTensors(directory)  # whole files, with safe names
+    settings, quantisation = settings_of_directory(directory, raw, info.vocab_size), _quantisation(directory, raw)
+    if quantisation is None:
+        return Checkpoint(name, role, info, directory, None, settings)
+    stored = quantised_products(shards, quantisation, info).describe()
+    return Checkpoint(name, role, info, directory, None, settings, quantisation, stored)
 
 
 def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
     with _naming(directory / CONFIG):
-        if _quantisation(directory, raw) is not None:
-            raise UnsupportedModel(
-                f"model_type {raw['model_type']!r} is hosted, and quantised checkpoints are read for native families "
-                "alone; load the original weights"
-            )
         info = hosted_info(config)
+        if info.experts and _quantisation(directory, raw) is not None:
+            raise UnsupportedModel(
+                f"model_type {raw['model_type']!r} is hosted, and quantised experts are read for "
+                "native families alone; load the original weights"
+            )
         named = raw.get("architectures")
         if named and named != [info.kind.__name__]:
             raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")

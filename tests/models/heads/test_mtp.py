@@ -25,7 +25,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.shapes import UNTILED, ForwardBatch
 from tests.helpers.checkpoints import make_model
 from tests.helpers.hybrid import make_hybrid
-from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_target
+from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_glm, write_target
 
 ROWS = 11
 # sums of some hundred products in fp32, in another order, through one layer
@@ -103,7 +103,21 @@ def test_the_layer_of_a_hybrid_is_that_of_transformers(tmp_path: Path) -> None:
     main = Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     theirs = MtpModel.from_pretrained(main)
     model, _ = built(tmp_path)
-    g, following = inputs(main.config.hidden_size, main.config.vocab_size)
+    compare(model, theirs, main.config)
+
+
+@torch.inference_mode()
+def test_the_layer_of_a_mixture_is_that_of_transformers(tmp_path: Path) -> None:
+    """GLM-4.5: an MTP layer of experts behind the model's last, under the names of its publisher."""
+    target, theirs = write_glm(tmp_path)
+    model, _ = built(target)
+    assert model.spec.plans[0].experts is not None
+    compare(model, theirs, theirs.config)
+
+
+def compare(model: Mtp, theirs: Any, config: Any) -> None:
+    """Whole, and piece by piece."""
+    g, following = inputs(config.hidden_size, config.vocab_size)
     places = torch.arange(ROWS)[None]
     wanted = theirs.forward_layer(0, g[None], places, None, input_ids=following[None])
     whole = model.drafted(g[None], fed(following, 0, ROWS))

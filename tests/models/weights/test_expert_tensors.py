@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
-from fastspec.kernels.common.codes import E2M1
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.weights.load import DecoderWeights, load_weights, planned_bytes
 from fastspec.models.weights.sources import Checkpoint, resolve
 from tests.helpers.families import MIXTURES, VOCAB, decoder, logits_of, make_family
+from tests.helpers.mxfp4 import MXFP4, in_mxfp4, rewritten
 
 CPU = torch.device("cpu")
 IDS = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
@@ -26,14 +24,6 @@ FILE = "model.safetensors"
 
 def weights_of(checkpoint: Checkpoint) -> DecoderWeights:
     return load_weights(checkpoint, dtype=torch.float32, device=CPU, progress=False)
-
-
-def rewritten(path: Path, tensors: dict[str, Tensor], **config: Any) -> None:
-    """Tensors in place of those of a directory, and other fields of its config."""
-    save_file({name: value.contiguous() for name, value in tensors.items()}, path / FILE, {"format": "pt"})
-    if config:
-        raw = json.loads((path / "config.json").read_text()) | config
-        (path / "config.json").write_text(json.dumps(raw))
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -66,26 +56,6 @@ def test_a_released_live_model_gives_its_experts_away(tmp_path: Path) -> None:
     assert before.layers[0].experts is not None
 
 
-def in_mxfp4(tensors: dict[str, Tensor], seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The experts of gpt-oss as random codes and scales, and the same values as 16-bit checkpoints have them."""
-    generator = torch.Generator().manual_seed(seed)
-    stored, plain = dict(tensors), dict(tensors)
-    table = torch.tensor([*E2M1, *(-each for each in E2M1)])
-    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
-        count, width, rows = tensors[name].shape
-        codes = torch.randint(16, (count, rows, width), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(122, 126, (count, rows, width // 32), generator=generator, dtype=torch.uint8)
-        values = table[codes.long()] * torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
-        pairs = codes.unflatten(-1, (width // 32, 16, 2))
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = pairs[..., 0] | pairs[..., 1] << 4, scales
-        del stored[name]
-        plain[name] = values.transpose(1, 2)
-    return stored, plain
-
-
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-
-
 @pytest.fixture
 def oss(tmp_path: Path) -> tuple[Path, Path]:
     """gpt-oss with experts in mxfp4, and with the same experts as values."""
@@ -112,12 +82,32 @@ def test_experts_in_mxfp4_are_those_of_their_values(oss: tuple[Path, Path]) -> N
     assert torch.equal(*texts)
 
 
+def test_experts_in_fp8_become_values(tmp_path: Path) -> None:
+    make_family("mixtral").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    stored = dict(tensors)
+    for name in [each for each in tensors if "experts" in each]:
+        stored[name] = (tensors[name] / 0.25).to(torch.float8_e4m3fn)
+        blocks = [-(-size // 32) for size in tensors[name].shape]
+        stored[f"{name}_scale_inv"] = torch.full(blocks, 0.25)
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    rewritten(tmp_path, stored, quantization_config=method)
+    checkpoint = resolve(tmp_path, role="target")
+    assert checkpoint.stored == "48 matrices in fp8 in blocks of 32 x 32"
+    experts = weights_of(checkpoint).layers[0].experts
+    assert experts is not None
+    at = "model.layers.0.block_sparse_moe.experts.3."
+    for part, found in ((f"{at}w3", experts.gate_up.data[3, 96:]), (f"{at}w2", experts.down.data[3])):
+        assert torch.equal(found, stored[f"{part}.weight"].float() * 0.25)
+
+
 def test_experts_in_mxfp4_stay_in_four_bits_where_ops_read_them(oss: tuple[Path, Path]) -> None:
     from dataclasses import replace
 
     ops = replace(TORCH_OPS, keeps_experts=lambda shape, dtype, device: True)
     spec = resolve(oss[0], role="target")
     options = {"dtype": torch.float32, "device": CPU, "ops": ops}
+    assert spec.stored == "experts in mxfp4"
     kept = load_weights(spec, progress=False, **options)
     assert kept.nbytes() == planned_bytes(spec, **options)  # type: ignore[arg-type]
     experts, values = kept.layers[0].experts, weights_of(spec).layers[0].experts

@@ -1,0 +1,108 @@
+"""Hosted models whose checkpoint is quantised: their products keep the codes, everything else is dequantised."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import Ops
+from fastspec.models.hosted.info import HostedInfo, shell_of
+from fastspec.models.weights.names import Stored, parameter
+from fastspec.models.weights.quantised.configs import Quantisation
+from fastspec.models.weights.quantised.tensors import QuantisedShards
+from fastspec.models.weights.shards import ShardTensors
+
+if TYPE_CHECKING:
+    from fastspec.models.weights.sources import Checkpoint
+
+_WEIGHT = ".weight"
+
+
+def quantised_products(shards: Stored, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
+    """The tensors of a quantised checkpoint, in which every product of the model is one matrix again.
+
+    Raises:
+        UnsupportedModel: something else than an nn.Linear is stored quantised.
+        CheckpointError: parts are missing, or are not what the config says.
+    """
+    shell = shell_of(info.kind, copy.deepcopy(info.config))
+    shapes = {
+        name + _WEIGHT: tuple(part.weight.shape) for name, part in shell.named_modules() if type(part) is nn.Linear
+    }
+    found = QuantisedShards(shards, quantisation, shapes)
+    known = {name for name, _ in shell.named_parameters()}
+    left = sorted(name for name in found.infos() if isinstance(found.infos()[name].dtype, str) and name not in known)
+    if left:
+        raise UnsupportedModel(f"{left[0]} is stored quantised, and is no plain matrix product of a hosted model")
+    return found
+
+
+class ProductCodes:
+    """The codes of a hosted model's products, by the names of its parameters.
+
+    Args:
+        checkpoint: quantised, of a directory.
+        info: of it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, info: HostedInfo) -> None:
+        if checkpoint.directory is None or checkpoint.quantisation is None:
+            raise CheckpointError(f"{checkpoint.name}: is not a directory that is stored quantised")
+        self.tensors = quantised_products(ShardTensors(checkpoint.directory), checkpoint.quantisation, info)
+        shell = shell_of(info.kind, copy.deepcopy(info.config))
+        known = [name for name, _ in shell.named_parameters()]
+        quantised = [name for name in self.tensors.infos() if self.tensors.kind(name) is not None]
+        self._stored = {parameter(name, known): name for name in quantised}
+
+    def kinds(self) -> dict[str, tuple[tuple[int, int], CodesKind]]:
+        """Shape and kind of every quantised product."""
+        found = {}
+        for name, stored in self._stored.items():
+            kind, shape = self.tensors.kind(stored), self.tensors.infos()[stored].shape
+            assert kind is not None, "only quantised ones are listed"
+            found[name] = (shape[0], shape[1]), kind
+        return found
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> Weight | None:
+        """The weight of a parameter, quantised as it is stored; None: the ops, or the file, do not have it so.
+
+        `tensors` are open meanwhile.
+        """
+        stored = self._stored.get(name)
+        kind = None if stored is None else self.tensors.kind(stored)
+        if stored is None or kind is None:
+            return None
+        rows, columns = self.tensors.infos()[stored].shape
+        codes = self.tensors.codes(stored, device) if ops.keeps_codes((rows, columns), kind, dtype, device) else None
+        if codes is None:
+            return None
+        made = Weight.empty_codes(codes.shape, codes.kind, False, dtype, device)
+        made.fill_codes(codes)
+        return made
+
+    def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All tensors by their stored names, dequantised to `dtype`: what transformers makes its module of."""
+        with self.tensors.open():
+            return {
+                name: self.tensors.read(name).to(dtype) if self.tensors.kind(name) else self.tensors.read(name)
+                for name in self.tensors.infos()
+            }
+
+
+def hosted_bytes(checkpoint: Checkpoint, info: HostedInfo, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes that a hosted model's weights take, with activations of `dtype`."""
+    total = info.weight_bytes(dtype)
+    if checkpoint.quantisation is None:
+        return total
+    for shape, kind in ProductCodes(checkpoint, info).kinds().values():
+        if ops.keeps_codes(shape, kind, dtype, device):
+            kept = Weight.empty_codes(shape, kind, False, dtype, torch.device("meta"))
+            total += kept.nbytes - math.prod(shape) * dtype.itemsize
+    return total

@@ -1,0 +1,89 @@
+"""Hosted models of quantised checkpoints: their text is that of the values that are meant, and codes are kept."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fastspec import FastSpecGenerator
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.load import load_hosted
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.swaps import Product
+from fastspec.models.weights import sources
+from fastspec.models.weights.sources import resolve
+from tests.helpers import checkpoints, quantised
+from tests.helpers.hosted import config_of, make_model
+
+CPU = torch.device("cpu")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+KINDS = {
+    "gptq": (GPTQ, quantised.gptq(4, 64, symmetric=True, v2=False)),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, quantised.fp8_tensor),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hosted") / "model"
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 128}
+    make_model("stablelm", **sizes).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_that_of_the_values_that_are_meant(plain: Path, tmp_path: Path, kind: str) -> None:
+    settings, pack = KINDS[kind]
+    meant = quantised.write(plain, tmp_path / "q", settings, pack, keep=("down_proj",))
+    shutil.copytree(plain, tmp_path / "meant")
+    save_file(meant, tmp_path / "meant" / "model.safetensors", metadata={"format": "pt"})
+    ids, texts = torch.arange(5, 25)[None] % 97, []
+    options: dict[str, Any] = {"device": "cpu", "max_length": 64, "progress": False, "dtype": "float32"}
+    for name in ("q", "meant"):
+        with FastSpecGenerator(tmp_path / name, tmp_path / "q", num_speculative_tokens=2, **options) as made:
+            texts.append(made.generate(ids, max_new_tokens=12))
+            assert ("12 matrices in" in made.explain().split("draft  ")[0]) == (name == "q")
+    assert torch.equal(*texts)
+
+
+def test_codes_are_kept_where_the_products_read_them(plain: Path, tmp_path: Path) -> None:
+    """As on a GPU: matrices stay quantised, the plan counts their bytes, and their values are those meant."""
+    ops = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    settings, pack = KINDS["gptq"]
+    meant = quantised.write(plain, tmp_path / "q", settings, pack)
+    checkpoint = resolve(tmp_path / "q", role="target")
+    info = checkpoint.spec
+    assert isinstance(info, HostedInfo)
+    sizes = {"num_pages": 4, "page_size": 16, "max_positions": 64, "batch": 1, "max_queries": 2}
+    model = HostedModel(info, ops, dtype=torch.float32, device=CPU, **sizes)
+    load_hosted(checkpoint, model, dtype=torch.float32, device=CPU, release=False)
+    parts = model.base.named_modules(prefix="model")
+    products = {name: part for name, part in parts if isinstance(part, Product)}
+    codes = {name for name, part in products.items() if part.weight.format == "codes"}
+    assert codes == {name.removesuffix(".weight") for name in meant if "proj" in name}
+    for name in codes:
+        assert torch.equal(products[name].weight.unpack(), meant[f"{name}.weight"]), name
+    kept = sum(products[name].weight.nbytes for name in codes)
+    whole = sum(4 * meant[f"{name}.weight"].numel() for name in codes)
+    assert checkpoint.bytes_loaded(torch.float32, CPU, ops) == info.weight_bytes(torch.float32) - whole + kept
+    assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == info.weight_bytes(torch.float32)
+
+
+def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: Path) -> None:
+    config = config_of("qwen3_moe")  # hosted wherever its family is not native
+    raw = {**config.to_dict(), "quantization_config": GPTQ}
+    with pytest.raises(UnsupportedModel, match="quantised experts are read for native families alone"):
+        sources._hosted_info(tmp_path, raw, config)
+    shutil.copytree(plain, tmp_path / "unlike")
+    checkpoints.edit(tmp_path / "unlike" / "config.json", quantization_config=GPTQ)
+    with pytest.raises(CheckpointError, match="says 'gptq', and no matrix is stored so"):
+        resolve(tmp_path / "unlike", role="target")
