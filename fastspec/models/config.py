@@ -234,7 +234,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         family=family,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
+        intermediate_size=fields.size(described.inner),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -17,6 +17,7 @@ SIZE_LIMITS: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
     "num_hidden_layers": 2**12,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,

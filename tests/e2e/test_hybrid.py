@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"max_length": 400, "page_size": PAGE, "dtype": "float
 # of transformers in fp32: chunks of 64 tokens there, and token by token here, differ by some 1e-4 of logits around 10
 GAP = 2e-4
 PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-SEEDS = {"qwen3_5": 0, "next": 0}
+SEEDS = {"qwen3_5": 0, "next": 1, "qwen3_5_moe": 0}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay, parts left out
 

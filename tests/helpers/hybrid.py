@@ -27,18 +27,28 @@ SIZES: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-KINDS = {"qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"), "next": ("Qwen3NextConfig", "Qwen3NextForCausalLM")}
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 6, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+}
+# Qwen3-Next with a dense layer among those with experts
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", {}),
+    "next": ("Qwen3Next", {**EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS),
+}
 
 
 def config_of(kind: str, **changes: Any) -> Any:
     """The tiny config of one of `KINDS`."""
-    dense = {"num_experts": 0} if kind == "next" else {}
-    return getattr(transformers, KINDS[kind][0])(**{**SIZES, **dense, **changes})
+    name, own = KINDS[kind]
+    made = getattr(transformers, f"{name}Config" if kind == "next" else f"{name}TextConfig")
+    return made(**{**SIZES, **own, **changes})
 
 
 def make_hybrid(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
     """A live model on the CPU; no weight is neutral: states decay by all rates, and norms lie around their 1."""
-    model: PreTrainedModel = getattr(transformers, KINDS[kind][1])(config_of(kind, **changes))
+    model: PreTrainedModel = getattr(transformers, f"{KINDS[kind][0]}ForCausalLM")(config_of(kind, **changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,14 +61,14 @@ def make_hybrid(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> P
 def save_published(model: PreTrainedModel, directory: Path) -> Path:
     """The text model of Qwen3.5 as it is published: a part of a model that sees images, with a drafter beside it."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = {**model.config.to_dict(), "model_type": "qwen3_5_text"}
+    kind = model.config.model_type.removesuffix("_text")
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "architectures": [f"{KINDS[kind][0]}ForConditionalGeneration"],
+        "model_type": kind,
         "dtype": "float32",
         "tie_word_embeddings": False,
-        "text_config": text,
-        "vision_config": {"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 8, "out_hidden_size": 64},
+        "text_config": model.config.to_dict(),
+        "vision_config": {"model_type": f"{kind}_vision", "depth": 1, "hidden_size": 8, "out_hidden_size": 64},
     }
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {

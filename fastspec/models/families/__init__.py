@@ -16,12 +16,13 @@ from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE
 from fastspec.models.families.mixtures.gpt_oss import GPT_OSS
 from fastspec.models.families.mixtures.mixtral import MIXTRAL
 from fastspec.models.families.mixtures.olmoe import OLMOE
+from fastspec.models.families.mixtures.qwen_hybrid import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import Family
 from fastspec.models.families.qwen2 import MIMO, QWEN2
-from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
+from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
@@ -34,6 +35,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_5": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gemma3": GEMMA3,

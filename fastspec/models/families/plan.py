@@ -220,6 +220,7 @@ class Family:
         names: of the tensors of a layer.
         scales: from a config, what is done outside of layers.
         eps: the config's field with the epsilon of norms.
+        inner: the config's field with the elements between the products of an MLP.
         act: the config's field with the activation, and the one value that the plans compute.
         rope_kinds: kinds of rotary tables that this family is tested with.
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
@@ -235,6 +236,7 @@ class Family:
     names: LayerNames = field(default_factory=LayerNames)
     scales: Callable[[ConfigFields], ModelScales] = _no_scales
     eps: str = "rms_norm_eps"
+    inner: str = "intermediate_size"
     act: tuple[str, str] = ("hidden_act", "silu")
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_layers: tuple[str, ...] = ()

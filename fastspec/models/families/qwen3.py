@@ -1,14 +1,14 @@
 """Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types.
 
-Qwen3-Next, and Qwen3.5 and 3.6, which differ from it in how projections are stored: gated delta-rule layers, and full
-attention in every fourth layer, with an output gate and a rope of a part of each head; norms 1 + w.
+Qwen3.5 and 3.6, dense: gated delta-rule layers, and full attention in every fourth layer, with an output gate and a
+rope of a part of each head; norms 1 + w.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, windows_by_layer_type
+from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import DeltaRule
 
@@ -21,7 +21,8 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-def _hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    """What layers of Qwen3-Next and Qwen3.5 do, with a dense MLP in each."""
     types = fields.layer_types(layers, "linear_attention", "full_attention")
     if types is None:
         fields.refuse("layer_types", None, "'linear_attention' or 'full_attention' for each layer")
@@ -40,22 +41,6 @@ def _hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(attends if kind == "full_attention" else recurs for kind in types)
 
 
-def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    experts, dense = fields.get("num_experts"), set(fields.get("mlp_only_layers") or ())
-    every = fields.get("decoder_sparse_step") or 1
-    routed = [layer for layer in range(layers) if layer not in dense and (layer + 1) % every == 0]
-    if experts and routed:
-        fields.refuse("num_experts", experts, "0, or every layer in mlp_only_layers: its experts are not implemented")
-    return _hybrid_plans(fields, layers)
-
-
 QWEN3 = Family("Qwen3ForCausalLM", _plans)
-QWEN3_NEXT = Family(
-    "Qwen3NextForCausalLM",
-    _next_plans,
-    LayerNames(delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
-    rope_kinds=("default",),
-    partial_rope=True,
-)
-QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", _hybrid_plans, rope_kinds=("default",), partial_rope=True)
+QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", hybrid_plans, rope_kinds=("default",), partial_rope=True)
 QWEN3_5 = replace(QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", text_part=True)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: logits are transformers', no part can be left out, and what is not there is refused."""
+"""Hybrid models, dense and with experts: logits are transformers', no part can be left out, bad configs are refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def changes(case: Case) -> Iterator[Changed]:
         layer = weights.layers[at]
         for field in dataclasses.fields(LayerWeights):
             value = getattr(layer, field.name)
-            if value is not None and field.name != "delta":
+            if value is not None and field.name not in ("delta", "experts"):
                 yield f"{field.name} {at}", spec, with_layer(weights, at, **{field.name: turned(value)})
     delta = weights.layers[LAYER].delta
     assert delta is not None
@@ -158,11 +158,11 @@ def test_what_is_published_beside_the_text_model_is_left_out_with_a_word(tmp_pat
     assert replace(checkpoint.native, family="qwen3_5_text") == spec_from_config(config_of("qwen3_5"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_5", "next"])
 def test_projections_that_alone_are_not_quantised_lie_apart(kind: str, tmp_path: Path) -> None:
     """As FP8 checkpoints are published; of a layer whose projections are quantised alike they are one matrix."""
     source = tmp_path / "plain"
-    make_hybrid(kind).save_pretrained(source)
+    make_hybrid(kind, **({"num_experts": 0} if kind == "next" else {})).save_pretrained(source)
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     device, ids = torch.device("cpu"), torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
     for keep, apart in (("in_proj_b", "in_proj_a"), True), ((), False):
@@ -186,7 +186,8 @@ def test_projections_that_alone_are_not_quantised_lie_apart(kind: str, tmp_path:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("next", {"num_experts": 8}, "num_experts=8 is not supported, wanted 0, or every layer in mlp_only_layers"),
+    ("next", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is not supported, wanted at most num_experts=6"),
+    ("qwen3_5_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
     ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_attention'"),
     ("qwen3_5", {"linear_num_key_heads": 3}, "linear_num_key_heads=3"),
     ("qwen3_5", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
@@ -205,8 +206,9 @@ def test_a_bad_config_is_refused_in_words(kind: str, fields: dict[str, Any], mes
 
 
 def test_layers_without_experts_need_none() -> None:
-    assert spec_from_config(config_of("next", num_experts=8, mlp_only_layers=[0, 1, 2, 3])).deltas
-    assert spec_from_config(config_of("next", num_experts=8, decoder_sparse_step=5)).deltas
+    for dense in ({"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 5}, {"num_experts": 0}):
+        assert not any(plan.experts for plan in spec_from_config(config_of("next", **dense)).plans)
+    assert [plan.experts is None for plan in spec_from_config(config_of("next")).plans] == [False, True, False, False]
 
 
 def test_a_recurrent_layer_with_a_fused_tail_is_no_plan() -> None:

@@ -1,0 +1,51 @@
+"""Qwen3-Next, and Qwen3.5 and 3.6 with experts: the layers of Qwen3.5, with a gated shared expert beside the others.
+
+Qwen3-Next stores the projections of its recurrent layers by key head, and may have dense layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.mixtures.experts import counts, sparse_layers, width
+from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, LayerPlan
+from fastspec.models.families.qwen3 import hybrid_plans
+from fastspec.models.fields import ConfigFields
+from fastspec.shapes import RoutingRule
+
+
+def _experts(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
+    count, chosen = counts(fields)
+    routing = RoutingRule(chosen, normed=normed)
+    shared = width(fields, "shared_expert_intermediate_size")
+    return ExpertsPlan(count, width(fields, "moe_intermediate_size"), routing, shared=shared, shared_gate=True)
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    experts = _experts(fields, normed=True)
+    return tuple(replace(plan, experts=experts) for plan in hybrid_plans(fields, layers))
+
+
+def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    plans, sparse = hybrid_plans(fields, layers), sparse_layers(fields, layers)
+    if fields.get("num_experts") == 0 or not any(sparse):
+        return plans
+    experts = _experts(fields, normed=fields.flag("norm_topk_prob"))
+    return tuple(replace(plan, experts=experts if has else None) for plan, has in zip(plans, sparse, strict=True))
+
+
+QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    _next_plans,
+    LayerNames(delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    rope_kinds=("default",),
+    partial_rope=True,
+)
+QWEN3_5_MOE_TEXT = Family(
+    "Qwen3_5MoeForCausalLM",
+    _plans,
+    inner="shared_expert_intermediate_size",
+    rope_kinds=("default",),
+    partial_rope=True,
+)
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, architecture="Qwen3_5MoeForConditionalGeneration", text_part=True)
