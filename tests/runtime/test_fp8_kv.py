@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from fastspec.models.weights.quantised.cache_scales import CacheScales, for_laye
 from fastspec.models.weights.quantised.write import write_quantised
 from fastspec.runtime import settings
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import make_family
+from tests.helpers.hybrid import make_hybrid
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_length": 128, "progress": False, "kv_dtype": "fp8"}
 PROMPTS = ["import os\n", "class Stack:\n    def push(self, item):\n", "def main(argv=None):\n    for"]
@@ -137,3 +140,21 @@ def test_older_gpus_and_hosted_models_are_refused(monkeypatch: pytest.MonkeyPatc
     assert settings._kv_dtypes("fp8", layout, model, model, on, False) == (FP8, FP8)
     with pytest.raises(ValueError, match="for native families alone, and m is hosted"):
         settings._kv_dtypes("fp8", layout, model, hosted, on, False)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe", "recurrent"])
+def test_families_with_rules_of_their_own_have_the_text_of_plain_decoding(family: str) -> None:
+    """Softcaps and windows, sinks, norms of heads, recurrent layers between; with a draft that is often wrong."""
+    make = partial(make_hybrid, "next") if family == "recurrent" else partial(make_family, family)
+    target, draft = make(), make(seed=1)
+    rows = [list(range(3, 40)), list(range(50, 61))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        made = FastSpecGenerator(target, draft, num_speculative_tokens=3, verification="coupled", **OPTIONS)
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "return_dict_in_generate": True}
+    with made:
+        together: Any = made.generate(rows, **options)
+        assert together.stats.drafted > 0
+        for row, tokens in zip(rows, together.new_tokens, strict=True):
+            alone: Any = made.generate([row], num_speculative_tokens=0, **options)
+            assert alone.new_tokens == [tokens]
