@@ -2,7 +2,7 @@
 
 | argument     | shape, dtype                          | notes                                              |
 |--------------|---------------------------------------|----------------------------------------------------|
-| x            | [..., K] bf16, fp16 or fp32           | contiguous, K up to MAX_WIDTH                      |
+| x            | [..., K] bf16, fp16 or fp32           | any strides, K up to MAX_WIDTH                     |
 | weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for what it means |
 
 One program has one row, and sums it in an order that depends on K alone: a row's bits do not depend on other rows.
@@ -68,10 +68,10 @@ def norm(
     Raises:
         ValueError: a tensor is not as above.
     """
-    width = x.shape[-1]
-    if not x.is_contiguous() or not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
+    width, x = x.shape[-1], x.contiguous()  # the last position of several is a view
+    if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(
-            f"x is {told(x)}, weight {told(weight)}; wanted contiguous [..., K] and [K], K up to {MAX_WIDTH}"
+            f"x is {told(x)}, weight {told(weight)}; wanted [..., K] and contiguous [K], K up to {MAX_WIDTH}"
         )
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype or not bias.is_contiguous()):
         raise ValueError(f"bias is {told(bias)}; wanted it as the weight, {told(weight)}")
