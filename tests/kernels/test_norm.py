@@ -74,7 +74,8 @@ def test_the_definition_is_that_of_torch_and_of_llama() -> None:
 
 def test_what_it_cannot_take_is_refused() -> None:
     x, weight = torch.zeros(2, 8), torch.ones(8)
-    for bad in ((x, torch.ones(16)[::2]), (x, torch.ones(7)), (torch.zeros(1, MAX_WIDTH + 1), torch.ones(MAX_WIDTH + 1))):
+    wide = torch.zeros(1, MAX_WIDTH + 1), torch.ones(MAX_WIDTH + 1)
+    for bad in ((x, torch.ones(16)[::2]), (x, torch.ones(7)), wide):
         with pytest.raises(ValueError, match="and contiguous"):
             norm(*bad, 1e-5)
     with pytest.raises(ValueError, match="bias is"):
