@@ -10,9 +10,8 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,9 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.server.app import app_of
 from fastspec.server.service import Limits, Service
 from fastspec.shapes import FULL
+
+if TYPE_CHECKING:  # where Ray is not installed this file can be read all the same
+    from ray.serve import Application
 
 REPLICA_HEADER = "Fastspec-Replica"  # of every answer: who gave it
 _DRAIN = 60.0  # seconds that the last answers of a replica may take, as with `fastspec serve`
@@ -37,7 +39,7 @@ def deployment(
     limits: Mapping[str, float] | None = None,
     generator_options: Mapping[str, Any] | None = None,
     **ray_options: Any,
-) -> serve.Application:
+) -> Application:
     """An application for `ray.serve.run`: generators of one pair of models behind OpenAI's protocol.
 
     Args:
@@ -46,13 +48,15 @@ def deployment(
         api_key: that clients must send. Ray keeps it in the clear among the deployment's arguments.
         limits: of each replica: `body`, `tokens`, `requests`, `seconds`, as `--limit` of `fastspec serve`.
         generator_options: arguments of `FastSpecGenerator`.
-        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. Where they say
-            nothing a replica gets one GPU (with the device "cpu": none), as many requests as `limits` let wait, and a
-            minute for its last answers once it is told to end.
+        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. Where they
+            say nothing a replica gets one GPU (with the device "cpu": none), as many requests as `limits` let wait,
+            and a minute for its last answers once it is told to end.
 
     Raises:
         UnsupportedOption: an argument that a replica cannot have; nothing was started.
     """
+    from ray import serve
+
     options = {"progress": False, **(generator_options or {})}
     _check(options, limits or {})
     chosen = Limits(**(limits or {}))  # type: ignore[arg-type]
@@ -61,7 +65,7 @@ def deployment(
         actor.setdefault("num_gpus", 1)  # without one Ray would hide them all, and the replica run on CPUs
     if actor.get("num_gpus", 0) > 1:
         raise UnsupportedOption(
-            f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU; give it 1, and num_replicas more"
+            f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU; give 1, and num_replicas more"
         )
     usual = {
         "name": "fastspec",
@@ -82,6 +86,8 @@ class Replica:
     def __init__(
         self, target: str, draft: str | None, name: str, api_key: str | None, limits: Limits, options: dict[str, Any]
     ) -> None:
+        from ray import serve
+
         self._generator = FastSpecGenerator(target, draft, **options)
         self._generator.warmup(sampler=FULL)
         self._service = Service(self._generator, name, limits)
