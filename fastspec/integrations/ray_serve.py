@@ -64,9 +64,8 @@ def deployment(
     if str(options.get("device")) != "cpu":
         actor.setdefault("num_gpus", 1)  # without one Ray would hide them all, and the replica run on CPUs
     if actor.get("num_gpus", 0) > 1:
-        raise UnsupportedOption(
-            f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU; give 1, and num_replicas more"
-        )
+        wrong = f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU"
+        raise UnsupportedOption(f"{wrong}; give it 1, and num_replicas more")
     usual = {
         "name": "fastspec",
         "max_ongoing_requests": chosen.requests,
@@ -109,12 +108,7 @@ class Replica:
 
 
 class _Answer(Response):
-    """A response that the routes write. Ray hands it the connection, so events are sent as they come.
-
-    Args:
-        app: the routes.
-        replica: who answers.
-    """
+    """What the routes write, signed by the replica. Ray hands it the connection, so events go out as they come."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         super().__init__()

@@ -254,6 +254,7 @@ def test_what_ray_owns_passes_and_a_replica_has_a_gpu_unless_it_is_told_otherwis
     plain = made(num_replicas=3, health_check_period_s=2.0)
     assert (plain.num_replicas, plain.name, plain.max_ongoing_requests) == (3, "fastspec", 256)
     assert plain.ray_actor_options["num_gpus"] == 1
+    assert plain._deployment_config.graceful_shutdown_timeout_s == 60
     assert plain.init_args[2] == "org/model"
     on_cpu = made(generator_options={"device": "cpu"}, limits={"requests": 7}, ray_actor_options={"num_cpus": 2})
     assert on_cpu.ray_actor_options == {"num_cpus": 2}
