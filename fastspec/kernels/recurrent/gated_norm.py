@@ -6,7 +6,7 @@
 | gate     | as x                                 | its last axis contiguous, tokens at equal strides |
 | weight   | [D], x's dtype                       | contiguous                                        |
 
-A program has some heads of one token: a row's bits do not depend on other rows.
+One program computes some heads of one token, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, some heads."""
+    """Programs by token and group of heads."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
