@@ -6,8 +6,8 @@
 | mxfp4 | uint8 [E, N, K/2], scales [E, N, K/32] | e2m1(code) * 2^(scale - 127); of each 64 values of a row, value i   |
 |       |                                        | and value 32 + i are the low and the high four bits of one byte     |
 
-mxfp4 is defined by OCP Microscaling Formats 1.0. A byte of a checkpoint holds two neighbouring values; here it holds values
-32 apart, so that a kernel gets two contiguous runs of values by shifts and masks alone.
+mxfp4 is defined by OCP Microscaling Formats 1.0. A byte of a checkpoint holds two neighbouring values; here it holds
+two values 32 apart, so that a kernel gets two contiguous runs of values by shifts and masks alone.
 """
 
 from __future__ import annotations
