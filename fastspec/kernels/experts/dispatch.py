@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
-from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.experts.products import expert_kernel, sum_kernel
 from fastspec.shapes import ClampedGate
 
@@ -108,7 +108,7 @@ def experts(
     grid = (num_rows, triton.cdiv(hidden, SUM_BLOCK))
     launch(
         sum_kernel, grid, given, factors, *added, residual.reshape(rows.shape).contiguous(), out,
-        K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **_options(pdl),
+        K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -153,7 +153,7 @@ def _product(
         BLOCK_K=BLOCK_K[x.element_size()], RUNS=_runs(k, tile), PLACES=triton.next_power_of_2(chosen),
         SLOTS=triton.next_power_of_2(min(pairs, count)), EXPERTS=triton.next_power_of_2(count),
         GATED=gated, CLAMPED=clamp is not None, OF_PAIRS=not gated, BY_EXPERT=pairs >= count,
-        SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **_options(pdl),
+        SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -167,8 +167,3 @@ def _sorted(ids: Tensor, count: int, rows: int) -> Sorted:
     zero = torch.zeros(1, dtype=torch.int32, device=ids.device)
     starts = torch.cat((zero, each.cumsum(0, dtype=torch.int32)))
     return Sorted(order, starts, ((each + rows - 1) // rows).cumsum(0, dtype=torch.int32))
-
-
-def _options(pdl: bool) -> dict[str, Any]:
-    # `launch_pdl` is named only where it is wanted: the interpreter does not know it
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check
-from fastspec.kernels.common.launch import launch, new_ids
+from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.shapes import RoutingRule
 
 MOST_EXPERTS = 4096  # logits that one program holds
@@ -135,6 +135,6 @@ def route(
         route_kernel, (rows,), logits, correction, ids, factors, rule.scale,
         E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
         GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
-        num_warps=1 if block <= 256 else 4, **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
+        num_warps=1 if block <= 256 else 4, **pdl_options(pdl),
     )  # fmt: skip
     return ids, factors

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, conv, gates, span, unit
 from fastspec.shapes import DeltaRule
 
@@ -113,10 +113,9 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
         WIDTH=rule.width,
         SLOTS=where.states.shape[1],
         BLOCK=block,
-        PDL=pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
 
 

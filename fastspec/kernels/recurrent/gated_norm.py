@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 
 _ELEMENTS = 1024  # of a program
 
@@ -87,9 +87,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         DIM=dim,
         GROUP=group,
         BLOCK=block,
-        PDL=pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     return out
