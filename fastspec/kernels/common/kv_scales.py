@@ -2,7 +2,7 @@
 
     stored = e4m3(x / scale), rounded to nearest even, cut off at +-448;   read = stored * scale
 
-Scales are one number of K and one of V for a whole layer, fixed beforehand. So what is stored of a token depends on
+Each layer has one scale for K and one for V, fixed before anything runs. So what is stored of a token depends on
 that token alone, and a row has the same bits whether its tokens came one by one, as drafts or in a prompt.
 """
 
