@@ -184,6 +184,11 @@ class Service:
         self.created = int(time.time())
         self._running = 0
 
+    @property
+    def running(self) -> int:
+        """Answers that are being written or wait."""
+        return self._running
+
     def _admit(self, count: int) -> None:
         if self._running + count > self.limits.requests:
             raise Refusal(

@@ -1,0 +1,152 @@
+"""OpenAI's protocol on many machines, by Ray Serve. Needs the extra `ray`.
+
+One replica is one generator on one GPU (or on CPUs) behind the routes of `fastspec serve`. Ray's proxy hands requests
+to the replicas, looks after their health and replaces those that die. Replicas know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastspec.errors import UnsupportedOption
+from fastspec.generator import FastSpecGenerator
+from fastspec.server.app import app_of
+from fastspec.server.service import Limits, Service
+from fastspec.shapes import FULL
+
+if TYPE_CHECKING:  # where Ray is not installed this file can be read all the same
+    from ray.serve import Application
+
+REPLICA_HEADER = "Fastspec-Replica"  # of every answer: who gave it
+_DRAIN = 60.0  # seconds that the last answers of a replica may take, as with `fastspec serve`
+_OF_ONE_PROCESS = ("tensor_parallel", "draft_tensor_parallel")
+
+
+def deployment(
+    target: str,
+    draft: str | None = None,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    limits: Mapping[str, float] | None = None,
+    generator_options: Mapping[str, Any] | None = None,
+    **ray_options: Any,
+) -> Application:
+    """An application for `ray.serve.run`: generators of one pair of models behind OpenAI's protocol.
+
+    Args:
+        target, draft: directories or Hub ids that every machine can read.
+        name: of the model, for clients. Default: the target's last directory, or its Hub id.
+        api_key: that clients must send. Ray keeps it in the clear among the deployment's arguments.
+        limits: of each replica: `body`, `tokens`, `requests`, `seconds`, as `--limit` of `fastspec serve`.
+        generator_options: arguments of `FastSpecGenerator`.
+        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. Where they
+            say nothing a replica gets one GPU (with the device "cpu": none), as many requests as `limits` let wait,
+            and a minute for its last answers once it is told to end.
+
+    Raises:
+        UnsupportedOption: an argument that a replica cannot have; nothing was started.
+    """
+    from ray import serve
+
+    options = {"progress": False, **(generator_options or {})}
+    _check(options, limits or {})
+    chosen = Limits(**(limits or {}))  # type: ignore[arg-type]
+    actor = dict(ray_options.pop("ray_actor_options", None) or {})
+    if str(options.get("device")) != "cpu":
+        actor.setdefault("num_gpus", 1)  # without one Ray would hide them all, and the replica run on CPUs
+    if actor.get("num_gpus", 0) > 1:
+        raise UnsupportedOption(
+            f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU; give 1, and num_replicas more"
+        )
+    usual = {
+        "name": "fastspec",
+        "max_ongoing_requests": chosen.requests,
+        "graceful_shutdown_timeout_s": min(_DRAIN, chosen.seconds),
+    }
+    made = serve.deployment(**{**usual, **ray_options, "ray_actor_options": actor})(Replica)
+    return made.bind(target, draft, name or _name(target), api_key, chosen, options)
+
+
+class Replica:
+    """One generator and its routes; made by Ray.
+
+    Args:
+        target, draft, name, api_key, limits, options: as `deployment` has checked them.
+    """
+
+    def __init__(
+        self, target: str, draft: str | None, name: str, api_key: str | None, limits: Limits, options: dict[str, Any]
+    ) -> None:
+        from ray import serve
+
+        self._generator = FastSpecGenerator(target, draft, **options)
+        self._generator.warmup(sampler=FULL)
+        self._service = Service(self._generator, name, limits)
+        self._answer = _Answer(app_of(self._service, api_key), serve.get_replica_context().replica_id.unique_id)
+
+    async def __call__(self, request: Request) -> Response:
+        """What the routes answer."""
+        return self._answer
+
+    async def check_health(self) -> None:
+        """Ray asks again and again; raises where the generator makes no steps, so that Ray replaces this replica."""
+        if not self._service.running:  # a probe would wait behind answers, and these tell their own errors
+            await self._generator.submit([0], max_new_tokens=1)
+
+    def __del__(self) -> None:
+        """Called by Ray once the last answers are given."""
+        if hasattr(self, "_generator"):  # it could be loaded
+            self._generator.close()
+
+
+class _Answer(Response):
+    """A response that the routes write. Ray hands it the connection, so events are sent as they come.
+
+    Args:
+        app: the routes.
+        replica: who answers.
+    """
+
+    def __init__(self, app: ASGIApp, replica: str) -> None:
+        super().__init__()
+        self._app, self._header = app, (REPLICA_HEADER.lower().encode(), replica.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets them answer."""
+
+        async def signed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], self._header]}
+            await send(message)
+
+        await self._app(scope, receive, signed)
+
+
+def _check(options: Mapping[str, Any], limits: Mapping[str, float]) -> None:
+    """Refuses what every replica would refuse, before one is started."""
+    if several := [name for name in _OF_ONE_PROCESS if options.get(name) is not None]:
+        raise UnsupportedOption(
+            f"generator_options {', '.join(several)}: a replica is one process on one GPU; leave it out, and give "
+            "num_replicas more"
+        )
+    known = set(inspect.signature(FastSpecGenerator).parameters) - {"target", "draft", *_OF_ONE_PROCESS}
+    of_limits = {field.name for field in fields(Limits)}
+    for what, given, wanted in (("generator_options", {*options}, known), ("limits", {*limits}, of_limits)):
+        if unknown := sorted(given - wanted):
+            raise UnsupportedOption(
+                f"{what} {', '.join(unknown)} are not known, wanted some of {', '.join(sorted(wanted))}"
+            )
+
+
+def _name(target: str) -> str:
+    """A directory's name, or a Hub id."""
+    return Path(target).resolve().name if Path(target).exists() else target
