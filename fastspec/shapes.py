@@ -13,9 +13,9 @@ from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draf
 KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
 EARLY_BLOCKS = 17
-PASS = 128  # tokens of a prompt that take as long as a pass does by reading its weights
+PASS = 128  # cost of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
-# steps with rows that follow a grammar: what is proposed for the others counts, or drafts are those of grammars alone
+# kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts
 GRAMMARS = BESIDE, ALONE = "beside", "alone"
 NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
 
@@ -61,7 +61,7 @@ class DeltaRule(NamedTuple):
         key_heads: heads of queries and keys. Each serves value_heads / key_heads neighbouring value heads.
         value_heads: heads of values, each with a state [value_dim, key_dim].
         key_dim, value_dim: elements of one head.
-        width: positions that the convolution sees, the newest with its own among them.
+        width: positions that the convolution reads, the current one included (its kernel size).
     """
 
     key_heads: int
@@ -92,26 +92,27 @@ class DeltaRule(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """Older positions that the convolution sees."""
+        """Older positions that the convolution reads."""
         return self.width - 1
 
 
 class RoutingRule(NamedTuple):
-    """How the experts of a token are chosen from its router's logits, one an expert, and with what factors.
+    """How a token's experts are chosen from its router logits [E], and with what factors they are weighted.
 
         s = softmax(logits), sigmoid(logits), or the logits themselves
-        chosen: the `chosen` largest of s [+ correction], lowest id first of equals; where there are groups of
-            neighbouring experts, among the `kept_groups` whose two largest make the largest sums
-        factor = s of a chosen expert, through a softmax over the chosen where s are logits; divided by their sum
-            where `normed`; times `scale`
+        chosen experts: the `chosen` largest of s [+ correction], of equal ones the lowest id first; with groups only
+            from the `kept_groups` groups of neighbouring experts whose two largest scores have the largest sums
+            (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+        factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
+            with `normed`; times `scale`
 
     Attributes:
         chosen: experts of a token.
         scores: what s is; "logits" takes the softmax over the chosen experts alone.
         normed: factors are divided by their sum.
         scale: factor on all of them.
-        groups: groups of experts, of equally many.
-        kept_groups: groups in which experts may be chosen.
+        groups: number of groups of experts, all of one size; 1: no groups.
+        kept_groups: number of groups from which experts are chosen.
     """
 
     chosen: int
@@ -123,9 +124,10 @@ class RoutingRule(NamedTuple):
 
 
 class ClampedGate(NamedTuple):
-    """A gate of an expert that is no silu: g = min(g, limit), u = clamp(u, -limit, limit).
+    """The activation of gpt-oss's experts (transformers' GptOssExperts), in place of silu(g) * u.
 
-    g * sigmoid(alpha * g) * (u + 1), as in gpt-oss (transformers' GptOssExperts).
+    g = min(g, limit), u = clamp(u, -limit, limit)
+    g * sigmoid(alpha * g) * (u + 1)
     """
 
     alpha: float
@@ -145,7 +147,7 @@ class StepShape:
             log-probability; None records nothing.
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
-        grammars: one of GRAMMARS where rows follow a grammar; None: none does.
+        grammars: one of GRAMMARS where some rows follow a grammar; None: no row does.
     """
 
     num_drafts: int
@@ -215,19 +217,21 @@ def chunks_of(
 ) -> list[int]:
     """Sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    They lie on an absolute grid. From position 0 on every stretch as long as the largest size is one pass, whatever the
-    length of the prompt; what is left behind is cut by its length alone: one pass with room for it all, or the largest
-    size that it fills and then those over the rest, whichever costs less. Sizes that are alike leave the same bits, so
-    a pass of one of them may be begun in its middle or cut into several: the smallest of them is a cell of the grid,
-    and prompts that begin alike have the same bits in the whole cells that they share.
+    Passes lie on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
+    whatever the length of the prompt. The rest behind the last whole range is cut by its length alone: one pass with
+    room for all of it, or the largest size that it fills followed by passes over what remains, whichever costs less.
+    Passes of sizes in `alike` leave the same bits in the caches, so such a pass may start in its middle or be split.
+    The smallest of them is a cell of the grid, and prompts with a common prefix have the same bits in all whole cells
+    of that prefix.
 
     Args:
-        sizes: ascending.
-        stop: one position behind the last.
-        start: a multiple of the cell.
-        alike: those of `sizes` that leave the same bits, ascending; (): the largest alone.
-        cell: by default the smallest of `alike`.
-        most: of these a pass has at most so many tokens; the smallest of them always goes.
+        sizes: allowed sizes of passes, ascending.
+        stop: the position behind the last token.
+        start: the first position, a multiple of the cell.
+        alike: those of `sizes` whose passes leave the same bits, ascending; (): the largest alone.
+        cell: positions of a cell; None: the smallest of `alike`.
+        most: passes of sizes in `alike` have at most so many tokens, but the smallest size is always allowed; None: no
+            limit.
     """
     alike = alike or sizes[-1:]
     assert start % (cell or alike[0]) == 0, "prompts are taken up again at the edges of cells alone"
@@ -244,14 +248,14 @@ def chunks_of(
             continue
         if begin >= start and (size not in alike or size <= short[-1]):
             chunks.append(size)
-        else:  # the last pass may have room to spare, those before it end where the next one begins
+        else:  # only the last pass may be larger than its tokens; others end where the next begins
             fitted = _filled(short, end - max(begin, start))
             chunks += fitted if end < stop else _covering(short, stop - max(begin, start))
     return chunks
 
 
 def _covering(sizes: list[int], tokens: int) -> list[int]:
-    """Sizes of the passes over so many tokens, of any of these sizes; the last may have room to spare."""
+    """Sizes of the passes over so many tokens, of any of these sizes; the last may be larger than its tokens."""
     whole, rest = divmod(tokens, sizes[-1])
     return [sizes[-1]] * whole + _tail(tuple(sizes), rest)
 
@@ -276,5 +280,5 @@ def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def _cost(chunks: list[int]) -> int:
-    """What passes cost, in tokens of a prompt."""
+    """The estimated cost of passes, in prompt tokens."""
     return sum(chunks) + PASS * len(chunks)

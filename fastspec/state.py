@@ -22,7 +22,7 @@ from fastspec.sampling.processors import ProcessorRows
 
 # values of DecodeState.finish: what a commit leaves there, and one more
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
-PAUSED = 4  # a row with a grammar, until the host has told it what may come next
+PAUSED = 4  # a row with a grammar, until the host has sent the masks of its next step
 MAX_STOP_IDS = 64
 OWN = "row"
 MAX_TOP_LOGPROBS = 20

@@ -119,7 +119,7 @@ def verify_and_commit(
     if shape.grammars is None:
         _judge(parts, state, shape, draws, logits, entry, record)
         return
-    # log-probabilities are the raw target's, so they are recorded apart
+    # log-probabilities are those of the raw target, without masks, so they are recorded separately
     apart = record is not None
     _judge(parts, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
     if record is not None:
@@ -135,7 +135,7 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """`verify_and_commit` by the logits [B, k+1, V] that tokens are chosen by."""
+    """`verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars if any."""
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(parts, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
@@ -146,7 +146,7 @@ def _judge(
 
 
 def _drawn(parts: StepModules, shape: StepShape) -> bool:
-    """Whether the drafts of a step were drawn, so that draft_probs holds their distributions."""
+    """Whether draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
     return parts.proposer is not None and not parts.proposer.deterministic and shape.grammars != ALONE
 
 
@@ -158,14 +158,14 @@ def _record(
     raw: Tensor,
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Records log-probabilities under raw logits after a commit that did not, and publishes all of it."""
+    """Records log-probabilities of the raw logits after a commit without them, then publishes both."""
     record_logprobs(state, record.top, raw)
     if entry:
         parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
 
 
 def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Rows with a grammar have the drafts that the host gave them; where those are all there are, others have none."""
+    """Rows with a grammar take the draft tokens that the host sent; with ALONE all other rows have no drafts."""
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
     drafts.copy_(torch.where(rows[:, None], state.given_tokens[:, :k], drafts))
@@ -177,7 +177,7 @@ def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None
 
 
 def pause(state: DecodeState) -> None:
-    """Rows with a grammar wait until the host has read what this step emitted, and told what may come next."""
+    """Pauses rows with a grammar until the host has read this step's tokens and sent the next masks."""
     state.finish.copy_(torch.where(state.constrained & state.running, PAUSED, state.finish))
 
 

@@ -1,1 +1,1 @@
-"""Texts that a grammar allows: what a caller asks for, the library that reads it, and one row's place in it."""
+"""Structured output: what a caller asks for, the library that compiles it, and the state of one row in its grammar."""

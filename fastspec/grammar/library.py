@@ -1,6 +1,6 @@
-"""llguidance, which reads grammars and says which ids may come: the one file that imports it, once it is asked for.
+"""llguidance compiles grammars and computes token masks. This is the one file that imports it, on first use.
 
-Its masks are a function of the grammar, the vocabulary and the text so far.
+A mask is a function of the grammar, the vocabulary and the text so far.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fastspec.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # grammars
-_TOLD = 300  # characters of what the library says about a grammar
+_KEPT = 64  # compiled grammars
+_TOLD = 300  # characters of the library's message, or of a grammar, that an error quotes
 
 
 class Grammars:
@@ -30,17 +30,17 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last one, and what the library made of it
+        self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last tokenizer, of transformers and of llguidance
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
-        """The beginning of a row.
+        """The grammar state of a row that has emitted nothing yet.
 
         Args:
-            spec: what it follows.
+            spec: the grammar that its text follows.
             tokenizer: the target's, of transformers; None: the checkpoint brings none.
-            prompt: of the row.
-            stop_ids: end the row; they may come where the text is whole.
+            prompt: token ids of the row's prompt.
+            stop_ids: end the row; they are allowed where the text is complete.
 
         Raises:
             ValueError: the grammar cannot be read, or allows no text, or there is no tokenizer.
@@ -62,7 +62,7 @@ class Grammars:
         return row
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-        """The compiled grammar, at its beginning."""
+        """The compiled grammar, at its start."""
         if spec not in self._compiled:
             self._compiled[spec] = _compiled(spec, vocabulary)
         self._compiled.move_to_end(spec)
@@ -78,7 +78,7 @@ class Grammars:
 
 
 def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """What the library makes of a tokenizer."""
+    """The tokenizer as llguidance reads it."""
     try:
         from llguidance.hf import from_tokenizer
     except ImportError:

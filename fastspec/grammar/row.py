@@ -1,9 +1,9 @@
-"""One row's place in its grammar: what may come next, what must, and where the text ends.
+"""The state of one row in its grammar: which tokens are allowed next, which are forced, and where the text ends.
 
-The host knows a row's text only once a step was read, and what may come at a step's later places depends on the drafts
-before them. So the drafts of such a row are made here: what the grammar forces, and behind that what followed the
-row's last tokens before, as far as the grammar allows it. They are a function of the row's text alone, so the row's
-law is the target's masked one whatever they are.
+The host knows a row's text only when a step was read, and the mask of a step's later places depends on the draft tokens
+before them. So the host makes the draft tokens of such a row: those that the grammar forces, and where it forces none,
+those that followed the row's last tokens earlier (lookup), as far as the grammar allows them. They depend on the row's
+text alone, so the row's text follows the target's masked distribution, whatever they are.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_LONGEST, _SHORTEST = 4, 2  # tokens that a lookup compares
+_LONGEST, _SHORTEST = 4, 2  # last tokens of the row that a lookup compares
 _BITS = 32
-ALL = -1  # a word of a mask that allows all its ids
+ALL = -1  # a mask word with all bits set: its 32 ids are allowed
 
 
 class Matcher(Protocol):
-    """What a row asks of llguidance's `LLMatcher`."""
+    """The methods of llguidance's `LLMatcher` that a row uses."""
 
     def is_accepting(self) -> bool:
         """Whether the text may end here."""
 
     def is_stopped(self) -> bool:
-        """Whether it must, or the matcher has failed."""
+        """Whether the text must end here, or the matcher has failed."""
 
     def is_error(self) -> bool:
         """Whether the matcher has failed."""
@@ -36,44 +36,44 @@ class Matcher(Protocol):
         """Takes back the last tokens."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """Tokens that must come next."""
+        """Tokens that the grammar forces next (fast-forward tokens)."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of these could come next."""
+        """How many of these tokens, from the first on, are allowed next."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Goes on by these."""
+        """Advances the matcher by these tokens."""
 
     def compute_bitmask(self) -> bytes:
-        """A bit for every id, whether it may come next."""
+        """One bit for each id: whether it is allowed next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a row needs for one step.
+    """Draft tokens and masks of one row for one step.
 
     Attributes:
-        drafts: of the row, which all may come.
-        masks: int32 [len(drafts) + 1, W]: the ids that may come at each place, bit i % 32 of word i // 32 for id i.
+        drafts: draft tokens, all allowed by the grammar.
+        masks: int32 [len(drafts) + 1, W]: the ids allowed at each place; id i is bit i % 32 of word i // 32.
     """
 
     drafts: list[int]
     masks: NDArray[np.int32]
 
     def cut(self, most: int) -> Turn:
-        """With at most so many drafts."""
+        """The same with at most `most` draft tokens."""
         return Turn(self.drafts[:most], self.masks[: most + 1])
 
 
 class RowGrammar:
-    """A row's place in its grammar.
+    """The state of one row in its grammar.
 
     Args:
-        matcher: at its beginning.
-        vocab_size: width of the target's logits; W is a 32nd of it, rounded up.
-        stop_ids: end the row; they may come where the text is whole.
-        ends: ids that end a text for the matcher, which knows nothing of `stop_ids`.
-        prompt: of the row.
+        matcher: the compiled grammar, at its start.
+        vocab_size: width of the target's logits; a mask has W = ceil(vocab_size / 32) words.
+        stop_ids: end the row; they are allowed where the text is complete.
+        ends: ids that end a text for the matcher, which does not know `stop_ids`; never allowed.
+        prompt: token ids of the row's prompt, for lookup.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class RowGrammar:
         self._not_known = ~_bits(range(vocab_size), self._words)
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
         self._lookup = _Lookup(prompt)
-        self._turn: tuple[int, Turn] | None = None  # the one that was asked for last, for so many drafts
+        self._turn: tuple[int, Turn] | None = None  # the last answer of `turn`, with its `most`
 
     @property
     def possible(self) -> bool:
-        """Whether anything may come next."""
+        """Whether any token is allowed next."""
         return bool(self._mask().any())
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Takes in what a step emitted.
 
         Returns:
-            How many of these tokens there are up to the end of the text, where it must end and no stop id can say so;
-            None where the row goes on, or ends by itself.
+            The number of these tokens up to the end of the text, where the text must end and there is no stop id to
+            end the row; None where the row goes on, or a stop id ended it.
         """
         self._turn = None
         for index, token in enumerate(tokens):
@@ -114,7 +114,7 @@ class RowGrammar:
         return None
 
     def turn(self, most: int) -> Turn:
-        """What the next step needs, with at most `most` drafts; asking changes nothing."""
+        """Draft tokens and masks for the next step, at most `most` drafts; the row's state stays as it is."""
         if self._turn is None or self._turn[0] != most:
             self._turn = most, self._made(most)
         return self._turn[1]
@@ -142,13 +142,13 @@ class RowGrammar:
         return Turn(drafts, np.stack(masks))
 
     def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> Turn:
-        """The last draft ends the row: what may come behind it is never asked."""
+        """The last draft token is a stop id, so the mask behind it is never used: any will do."""
         if consumed:
             self._matcher.rollback(consumed)
         return Turn(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
-        """The next drafts: what must come, or what came before."""
+        """The next draft tokens: those that are forced, else those that lookup finds."""
         if room <= 0 or self._matcher.is_error():
             return []
         if self._whole:
@@ -159,7 +159,7 @@ class RowGrammar:
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self) -> NDArray[np.int32]:
-        """The ids that may come next, int32 [W]; any, where the host will cut the row."""
+        """The ids allowed next, int32 [W]; all ids where the text has ended and the host will cut the row."""
         if self._whole and not self._stop_ids:
             return ~self._not_known
         allowed = np.zeros(self._words, dtype=np.int32)
@@ -174,19 +174,19 @@ class RowGrammar:
 
 
 def words_of(vocab_size: int) -> int:
-    """W, int32 words of a mask."""
+    """W, the number of int32 words of a mask: ceil(vocab_size / 32)."""
     return -(-vocab_size // _BITS)
 
 
 def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
-    """The mask int32 [W] of some ids."""
+    """The mask int32 [W] that allows these ids."""
     bits = np.zeros(words * _BITS, dtype=bool)
     bits[list(ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class _Lookup:
-    """Finds what followed a row's last tokens when they stood there before.
+    """Lookup: finds which tokens followed the row's last tokens where these occurred before.
 
     Args:
         prompt: the row's first tokens.
@@ -194,19 +194,19 @@ class _Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # tokens in a row -> the place behind them, the last there is
+        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its last occurrence
         for token in prompt:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The row has one token more."""
+        """Appends a token of the row."""
         self._tokens.append(token)
-        end = len(self._tokens) - 1  # what ends before the newest token has something behind it
+        end = len(self._tokens) - 1  # n-grams that end before the newest token, which follows them
         for size in range(_SHORTEST, min(_LONGEST, end) + 1):
             self._behind[tuple(self._tokens[end - size : end])] = end
 
     def after(self, more: list[int], room: int) -> list[int]:
-        """What may follow the row and `more`, at most `room` tokens."""
+        """At most `room` tokens that followed the same n-gram as the row and `more` end with; empty: there is none."""
         last = (self._tokens[-_LONGEST:] + more)[-_LONGEST:]
         for size in range(len(last), _SHORTEST - 1, -1):
             if (at := self._behind.get(tuple(last[-size:]))) is not None:

@@ -1,4 +1,4 @@
-"""What a caller may ask a text to be: a JSON schema, a regular expression, or a grammar. Standard library only."""
+"""What a text may have to follow: a JSON schema, a regular expression, or a grammar. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class GrammarSpec:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
-        """What the options of one row ask for, by their names; None: any text.
+        """The grammar that the options of one row ask for, by their names; None: there is none.
 
         Raises:
-            ValueError: more than one of them, or a value of another type.
+            ValueError: more than one of `KINDS` is given, or a value of another type.
         """
         asked = [kind for kind in KINDS if given.get(kind) is not None]
         if len(asked) > 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.launch import launch, pdl_options
 
 MAX_WIDTH = 65536
 ELEMENTS = 2048  # of a row to a warp, at most
@@ -90,10 +90,8 @@ def norm(
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
-        PDL=pdl,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
-        # `launch_pdl` is named only where it is wanted: the interpreter does not know it
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     return out

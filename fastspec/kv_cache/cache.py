@@ -21,8 +21,8 @@ class PagedKVCache:
     Attributes:
         keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each, in the
             model's dtype or in `FP8`.
-        states: of its recurrent layers; None: it has none.
-        scales: of each layer that attends, of storage in 8 bits; empty: 1, or none.
+        states: states of its recurrent layers; None: it has none.
+        scales: of an fp8 cache, the scales of each layer with attention; empty: all 1, or the cache is not fp8.
     """
 
     keys: Tensor

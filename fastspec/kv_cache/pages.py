@@ -8,11 +8,11 @@ table (the draft and the target hold the same positions, so one table serves bot
 | 0                     | nobody: the trash page takes writes of padding and idle rows |
 | in `_owned[row]`      | that row, in the order of its positions; rows that begin     |
 |                       | with the same tokens may share their first pages             |
-| in `_kept`            | the prefix cache, besides the rows that may have it, too     |
+| in `_kept`            | the prefix cache, besides the rows that have it              |
 | all others            | free                                                         |
 
-Pages are counted: a shared page is free again when the last row that has it is released, and the prefix cache does not
-keep it. A page that it alone has is idle: given up as soon as a row needs it.
+Pages have reference counts: a page is free again when the last row that has it is released, unless the prefix cache
+keeps it. A page that only the prefix cache has is idle: it is freed as soon as a row needs it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PageTable:
         self._owned: dict[Hashable, tuple[int, ...]] = {}
         self._rows_of: Counter[int] = Counter()  # page -> rows that have it
         self._kept: set[int] = set()
-        self._idle = 0  # pages that are kept and that no row has
+        self._idle = 0  # pages that only the prefix cache has
 
     @property
     def num_free(self) -> int:
@@ -56,12 +56,12 @@ class PageTable:
 
     @property
     def num_idle(self) -> int:
-        """Pages that are kept and that no row has."""
+        """Pages that only the prefix cache has."""
         return self._idle
 
     @property
     def kept(self) -> frozenset[int]:
-        """Pages that are kept."""
+        """Pages that the prefix cache keeps."""
         return frozenset(self._kept)
 
     def in_use(self, page: int) -> bool:
@@ -85,9 +85,9 @@ class PageTable:
         """Gives `row` pages for `num_positions` positions; all or nothing.
 
         Args:
-            row: any name of it.
-            num_positions: that it may write or read.
-            shared: the first pages, which other rows have already, or which are kept; the row must not write to them.
+            row: any hashable name.
+            num_positions: positions that it may read or write.
+            shared: its first pages, which other rows have or the prefix cache keeps; the row must not write to them.
 
         Returns:
             The pages, in the order of the positions they hold.
@@ -119,7 +119,7 @@ class PageTable:
         return self._owned[row]
 
     def keep(self, pages: tuple[int, ...]) -> None:
-        """Keeps pages that a row has now for the prefix cache, when their rows are gone as well.
+        """Keeps pages for the prefix cache, also after their rows are released; a row must have them now.
 
         Raises:
             ValueError: no row has one of them, or it is kept already; nothing was changed.
@@ -129,7 +129,7 @@ class PageTable:
         self._kept.update(pages)
 
     def give_up(self, pages: tuple[int, ...]) -> None:
-        """Keeps these pages no longer; those that no row has are free.
+        """Stops keeping these pages; those that no row has become free.
 
         Raises:
             KeyError: one of them is not kept.
@@ -141,7 +141,7 @@ class PageTable:
                 self._free.append(page)
 
     def release(self, row: Hashable) -> None:
-        """Takes every page of `row` from it; those that no other row has and nobody keeps are free.
+        """Takes all pages from `row`; those that no other row has and the prefix cache does not keep become free.
 
         Raises:
             KeyError: the row owns nothing.

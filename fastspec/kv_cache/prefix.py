@@ -1,11 +1,12 @@
 """The prefix cache: pages whose K/V a later prompt may begin with. Standard library only.
 
-Prompts are kept as a tree (as in SGLang, arXiv 2312.07104, section 3). A node stands for `unit` tokens behind those of
-its parent, and for the pages with their K/V. It is found by its parent and its tokens, not by a hash of them alone: two
-prompts cannot be taken for each other. The first ones are found by the salt: what else K/V depend on, as the model.
+Prompts are kept as a tree (as in SGLang, arXiv 2312.07104, section 3). A node stands for the `unit` tokens that follow
+those of its parent, and holds the pages with their K/V. It is found by its parent and its tokens themselves, not by a
+hash alone, so two prompts are never confused. The parent of the first nodes is the salt: what K/V depend on besides
+tokens, as the models.
 
-The owner of a page is the `PageTable`; here is only which of them are kept, and for which tokens. A row that has a
-node's pages has those of all its parents, so below an idle node all are idle.
+The `PageTable` owns the pages; here is only which pages are kept, and for which tokens. A row that has a node's pages
+has those of all its ancestors, so all descendants of an idle node are idle.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fastspec.kv_cache.pages import PageTable
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """`unit` tokens behind those of the parent.
+    """`unit` tokens that follow those of the parent, and their pages.
 
     Attributes:
-        parent: the node before it; the cache's salt for the first.
-        tokens: its own, and the `ahead` ones that follow.
-        pages: that hold K/V of its own.
-        drafted: whether they hold the draft's K/V as well.
-        children: nodes behind it.
+        parent: the node before it; for a first node the cache's salt.
+        tokens: its own tokens, and the `ahead` tokens that follow them.
+        pages: the pages with K/V of its own tokens.
+        drafted: whether the pages hold the draft's K/V, too.
+        children: number of nodes whose parent it is.
     """
 
     parent: Hashable
@@ -37,18 +38,19 @@ class Node:
 
     @property
     def key(self) -> tuple[Hashable, tuple[int, ...]]:
-        """What it is found by."""
+        """The key by which the cache finds it."""
         return self.parent, self.tokens
 
 
 class PrefixCache:
-    """Keeps pages of prompts, and gives up those that were not used for the longest time where rows need pages.
+    """Keeps pages of prompts, and frees the least recently used ones when rows need pages (LRU).
 
     Args:
         table: owns the pages.
         unit: positions of a node, a multiple of the page size.
-        ahead: tokens behind a position that what lies in its page depends on.
-        salt: what K/V depend on besides tokens; any name of it.
+        ahead: how many following tokens the contents of a position depend on; 1 for a head whose position i holds
+            token i + 1, else 0.
+        salt: what K/V depend on besides tokens, as names of the models.
 
     Raises:
         ValueError: a node would not end where a page does.
@@ -64,15 +66,15 @@ class PrefixCache:
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # the longest unused first
 
     def __len__(self) -> int:
-        """Nodes."""
+        """The number of nodes."""
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int], most: int) -> list[Node]:
-        """The longest run of nodes that `tokens` begin with; they count as used now.
+        """The longest path of nodes whose tokens are a prefix of `tokens`; marks them as used now.
 
         Args:
-            tokens: of a prompt.
-            most: positions that may be shared.
+            tokens: token ids of a prompt.
+            most: at most so many positions are shared.
         """
         found: list[Node] = []
         parent: Hashable = self._salt
@@ -86,18 +88,18 @@ class PrefixCache:
         return found
 
     def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], most: int) -> list[Node]:
-        """Keeps what a row has computed.
+        """Keeps the pages that a row has computed.
 
-        Where the same tokens have come to other pages meanwhile, those are kept and this row's are not.
+        Where another row has inserted the same tokens meanwhile, its pages stay and this row's are not kept.
 
         Args:
-            nodes: that the row shares, from the first.
-            tokens: of the row.
-            pages: of the row, in the order of positions.
-            most: positions from 0 on whose K/V may be shared.
+            nodes: the path that the row shares already, from the first node on.
+            tokens: token ids of the row.
+            pages: pages of the row, in the order of positions.
+            most: only positions below this may be shared.
 
         Returns:
-            All nodes that the row shares from now on.
+            The path of nodes that the row shares from now on.
         """
         path = list(nodes)
         each = self.unit // self._table.page_size
@@ -116,13 +118,16 @@ class PrefixCache:
         return path
 
     def make_room(self, count: int, spared: Collection[Node] = ()) -> bool:
-        """Gives up nodes that no row uses, until `count` pages are free; whether they are.
+        """Drops idle nodes, the least recently used first, until `count` pages are free.
 
         Args:
-            count: pages.
-            spared: nodes that stay.
+            count: pages that must be free.
+            spared: nodes that must stay.
+
+        Returns:
+            Whether `count` pages are free now.
         """
-        passed = 0  # since one was given up
+        passed = 0  # nodes in a row that could not be dropped
         while self._table.num_free < count and passed < len(self._nodes):
             node = next(iter(self._nodes.values()))
             if node.children or node in spared or self._table.in_use(node.pages[0]):
@@ -134,7 +139,7 @@ class PrefixCache:
         return self._table.num_free >= count
 
     def clear(self) -> None:
-        """Gives up everything."""
+        """Drops all nodes."""
         for node in self._nodes.values():
             self._table.give_up(node.pages)
         self._nodes.clear()
@@ -163,7 +168,7 @@ class PrefixCache:
         return tuple(tokens[start : start + self.unit + self._ahead])
 
     def _used(self, nodes: list[Node]) -> None:
-        """The first is used last of all, so that a node is given up before its parent."""
+        """Marks the first node as used last, so that a node is dropped before its parent."""
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)
 

@@ -1,11 +1,11 @@
-"""Recurrent states beside the K/V pages, kept so that drafts can be taken back without a copy.
+"""Recurrent states beside the K/V pages, kept so that refused drafts can be undone without a copy.
 
-A row has a ring of states in each layer: that behind position p lies in slot p % slots. A pass that feeds a row from
-position n on starts from the state behind n - 1 and leaves one behind every position that it feeds, of which the last
-`slots` stay. A row's length therefore says which of its states counts, as it says which of its keys do: after k drafts
-of which some are refused, the state behind the last token that counts is still there for max_drafts + 1 slots.
+A row has a ring buffer of states in each layer: the state after position p lies in slot p % slots. A pass over a row
+from position n on starts from the state after n - 1, and stores one after each position; the last `slots` of them stay.
+So a row's length decides which state counts, as it decides which keys do: with slots = max_drafts + 1, the state after
+the last accepted token is always there, however many drafts of a step are refused.
 
-The convolution before a state sees the inputs of a few older positions; those lie in a ring of their own, by position.
+The convolution of a layer reads the inputs of a few older positions; those have a ring buffer of their own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StateCache:
 
     Attributes:
         states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], slots being max_drafts + 1.
-        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: one more than are read and
-            written in a step, so that none is written where others are still to be read.
+        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as are read and
+            written in one step, so no place is written that other programs still read.
     """
 
     states: Tensor
@@ -36,19 +36,19 @@ class StateCache:
     def allocate(
         cls, rules: tuple[DeltaRule, ...], rows: int, max_drafts: int, *, dtype: torch.dtype, device: torch.device
     ) -> StateCache:
-        """Allocates zeroed states for these layers, which are all of one size, and steps of up to `max_drafts`."""
+        """Allocates zeroed states for layers of these rules, all equal, and steps with up to `max_drafts` drafts."""
         states, inputs = _shapes(rules[0], max_drafts)
         made = torch.zeros(len(rules), rows, *states, dtype=torch.float32, device=device)
         return cls(made, torch.zeros(len(rules), rows, *inputs, dtype=dtype, device=device))
 
 
 def row_bytes(rule: DeltaRule, max_drafts: int, dtype: torch.dtype) -> int:
-    """Bytes of one row in one layer."""
+    """Bytes of the states and inputs of one row in one layer, with inputs of `dtype`."""
     states, inputs = _shapes(rule, max_drafts)
     return 4 * math.prod(states) + dtype.itemsize * math.prod(inputs)
 
 
 def _shapes(rule: DeltaRule, max_drafts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the states and of the inputs of one row in one layer."""
+    """Shapes of the states and of the inputs of one row in one layer."""
     states = max_drafts + 1, rule.value_heads, rule.value_dim, rule.key_dim
     return states, (max_drafts + 1 + rule.tail, rule.channels)

@@ -160,7 +160,7 @@ class ModelSpec:
 
     @property
     def routed_elements(self) -> int:
-        """Elements that a token's experts work in, between their products and behind them; 0 without experts."""
+        """Elements that the experts of one token need between their two products and behind them; 0 without experts."""
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + 3 * plan.shared for plan in plans]
         return max(each, default=0)

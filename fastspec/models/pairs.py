@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 LARGEST_SHARE: Final = 0.35
-"""A draft of more than this share of the target's parameters rarely pays."""
+"""A draft with more than this share of the target's parameters is not suggested: it rarely makes decoding faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,10 @@ class Family:
         name: for people.
         tokenizer: its name; families with the same one mix.
         types: `model_type` of their configs.
-        vocab_sizes: of their embeddings, which may be padded differently.
-        marker: an id and its text that other families do not have, to tell them by a tokenizer file.
-        models: Hub ids, with parameters in billions (all of a mixture's), ascending. Each may be the draft of a
+        vocab_sizes: rows of their embeddings, which may be padded differently.
+        marker: an id and its text that no family of the same type and size has, to recognise a tokenizer file by.
+        models: Hub ids, with parameters in billions (of a mixture all experts'), ascending. Each may be the draft of a
             larger one.
-        note: what else there is to know.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Family:
     vocab_sizes: tuple[int, ...]
     marker: tuple[int, str] | None
     models: tuple[tuple[str, float], ...]
-    note: str = ""
 
     def drafts(self, billions: float | None) -> list[str]:
         """Models small enough to draft for one of that many parameters, the smallest first; None: unknown."""
@@ -167,8 +165,8 @@ class Found:
     Attributes:
         model: as it was named.
         family: that it belongs to.
-        drafts: that fit it, the smallest first; empty: it is small itself, or the table has nothing smaller.
-        by: what it was told by.
+        drafts: drafts that fit it, the smallest first; empty: the table has none that is small enough.
+        by: how the model was recognised.
     """
 
     model: str
@@ -204,7 +202,7 @@ def natural_pairs(model: str) -> Found | None:
 
 
 def suggestion(*models: str) -> str:
-    """Which drafts fit the first of these names or directories that is known, as the end of an error's sentence."""
+    """The end of an error message: which drafts fit the first of these models that the table knows; else empty."""
     for model in models:
         found = natural_pairs(model)
         if found is not None and found.drafts:
@@ -213,7 +211,7 @@ def suggestion(*models: str) -> str:
 
 
 def refuse_strangers(target: str, draft: str) -> None:
-    """Refuses two Hub ids that the table has with different tokenizers, before either is fetched.
+    """Refuses two Hub ids that have different tokenizers by the table, before either is downloaded.
 
     Raises:
         ValueError: names the drafts that fit.
@@ -229,7 +227,7 @@ def refuse_strangers(target: str, draft: str) -> None:
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[Family, float | None] | None:
-    """The family of a Hub id and its billions; a name that goes on behind a known one counts unless `exact`."""
+    """The family of a Hub id and its billions of parameters; unless `exact`, of a name that extends one, too."""
     asked = model.lower()
     for family in FAMILIES:
         for name, billions in family.models:
@@ -237,7 +235,7 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[Family, float | None] 
                 return family, billions
     if exact:
         return None
-    # copies and base models: quantised ones go on behind the name, base ones lack its end
+    # names of quantised copies extend the known name; names of base models lack its "-Instruct" or "-it"
     bare = asked.rpartition("/")[2]
     best: tuple[int, Family, float] | None = None
     for family in FAMILIES:

@@ -102,7 +102,7 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
 def frequent_ids(texts: Iterable[Iterable[int]], count: int) -> list[int]:
     """The `count` ids that are most frequent in texts, ascending; of equally frequent ones the lowest.
 
-    For `draft_vocab`: of texts like those that are to be written.
+    For `draft_vocab`: count them in texts like those that the target will write.
 
     Args:
         texts: ids of each, as a tokenizer gives them.

@@ -1,4 +1,4 @@
-"""Whether a draft model is cut among the ranks, where nobody has said so."""
+"""Whether a draft model is cut among the ranks when `draft_tensor_parallel` is not given."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastspec.parallel.slices import Sizes, divides
 # seconds by which each of a layer's two sums lengthens a step of one row, by the number of ranks, on GPUs with NVLink:
 # the sum itself, and what a layer cannot fuse across it (perf/results/tensor_parallel.jsonl; 8 by doubling)
 SUM_SECONDS = {2: 8e-6, 4: 17e-6, 8: 35e-6}
-READ_SHARE = 0.9  # of the memory's rated speed, which passes over weights reach
+READ_SHARE = 0.9  # share of the rated memory bandwidth that passes over weights reach
 USUAL_RATE = 3.35e12  # bytes per second of an H100, where torch does not tell the memory's own
 
 
 class Model(Sizes, Protocol):
-    """What the time of a pass hangs on."""
+    """What the estimated time of a pass depends on."""
 
     @property
     def num_layers(self) -> int:

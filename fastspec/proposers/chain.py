@@ -1,4 +1,4 @@
-"""Proposers whose head drafts in a chain: one pass a draft, each over one position and its own last feature."""
+"""Proposers whose head drafts one token a pass; each pass reads the hidden state that the pass before it left."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from fastspec.state import DecodeState
 
 
 class ChainHead(Protocol):
-    """The passes of a head that goes on from its own features: `Eagle3` and `Mtp`."""
+    """The passes of a head that can read its own hidden states (g) in place of the target's: `Eagle3` and `Mtp`."""
 
     @property
     def head(self) -> HeadSpec:
-        """What distinguishes it."""
+        """Sizes and arithmetic of the head."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it drafts."""
+        """The number of ids that it drafts."""
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """g [B, Q, hidden] of the target's hidden states [B, Q, layers, target's hidden]."""
+        """g [B, Q, hidden], made of the target's hidden states [B, Q, layers, target's hidden]."""
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of g at the positions of rows, whose ids are the tokens that follow."""
+        """Writes K and V of g at the positions of `rows`, whose ids are the next tokens (i + 1 at position i)."""
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
         """As `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
 
     def feature(self, x: Tensor) -> Tensor:
-        """What stands for g at the position behind, of what `drafted` returned."""
+        """g of the next position, made of what `drafted` returned."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., vocab_size] of what `drafted` returned."""

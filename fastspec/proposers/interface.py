@@ -100,7 +100,7 @@ def kept_in_pages(proposer: object) -> bool:
 
 
 def reads_ahead(proposer: object) -> int:
-    """Tokens behind a position that its entry in the proposer's own pages depends on: 1 where it is told features."""
+    """How many later tokens an entry in the proposer's pages depends on: 1 where it reads features, else 0."""
     return int(takes_features(proposer))
 
 

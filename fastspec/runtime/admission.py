@@ -1,4 +1,4 @@
-"""Fills a row of the state with a request, and tells one that follows a grammar what may come next.
+"""Fills a row of the state with a request, and sends draft tokens and masks to rows that follow a grammar.
 
 Nothing here waits for the device.
 """
@@ -69,12 +69,12 @@ def fill(
 
 
 def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
-    """Queues the copy of what rows may do next, and lets them run; waits for nothing.
+    """Queues the copy of draft tokens and masks to the device, and lets the rows run; waits for nothing.
 
     Args:
-        state: of which rows `turns` go on.
-        turns: by row.
-        k: drafts of the step; further ones of a row are left out.
+        state: the rows of `turns` are written.
+        turns: row -> its draft tokens and masks.
+        k: drafts of the step; a row's further draft tokens are left out.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)

@@ -44,10 +44,8 @@ from fastspec.runtime.threads import sampling_alone
 from fastspec.state import DecodeState
 from fastspec.step import StepModules
 
-PREFILL_BUDGET = (
-    256  # tokens of a prompt; a GPU that waits for the weights takes hardly longer for them than for a step
-)
-_ALIKE_FROM = 256  # rows of a pass: from here on one kernel multiplies packed weights, whose sums have one order
+PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
+_ALIKE_FROM = 256  # tokens of a pass: from here on one kernel multiplies packed weights, with one order of sums
 _MOST_BUDGET = 2**31 - 1
 
 
@@ -132,7 +130,7 @@ def build(
     def cache_of(
         spec: ModelSpec, dtype: torch.dtype, kept: torch.dtype, found: Mapping[int, CacheScales] | None = None
     ) -> PagedKVCache:
-        """Pages of `kept`, with the scales that a checkpoint has; what else there is has the model's dtype."""
+        """A cache with pages of dtype `kept` and the checkpoint's scales; recurrent states have the model's dtype."""
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=device)
         states = StateCache.allocate(spec.deltas, *rows, **where) if spec.deltas else None
@@ -213,7 +211,7 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
-    # a state is that behind one position: pages of a prompt's beginning do not have it
+    # pages of a prefix do not hold the recurrent state behind it
     shares = not any(map(is_recurrent, models)) and (not takes_features(chosen) or kept_in_pages(chosen))
     if prefix_cache and shares:
         unit, salt = math.lcm(layout.page_size, engine.cell), (target.name, draft.name if draft else None)
@@ -224,10 +222,10 @@ def build(
 def _alike(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight]
 ) -> tuple[int, ...] | None:
-    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two do.
+    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
 
-    Products with packed weights sum in one order whatever the number of rows, as long as the same kernel multiplies
-    them. A library's order may hang on the number of rows, and so may that of sums over several GPUs.
+    One kernel sums products with packed weights in the same order for any number of rows. A library's order may depend
+    on the number of rows, and so may that of sums over several GPUs.
     """
     sizes = tuple(size for size in chunks if size >= _ALIKE_FROM)
     ours = all(type(model) is Decoder for model in models) and all(matrix.format != "rows" for matrix in matrices)

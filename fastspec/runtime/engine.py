@@ -52,8 +52,8 @@ class Engine:
         ring: where steps leave their results.
         verification: how drafts are judged.
         alike: sizes of passes over prompts that leave the same bits, ascending; None: the largest of `chunks` alone.
-        prefix: pages of prompts that later ones may begin with; None: every prompt is fed whole.
-        prefill_budget: prompt tokens that rows of other calls wait for in each step; None: for whole prompts.
+        prefix: the prefix cache; None: every prompt is prefilled whole.
+        prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
         threads: that work on a step, on the CPU; None: nobody has chosen.
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def cell(self) -> int:
-        """Positions of a cell of the grid: at its edges alone a prompt may be taken up again."""
+        """Positions of a cell of the grid: prefill may start only at a multiple of it."""
         return (self.alike or self.chunks[-1:])[0] if self.exact else 1
 
     def passes(self, stop: int, start: int = 0, most: int | None = None) -> list[int]:
@@ -194,10 +194,12 @@ class Engine:
         A pass is launched by the host the first time that one of its size comes, and replayed from then on.
 
         Args:
-            row, start, chunks: sizes of the passes, one behind the other.
-            draft: of what drafts.
-            running: whether the row steps already; if so and it has ended meanwhile, nothing is written.
-            first: of this prompt no pass has been queued yet.
+            row: of the state.
+            start: position of the first token.
+            chunks: sizes of the passes, one after the other.
+            draft: passes of the proposer, not of the target.
+            running: the row runs already; if it has ended meanwhile, nothing is written.
+            first: no pass of this prompt has been queued yet.
         """
         self.prefill_slot.enter(self.state, row, start, running=running)
         kept = None if draft else self.prefill_slot.features

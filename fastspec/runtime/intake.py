@@ -1,8 +1,9 @@
-"""Takes prompts in: the line of requests that wait, and the one whose prompt is on its way into the caches.
+"""Prefills prompts: the queue of waiting requests, and the one whose prompt is being prefilled.
 
-First come first served: the first of the line gets a row as soon as one is free and its pages fit, idle pages of the
-prefix cache counted as free; nobody overtakes it. Prompts go in one after the other, so one that begins like the one
-before it finds that one's pages. A row runs when its prompt is in, all but the last token, which the first step feeds.
+First come, first served: the first request of the queue gets a row as soon as one is free and its pages fit, where idle
+pages of the prefix cache count as free; no other request overtakes it. Prompts are prefilled one after the other, so a
+prompt can share pages of the one before it. A row runs when all of its prompt but the last token is prefilled; the
+first step feeds that token.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from fastspec.state import PAUSED, RUNNING
 
 @dataclass(slots=True)
 class Passes:
-    """What is still to be fed of a prompt, to the target or to the draft: sizes of passes from a position on."""
+    """The passes of a prompt that are left, for the target or the draft.
+
+    Attributes:
+        at: first position of the next pass.
+        left: sizes of the passes that are left.
+    """
 
     at: int
     left: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, some: bool) -> list[int]:
-        """Sizes of the next passes, of at most `limit` tokens together; `some`: one pass at least."""
+        """Removes and returns the next passes, of at most `limit` tokens together; with `some` at least one pass."""
         taken: list[int] = []
         while self.left and (limit is None or (some and not taken) or sum(taken) + self.left[0] <= limit):
             taken.append(self.left.popleft())
@@ -36,13 +42,13 @@ class Passes:
 
 @dataclass(slots=True)
 class Intake:
-    """The way from the line into a row.
+    """Prefill of requests, from the queue into a row.
 
     Attributes:
-        engine: whose caches prompts go into.
-        waiting: requests that have no row yet, first come first.
-        request: whose prompt is going in; None: nobody's.
-        row: that it will get.
+        engine: the engine whose caches are filled.
+        waiting: requests without a row, in the order in which they came.
+        request: the request whose prompt is being prefilled; None: there is none.
+        row: the row that this request will run in.
     """
 
     engine: Engine
@@ -50,15 +56,15 @@ class Intake:
     request: Request | None = None
     row: int = 0
     _target: Passes = field(default_factory=lambda: Passes(0))
-    _draft: Passes | None = None  # fed beside the target, where a step should not have to
-    _refused: tuple[Request, int] | None = None  # who has waited, with how many pages to be had
+    _draft: Passes | None = None  # passes of the draft; None: steps let it catch up later
+    _refused: tuple[Request, int] | None = None  # request that did not fit, and how many pages were free or idle then
 
     def begin(self, rows: Collection[int], positions: int) -> tuple[Request, tuple[int, ...]] | None:
-        """Gives the first of the line the lowest free row, and its pages; None where it must wait for them.
+        """Gives the first waiting request the lowest free row and its pages; None if it must wait.
 
         Args:
-            rows: that are taken.
-            positions: that it may write.
+            rows: rows that are taken.
+            positions: positions that the request may write.
         """
         table, prefix, request = self.engine.pages, self.engine.prefix, self.waiting[0]
         row = next((row for row in range(self.engine.state.batch) if row not in rows), None)
@@ -82,11 +88,11 @@ class Intake:
         return request, pages
 
     def plan(self, *, drafting: bool, most: int | None) -> None:
-        """Decides how the prompt is cut.
+        """Decides how the prompt is cut into passes.
 
         Args:
-            drafting: the draft takes it in beside the target, not before the row's first draft.
-            most: tokens of a pass, where bits allow it.
+            drafting: the draft is prefilled together with the target, not later when the row first drafts.
+            most: at most so many tokens a pass, as far as that leaves the same bits; None: no limit.
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
@@ -98,11 +104,14 @@ class Intake:
             self._draft = Passes(start, deque(engine.passes(stop, start, most)))
 
     def feed(self, limit: int | None, *, some: bool) -> int:
-        """Queues passes over at most `limit` tokens; returns how many of the target. The last ones let the row run.
+        """Queues passes over at most `limit` tokens, and lets the row run after the last one.
 
         Args:
-            limit: None: all that is left.
-            some: one pass at least, however long it is.
+            limit: tokens; None: all that are left.
+            some: at least one pass, however long it is.
+
+        Returns:
+            The number of tokens that passes of the target feed.
         """
         request = self.request
         assert request is not None, "it has begun"
@@ -119,7 +128,7 @@ class Intake:
         return sum(taken)
 
     def _feed_draft(self, request: Request, passes: Passes) -> None:
-        """The draft follows the target, and is done with it."""
+        """Queues the draft's passes up to where the target is; all that are left once the target is done."""
         chunks = passes.take(self._target.at - passes.at if self._target.left else None, some=False)
         if chunks:
             self.engine.prefill_row(self.row, passes.at, chunks, draft=True, running=False)
@@ -129,19 +138,19 @@ class Intake:
             request.draft_length = min(passes.at, len(request.prompt) - 2, proposer.max_length)
 
     def _finish(self, request: Request) -> None:
-        """The prompt is in: the row runs, and others may share its pages."""
+        """The prompt is prefilled: the row runs, and later prompts may share its pages."""
         prefix = self.engine.prefix
         if prefix is not None:
             pages = self.engine.pages.pages_of(self.row)
             request.nodes = prefix.insert(request.nodes, request.prompt, pages, self._shareable(request))
             mark_drafted(prefix, request)
         state = self.engine.state
-        state.emitted[self.row].fill_(min(1, len(request.prompt) - 1))  # steps over the row meanwhile left 0
+        state.emitted[self.row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
         state.finish[self.row].fill_(RUNNING if request.grammar is None else PAUSED)
         self.request = None
 
     def drop(self, request: Request) -> None:
-        """A request that waits, or whose prompt is going in, has ended."""
+        """Forgets a request that has ended while it waited or while its prompt was being prefilled."""
         if request is self.request:
             self.engine.pages.release(self.row)
             self.request = None
@@ -149,13 +158,13 @@ class Intake:
             self.waiting.remove(request)
 
     def reset(self) -> None:
-        """Forgets the prompt that was going in, and the prefix cache; what waits goes on waiting."""
+        """Forgets the prompt that was being prefilled and clears the prefix cache; waiting requests stay."""
         self.request = self._refused = None
         if self.engine.prefix is not None:
             self.engine.prefix.clear()
 
     def adopt(self, request: Request, row: int) -> None:
-        """What another row has let the draft take in meanwhile, of the pages that both have, counts for this one."""
+        """Counts K/V of the draft that another row has meanwhile written to pages which this row shares."""
         prefix, proposer = self.engine.prefix, self.engine.parts.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
@@ -165,7 +174,7 @@ class Intake:
             self.engine.state.draft_lengths[row].fill_(known)
 
     def keep(self, request: Request, row: int) -> None:
-        """Keeps what steps wrote for a row that has ended, where bits are not promised."""
+        """Keeps pages that steps wrote for a row that has ended, if the engine is not exact: their bits may differ."""
         prefix = self.engine.prefix
         if prefix is not None and not self.engine.exact and request.finish_reason != "error":
             tokens, pages = request.prompt + request.new_tokens, self.engine.pages.pages_of(row)
@@ -173,31 +182,31 @@ class Intake:
             mark_drafted(prefix, request)
 
     def _shareable(self, request: Request) -> int:
-        """Positions of a prompt that may be shared: none that a step writes to.
+        """The number of a prompt's positions that may be shared: those that no step writes to.
 
-        A step feeds the target the last token, and a draft the last two.
+        The first step feeds the target the last token, and the draft the last two.
         """
         return len(request.prompt) - 2
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
-    """Notes that the draft's K/V of a row lie in its pages up to `draft_length`, as passes over prompts leave them."""
+    """Marks the nodes of a row whose pages hold the draft's K/V, too: those up to its `draft_length`."""
     for node in request.nodes[: request.draft_length // prefix.unit]:
         node.drafted = True
 
 
 def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
-    """Positions from 0 on whose pages hold the draft's K/V as well."""
+    """The number of positions, from 0 on, whose pages hold the draft's K/V, too."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
 
 
 def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Sizes of the passes in which the draft takes in what it has not seen of a row, all but the last two tokens."""
+    """Sizes of the passes in which the draft catches up with a row: tokens it has not read, but for the last two."""
     proposer = engine.parts.proposer
     if proposer is None:
         return []
     known, start = min(request.length - 2, proposer.max_length), request.draft_length
-    if request.drafted or start % engine.cell:  # steps have written behind what passes over prompts left
+    if request.drafted or start % engine.cell:  # steps have written after the prefill
         return chunks_of(engine.chunks, known - start)
     return engine.passes(known, start)

@@ -1,7 +1,7 @@
 """One prompt on its way through the scheduler, and what the requests of one call have in common.
 
-What may come next in a row that follows a grammar hangs on its last token, which the host reads. So such a row is in
-one step at a time: it is paused until that was read, and goes on with the next step. Other rows step meanwhile.
+The mask of a row that follows a grammar depends on its last token, which the host must read first. So such a row is in
+one step at a time: it is paused until that step was read, and runs again in a later one. Other rows step meanwhile.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Request:
         draft_lag: a step without drafts was launched since the draft last caught up.
         draft_limit: the host's copy of DecodeState.draft_limits.
         cached: tokens of the prompt whose K/V were found in the prefix cache.
-        nodes: of the prefix cache, whose pages the row has.
-        grammar: its place in the grammar that its text follows; None: any text.
+        nodes: nodes of the prefix cache whose pages the row shares.
+        grammar: the state of the grammar that its text follows; None: there is none.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
     """
 
@@ -187,7 +187,7 @@ def lengths_of(requests: list[Request]) -> tuple[int, int]:
 
 
 def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[int, Request]:
-    """The rows that the next step may be for: all but those with a grammar whose last step was not read yet."""
+    """The rows that may run in the next step: all but those with a grammar whose last step was not read yet."""
     waiting = {request for step in in_flight for request in step.requests.values() if request.grammar is not None}
     return {row: request for row, request in rows.items() if request not in waiting}
 
@@ -198,12 +198,12 @@ def constrained(rows: Mapping[int, Request]) -> bool:
 
 
 def turns_of(requests: Mapping[int, Request], calls: Mapping[Request, Call], k: int) -> tuple[int, dict[int, Turn]]:
-    """What each row with a grammar needs for the next step, and how many drafts that has.
+    """The number of drafts of the next step, and draft tokens and masks of each row with a grammar.
 
     Args:
-        requests: by the row of each.
-        calls: of the requests.
-        k: drafts of the other rows; where those have none, as many as the calls of rows with a grammar ask for.
+        requests: row -> request.
+        calls: request -> its call.
+        k: drafts of the other rows; if 0, the step has as many as the calls of rows with a grammar ask for.
     """
     turns, most = {}, 0
     for row, request in requests.items():

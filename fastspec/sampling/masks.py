@@ -1,4 +1,4 @@
-"""Ids that a grammar allows: a bit for every id of each place."""
+"""Applies token masks of grammars to logits: one bit for each id at each place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`draft_quantization="auto"`: the format in which a draft's passes are estimated to be shortest. It changes no text.
 
-A pass of few rows waits for the weights, so its time is estimated as their bytes over the share of the memory's speed
-that products of that format reach. Acceptance is taken to be the same in every format: `python -m perf.formats`
-measures it for a pair.
+A pass over few rows is bound by reading weights, so its time is estimated as their bytes divided by the share of the
+memory bandwidth that products in that format reach. Acceptance is assumed to be the same in every format:
+`python -m perf.formats` measures it for a pair.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastspec.models.weights.pair import AS_STORED, rounded_to
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.runtime.settings import device_of, dtype_of
 
-# by format, up to so many rows: the share of the memory's speed that products reach on an H100 (perf/LOG.md, "Quantised
-# weights"); beyond the last, the last
+# by format: (up to so many rows, share of an H100's memory bandwidth that products reach); the last share holds for
+# more rows, too (perf/LOG.md, "Quantised weights")
 SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
     None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
     "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.56), (64, 0.32)),
@@ -39,7 +39,7 @@ def with_format(
     dtype: torch.dtype | str | None = None,
     max_batch_size: int = 8,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """The draft, rounded to the format that is estimated best; its `stored` says which, and why.
+    """The draft, rounded to the format with the least estimated time; its `stored` says which, and why.
 
     Args:
         target, draft: as resolved.
@@ -66,7 +66,7 @@ def with_format(
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
-    """The format with the least estimated time of a pass; None: as it is stored, which wins where times are equal.
+    """The format with the least estimated time of a pass; None: as it is stored, also when times are equal.
 
     Args:
         sizes: bytes of the weights in each format.
@@ -76,7 +76,7 @@ def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | N
 
 
 def share(form: CodeFormat | None, rows: int) -> float:
-    """The share of the memory's speed that products of so many rows reach."""
+    """The share of the memory bandwidth that products of `rows` rows reach in a format."""
     return next((value for most, value in SHARES[form] if rows <= most), SHARES[form][-1][1])
 
 

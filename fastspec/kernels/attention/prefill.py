@@ -32,7 +32,7 @@ from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl, shared_memory
+from fastspec.kernels.common.launch import has_pdl, pdl_options, shared_memory
 from fastspec.kernels.common.launch import launch as start
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
@@ -298,9 +298,8 @@ def paged_attention(
         ROWS=launch.rows,
         BLOCK_N=launch.block_n,
         STAGES=launch.num_stages,
-        PDL=pdl,
         num_warps=launch.num_warps,
         maxnreg=MAX_REGISTERS,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     return out

@@ -30,7 +30,7 @@ from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_c
 from fastspec.kernels.attention.plan import padded_dim
 from fastspec.kernels.common.checks import check_heads
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
 NUM_WARPS = 4
@@ -242,9 +242,8 @@ def store_heads(
         HEAD_DIM=dim,
         BLOCK_D=block_d,
         PAGE_SIZE=page_size,
-        PDL=pdl,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     return out

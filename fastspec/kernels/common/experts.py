@@ -6,8 +6,8 @@
 | mxfp4 | uint8 [E, N, K/2], scales [E, N, K/32] | e2m1(code) * 2^(scale - 127); of each 64 values of a row, value i   |
 |       |                                        | and value 32 + i are the low and the high four bits of one byte     |
 
-mxfp4 is that of OCP Microscaling Formats 1.0; bytes of a checkpoint hold neighbouring values instead, which would have
-to be taken apart after they are read.
+mxfp4 is defined by OCP Microscaling Formats 1.0. A byte of a checkpoint holds two neighbouring values; here it holds
+two values 32 apart, so that a kernel gets two contiguous runs of values by shifts and masks alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ExpertStack:
     """The same matrix [N, K] of E experts; y = x W^T.
 
     Attributes:
-        data: the values, or bytes of two codes each.
-        scales: None of values; of codes uint8 [E, N, K/32], exponents.
-        dtype: of the values; of codes, of what they multiply.
+        data: values [E, N, K], or for mxfp4 uint8 [E, N, K/2], two codes a byte.
+        scales: for mxfp4 uint8 [E, N, K/32], biased exponents; None for values.
+        dtype: of the values; for mxfp4, of the activations that they multiply.
     """
 
     data: Tensor
@@ -41,12 +41,12 @@ class ExpertStack:
 
     @classmethod
     def of(cls, values: Tensor) -> ExpertStack:
-        """Of values [E, N, K], which are kept as they are."""
+        """A stack of values [E, N, K]; the tensor is kept, not copied."""
         return cls(values, None, values.dtype)
 
     @classmethod
     def empty_codes(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> ExpertStack:
-        """Room for codes of a stack [E, N, K], for `fill_codes`; K a multiple of 64."""
+        """An uninitialised mxfp4 stack of shape (E, N, K), to be filled by `fill_codes`; K is a multiple of 64."""
         count, rows, width = shape
         data = torch.empty(count, rows, width // 2, dtype=torch.uint8, device=device)
         return cls(data, torch.empty(count, rows, width // 32, dtype=torch.uint8, device=device), dtype)
@@ -65,8 +65,13 @@ class ExpertStack:
     def fill_codes(self, expert: int, first: int, codes: Codes) -> None:
         """Writes rows of one expert, from row `first` on, as mxfp4.
 
+        Args:
+            expert: its number.
+            first: row of the first code.
+            codes: [rows, K] with scales [rows, K/32].
+
         Raises:
-            ValueError: the codes are of another kind, or a scale is no power of two that eight bits hold.
+            ValueError: the codes are of another kind, or a scale is not a power of two from 2^-127 on.
         """
         assert self.scales is not None, "a stack of values has no room for codes"
         if codes.kind != MXFP4:
@@ -80,7 +85,7 @@ class ExpertStack:
         self.scales[expert, here] = (bits >> 23).to(torch.uint8)
 
     def values(self, experts: Tensor | int) -> Tensor:
-        """The matrices of one expert [N, K], or of several [..., N, K], in `dtype`."""
+        """The matrix of one expert [N, K], or of an index tensor of experts [..., N, K], in `dtype`."""
         if self.scales is None:
             return self.data[experts]
         data = self.data[experts].unflatten(-1, (-1, 1, _RUN // 2))
@@ -90,20 +95,20 @@ class ExpertStack:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 2^(e - 127) of uint8 exponents."""
+    """2^(e - 127) in fp32, of biased uint8 exponents e of any shape."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Router and experts of one layer: E experts, I elements between the two products of one.
+    """Router and experts of one layer: E experts of intermediate size I.
 
     Attributes:
         router: [E, hidden]. router_bias: [E].
-        correction: fp32 [E], added to scores for choosing alone.
+        correction: fp32 [E], added to the scores only to choose experts (as in DeepSeek-V3).
         gate_up: [E, 2 * I, hidden], gate rows first. gate_up_bias: [E, 2 * I].
         down: [E, hidden, I]. down_bias: [E, hidden].
-        shared_gate: [1, hidden], of the shared expert, whose products are the layer's `gate_up` and `down`.
+        shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
     """
 
     router: Weight

@@ -2,7 +2,7 @@
 
     stored = e4m3(x / scale), rounded to nearest even, cut off at +-448;   read = stored * scale
 
-Scales are one number of K and one of V for a whole layer, fixed beforehand. So what is stored of a token depends on
+Each layer has one scale for K and one for V, fixed before anything runs. So what is stored of a token depends on
 that token alone, and a row has the same bits whether its tokens came one by one, as drafts or in a prompt.
 """
 
@@ -18,17 +18,21 @@ LARGEST: Final = 448.0
 
 
 class KVScales(NamedTuple):
-    """What K and V of one layer are divided by before they are stored."""
+    """Scales of one layer: K and V are divided by them before they are stored, and multiplied when they are read."""
 
     k: float = 1.0
     v: float = 1.0
 
 
 def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
-    """The scales of a cache: of one in 8 bits those given, else 1; of another none.
+    """The scales of a cache: in 8 bits those given, or 1 without any; None for a cache in another dtype.
+
+    Args:
+        keys: K pages of the cache, whose dtype decides.
+        given: scales of the checkpoint.
 
     Raises:
-        ValueError: scales of a cache that is not in 8 bits.
+        ValueError: scales are given for a cache that is not in 8 bits.
     """
     if keys.dtype == FP8:
         return given or KVScales()
@@ -38,7 +42,7 @@ def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """x as a cache of this dtype keeps it; others keep it as it is."""
+    """x as a cache of this dtype stores it: rounded to e4m3 for an fp8 cache, else unchanged. Any shape."""
     if dtype != FP8:
         return x
     return (x.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)

@@ -22,6 +22,14 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Keywords of a launch: the kernel's constant PDL, and whether it may start before its predecessor ends.
+
+    `launch_pdl` is given only where it is wanted, because Triton's interpreter does not know it.
+    """
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
 @cache
 def has_warp_groups(device: torch.device) -> bool:
     """Whether kernels on `device` multiply by warp groups (wgmma), which sm_90 alone does."""

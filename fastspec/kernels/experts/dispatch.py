@@ -1,9 +1,9 @@
-"""Calls of the kernels of experts: tiles by the number of rows, and what is sorted where there are many."""
+"""Launches the kernels of experts: tiles by the number of rows; many rows are sorted by expert first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,17 +11,20 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
-from fastspec.kernels.common.launch import launch
+from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.experts.products import expert_kernel, sum_kernel
 from fastspec.shapes import ClampedGate
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one program: rows of x, rows of the weight, warps, pipeline stages.
+    """Tile of one program.
 
     Attributes:
-        runs: of mxfp4, the most runs of 64 values in a turn of the loop.
+        rows: pairs of a row and an expert.
+        block_n: rows of the weight.
+        num_warps, num_stages: as in Triton.
+        runs: for mxfp4, at most so many runs of 64 values in one iteration of the loop.
     """
 
     rows: int
@@ -31,19 +34,26 @@ class Tile:
     runs: int = 1
 
 
-# by element size of values, 1 for mxfp4: the first that holds a call's rows. A row's bits hang on no entry, but in fp32
+# by element size of values, 1 for mxfp4: the first tile that holds a call's rows, else the last. A row's bits do not
+# depend on the tile; fp32 has one alone, for there they would
 LAUNCH = {
     1: (Tile(8, 16, 1, 4, 5), Tile(16, 16, 1, 5, 3), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
-BLOCK_K = {2: 128, 4: 64}  # of values, by element size: the order of sums hangs on it
-DIRECT_ROWS = 64  # up to here every program looks through all rows; more are sorted by expert first
+BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
+DIRECT_ROWS = 64  # up to so many rows each program searches all of them for its expert; more are sorted by expert first
 SUM_BLOCK = 512
 
 
 class Sorted(NamedTuple):
-    """Pairs by expert: `order` int32 [R * chosen], where experts begin in it [E + 1], where their tiles end [E]."""
+    """Pairs (row, expert) sorted by expert.
+
+    Attributes:
+        order: int32 [R * chosen], numbers of pairs.
+        starts: int32 [E + 1], where each expert's pairs begin in `order`.
+        ends: int32 [E], the number of tiles up to each expert's last one.
+    """
 
     order: Tensor
     starts: Tensor
@@ -67,7 +77,7 @@ def experts(
     residual: Tensor,
     pdl: bool = False,
 ) -> Tensor:
-    """As `reference.experts`, which defines it; the residual is added before the result is rounded.
+    """As `reference.experts`, which defines it, but the residual is added before the result is rounded.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: as there.
@@ -98,7 +108,7 @@ def experts(
     grid = (num_rows, triton.cdiv(hidden, SUM_BLOCK))
     launch(
         sum_kernel, grid, given, factors, *added, residual.reshape(rows.shape).contiguous(), out,
-        K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **_options(pdl),
+        K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -109,7 +119,7 @@ def _tile(itemsize: int, rows: int) -> Tile:
 
 
 def _runs(k: int, tile: Tile) -> int:
-    """Runs of 64 values in a turn of the loop: the largest divisor of their number that the tile has room for."""
+    """Runs of 64 values in one iteration of the loop: the largest divisor of K / 64 that is at most `tile.runs`."""
     return next(runs for runs in range(tile.runs, 0, -1) if k // 64 % runs == 0)
 
 
@@ -143,7 +153,7 @@ def _product(
         BLOCK_K=BLOCK_K[x.element_size()], RUNS=_runs(k, tile), PLACES=triton.next_power_of_2(chosen),
         SLOTS=triton.next_power_of_2(min(pairs, count)), EXPERTS=triton.next_power_of_2(count),
         GATED=gated, CLAMPED=clamp is not None, OF_PAIRS=not gated, BY_EXPERT=pairs >= count,
-        SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **_options(pdl),
+        SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -157,8 +167,3 @@ def _sorted(ids: Tensor, count: int, rows: int) -> Sorted:
     zero = torch.zeros(1, dtype=torch.int32, device=ids.device)
     starts = torch.cat((zero, each.cumsum(0, dtype=torch.int32)))
     return Sorted(order, starts, ((each + rows - 1) // rows).cumsum(0, dtype=torch.int32))
-
-
-def _options(pdl: bool) -> dict[str, Any]:
-    # `launch_pdl` is named only where it is wanted: the interpreter does not know it
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -1,8 +1,13 @@
-"""The products of chosen experts: each expert's weights are read once for all rows that have it, and no others' are.
+"""The products of chosen experts: an expert's weights are read once for all rows that chose it; others are not read.
 
-A pair is a row and one of its chosen experts, number row * CHOSEN + place. With few rows a program takes the expert of
-one pair, unless an earlier pair has it, or an expert of its own where there are as many pairs, and all rows, of which
-it keeps those that have that expert. With many rows pairs are sorted by expert first, and it takes up to ROWS of one.
+A pair is a row and one of its chosen experts; its number is row * CHOSEN + place.
+
+| call                       | expert of a program                          | its pairs                              |
+|----------------------------|----------------------------------------------|----------------------------------------|
+| few pairs                  | that of pair `slot`; nothing is done where   | all rows are searched for those that   |
+|                            | an earlier pair has the same expert          | chose the expert                       |
+| as many pairs as experts   | expert `slot` (BY_EXPERT)                    | likewise                               |
+| many rows (SORTED)         | that of its tile                             | up to ROWS pairs of the sorted order   |
 
 Row invariance: as in `linear.portable`. The weights are the left operand, in tiles of at most 32 rows, and an element
 is one chain over k, whatever the number of rows and wherever a row lies. Of mxfp4 the 32 values of a scale are one
@@ -27,7 +32,7 @@ def _pairs_of_all(
     SLOTS: tl.constexpr,
     BY_EXPERT: tl.constexpr,
 ):
-    """The expert of a slot, its pair among those of each row m, and whether there is one."""
+    """The expert of a slot; for each row m the pair that chose it, and whether there is one."""
     place = tl.arange(0, PLACES)
     inside = (m < num_rows)[:, None] & (place < CHOSEN)[None, :]
     ids = tl.load(ids_ptr + m[:, None] * CHOSEN + place[None, :], mask=inside, other=-1)
@@ -46,7 +51,7 @@ def _pairs_of_all(
 
 @triton.jit
 def _pairs_of_tile(order_ptr, starts_ptr, ends_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a tile of sorted pairs, the pairs, and whether each is one."""
+    """The expert of a tile of sorted pairs, its pairs, and which of them are valid."""
     e = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + e, mask=e < E, other=2147483647)  # of tiles
     expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
@@ -60,7 +65,7 @@ def _pairs_of_tile(order_ptr, starts_ptr, ends_ptr, tile, E: tl.constexpr, EXPER
 
 @triton.jit
 def _numbers(codes, DTYPE: tl.constexpr):
-    """e2m1 codes 0..15 as 16-bit floats: bf16's bits, made of whole numbers."""
+    """e2m1 codes 0..15 as 16-bit floats: the bits of a bf16 are computed with integer arithmetic."""
     code = codes.to(tl.int16)
     size = code & 7
     bits = tl.where(size > 1, size + 252, size * 252) << 6
@@ -69,7 +74,7 @@ def _numbers(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def _factor(exponents):
-    """fp32 2^(e - 127)."""
+    """2^(e - 127) in fp32; e = 0 is the subnormal 2^-127."""
     bits = exponents.to(tl.int32) << 23
     return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
 
@@ -92,7 +97,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As `_values_product`, of gate rows and of the up rows that lie `up_of` values behind them."""
+    """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements behind the gate rows."""
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -111,7 +116,7 @@ def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexp
 
 @triton.jit
 def _add_run(out, codes, factors, low, high):
-    """out + one run of 64 values of mxfp4, of two scales."""
+    """out + the product of one run of 64 mxfp4 values, which has two scales."""
     first = tl.dot(_numbers(codes & 15, low.dtype), low)
     out = tl.fma(first, tl.broadcast_to(_factor(factors[0])[:, None], out.shape), out)
     second = tl.dot(_numbers(codes >> 4, low.dtype), high)
@@ -133,8 +138,8 @@ def _codes_product(
 ):
     """As `_gated_values_product`, of mxfp4; scales_at [BLOCK_N] points to each row's, `up_of` counts rows.
 
-    Scales are single bytes, which come into registers without a detour: those of the next RUNS runs are asked for while
-    the tensor cores have these.
+    Scales are single bytes, which are loaded into registers directly: those of the next RUNS runs are loaded while the
+    tensor cores multiply the current ones (prefetch).
     """
     b = tl.arange(0, 32)
     LAST: tl.constexpr = K // 64 - RUNS
@@ -181,7 +186,7 @@ def expert_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    RUNS: tl.constexpr,  # of mxfp4, runs of 64 values in a turn of the loop: a divisor of their number
+    RUNS: tl.constexpr,  # for mxfp4: runs of 64 values in one iteration of the loop, a divisor of K / 64
     PLACES: tl.constexpr,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -192,7 +197,7 @@ def expert_kernel(
     SORTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of up to ROWS pairs of one expert."""
+    """BLOCK_N columns of the result for up to ROWS pairs of one expert."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -242,7 +247,7 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """residual + the sum of what a row's experts gave, times their factors, in their order [+ the shared expert's]."""
+    """residual + the outputs of a row's experts times their factors, in the order of ids [+ shared expert's output]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

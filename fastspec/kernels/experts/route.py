@@ -1,11 +1,11 @@
-"""Which experts each row has, and with what factors: one program a row.
+"""The router: which experts each row has, and with what factors. One program a row.
 
 | argument   | shape, dtype   | notes                                    |
 |------------|----------------|------------------------------------------|
 | logits     | [R, E] fp32    | contiguous, E up to `MOST_EXPERTS`       |
-| correction | [E] fp32       | or None: added to scores for choosing    |
+| correction | [E] fp32       | or None: added to scores to choose alone |
 
-Sums over the experts are made in an order that depends on E alone, sums over the chosen in their order.
+The order of a sum over all experts depends on E alone; scores of chosen experts are added in the order of choice.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check
-from fastspec.kernels.common.launch import launch, new_ids
+from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.shapes import RoutingRule
 
-MOST_EXPERTS = 4096  # that one program sorts
+MOST_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 
 
 @triton.jit
 def _largest(x, at, none):
-    """The largest of x, and the lowest of `at` where it is; `none` where x is not a number anywhere."""
+    """The largest element of x, and the lowest index `at` that has it; index `none` where all of x is NaN."""
     best = tl.max(x, axis=0)
     return best, tl.min(tl.where(x == best, at, none), axis=0)
 
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """`ranked` with -inf for experts of other groups than the KEPT whose two largest make the largest sums."""
+    """`ranked`, with -inf in all groups but the KEPT ones. A group ranks by the sum of its two largest scores."""
     SIZE: tl.constexpr = E // GROUPS
-    group = tl.arange(0, BLOCK)  # as many as experts at most
+    group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
     sums = tl.full((BLOCK,), float("-inf"), tl.float32)
     for i in tl.static_range(GROUPS):
         mine = tl.where(e // SIZE == i, ranked, float("-inf"))
@@ -91,7 +91,7 @@ def route_kernel(
     total = 0.0
     top = 0.0
     for i in tl.static_range(CHOSEN):
-        _, at = _largest(ranked, e, E - 1)  # of rows that are no numbers the last one, which is there
+        _, at = _largest(ranked, e, E - 1)  # NaN rows: the last expert, a valid index
         score = tl.max(tl.where(e == at, scores, float("-inf")), axis=0)
         ranked = tl.where(e == at, float("-inf"), ranked)
         if SCORES == 2:
@@ -135,6 +135,6 @@ def route(
         route_kernel, (rows,), logits, correction, ids, factors, rule.scale,
         E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
         GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
-        num_warps=1 if block <= 256 else 4, **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
+        num_warps=1 if block <= 256 else 4, **pdl_options(pdl),
     )  # fmt: skip
     return ids, factors

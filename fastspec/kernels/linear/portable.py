@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, check_room
-from fastspec.kernels.common.launch import launch, new_ids
+from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.kernels.linear.portable_fp32 import fp32_kernel, fp32_pick_kernel
 from fastspec.kernels.linear.portable_parts import finish, norm_kernel, offer, rms_scale, settle, weighted
 
@@ -313,7 +313,7 @@ def _normed(
         return rows, gamma, None, eps
     weighted_rows = torch.empty_like(rows)
     scale = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    constants = {**_sums(x.dtype), "STAGES": NORM_STAGES, **_options(pdl), "num_warps": NORM_WARPS[x.element_size()]}
+    constants = {**_sums(x.dtype), "STAGES": NORM_STAGES, **pdl_options(pdl), "num_warps": NORM_WARPS[x.element_size()]}
     launch(norm_kernel, (rows.shape[0],), rows, gamma, weighted_rows, scale, eps, K=rows.shape[1], **constants)
     return weighted_rows, None, scale, eps
 
@@ -326,12 +326,7 @@ def _sums(dtype: torch.dtype) -> dict[str, Any]:
 
 def _constants(dtype: torch.dtype, tile: Tile, pdl: bool) -> dict[str, Any]:
     """The tile, in the words of the dtype's kernels."""
-    shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **_options(pdl)}
+    shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **pdl_options(pdl)}
     if dtype == torch.float32:
         return {**shared, "BLOCK_K": BLOCK_K[4], "STAGES": tile.num_stages}
     return {**shared, **_sums(dtype), "num_stages": tile.num_stages}
-
-
-def _options(pdl: bool) -> dict[str, bool]:
-    # `launch_pdl` is named only where it is wanted: the interpreter does not know it
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

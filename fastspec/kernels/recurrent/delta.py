@@ -1,12 +1,12 @@
 """The gated delta rule over the tokens of a step, with the convolution before it, in one launch.
 
-A program has some values of one value head of one row. It reads its part of the state once and writes it once for each
-token. It is compiled once for any number of tokens, so a token's bits do not depend on how many there are. A sum over a
-key lies in one warp.
+A program computes BLOCK values of one value head of one row. It reads its part of the state once, and stores it after
+each token. The number of tokens is a runtime argument of one compiled kernel, so a token's bits do not depend on it.
+A sum over the elements of a key stays in one warp.
 
-q and k of a head are convolved anew by every program that needs them. One of them writes their inputs: to places that
-no program reads in the same launch, for the inputs that are read and those that are written follow one another, and
-there are as many places.
+Every program that needs q and k of a head computes their convolution again, and one of them stores their inputs. It
+writes to ring places that no program reads in the same launch: the inputs that are read and those that are written are
+at consecutive positions, and the ring has as many places as both together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, conv, gates, span, unit
 from fastspec.shapes import DeltaRule
 
@@ -38,7 +38,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row, value head, and some values of it."""
+    """Programs by row, value head, and block of its values."""
     if PDL:
         gdc_launch_dependents()
     KEY_DIM: tl.constexpr = DIMS[0]
@@ -60,7 +60,7 @@ def _delta_kernel(
     states_ptr = where.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
     within = value[:, None] * KEY_DIM + key[None, :]
     whole = has_value[:, None] & has_key[None, :]
-    # where no token counts, any position will do: nothing is read or written
+    # where the mask has no token, any position will do: nothing is read or written
     start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     slot = (start + SLOTS - 1) % SLOTS
     known = whole & (start > 0) & (count > 0)
@@ -72,7 +72,7 @@ def _delta_kernel(
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
     keeps_qk = has_key & (head % SERVED == 0) & (tile == 0)
     if PDL:
-        gdc_wait()  # for the product: states are of earlier passes
+        gdc_wait()  # the product comes from the previous kernel; states come from earlier passes
     for t in range(first, first + count):
         position, old = start + t - first, t - first + 1
         at = product_ptr + t * ROWS
@@ -90,14 +90,14 @@ def _delta_kernel(
         tl.store(kept + q_channel, q_in, mask=keeps_qk)
         tl.store(kept + k_channel, k_in, mask=keeps_qk)
         tl.store(kept + v_channel, v_in, mask=has_value)
-    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # what a mask leaves out is finite
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
     for t in range(0, num_tokens):
         if (t < first) | (t >= first + count):
             tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)
 
 
 def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
-    """Writes to out [B, Q, rule.values] what `reference.delta_rule` gives, of no more tokens than there are slots."""
+    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
     batch, tokens, _ = product.shape
     block = block_of(rule)
     pdl = has_pdl(product.device)
@@ -113,19 +113,18 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
         WIDTH=rule.width,
         SLOTS=where.states.shape[1],
         BLOCK=block,
-        PDL=pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
 
 
 def block_of(rule: DeltaRule) -> int:
-    """Values of a head that a program has."""
+    """Values of a head that one program computes."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, TILE // triton.next_power_of_2(rule.key_dim))))
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
-    """Sizes that a kernel is compiled for."""
+    """The compile-time sizes of the kernels, by name."""
     dims = rule.key_dim, rule.value_dim
     return {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads, "DIMS": dims}

@@ -1,4 +1,4 @@
-"""The gated delta rule: which kernels run, and what they take.
+"""The gated delta rule: which kernels run, and their arguments.
 
 | argument              | shape, dtype                                       | notes                                 |
 |-----------------------|----------------------------------------------------|---------------------------------------|
@@ -10,7 +10,7 @@
 | state_rows            | int64 [B]                                          | contiguous, all different             |
 | positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
 
-The tokens of a step pass through one kernel, more tokens than there are slots through those of prompts.
+Up to `slots` tokens a row (a step) take the one kernel of `delta`, more (a prompt) those of `prompt`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def delta_rule(
     write_mask: Tensor,
     rule: DeltaRule,
 ) -> Tensor:
-    """As `reference.delta_rule`, which defines it; tokens that the mask leaves out give zeros.
+    """As `reference.delta_rule`, which defines it; the output of masked tokens is zero.
 
     Raises:
         ValueError: a tensor is not as above.

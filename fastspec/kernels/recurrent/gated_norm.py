@@ -6,7 +6,7 @@
 | gate     | as x                                 | its last axis contiguous, tokens at equal strides |
 | weight   | [D], x's dtype                       | contiguous                                        |
 
-A program has some heads of one token: a row's bits do not depend on other rows.
+One program computes some heads of one token, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 
 _ELEMENTS = 1024  # of a program
 
@@ -37,7 +37,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, some heads."""
+    """Programs by token and group of heads."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -87,9 +87,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         DIM=dim,
         GROUP=group,
         BLOCK=block,
-        PDL=pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(pdl),
     )
     return out

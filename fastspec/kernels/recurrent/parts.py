@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: their arguments in groups, and the arithmetic of one token."""
+"""Shared by the kernels of the gated delta rule: argument groups, and the arithmetic of one token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
-_SCANNED = tl.constexpr(64)  # tokens whose mask is read at once
-TILE = 4096  # elements of a state that a program has
+_SCANNED = tl.constexpr(64)  # tokens whose mask is loaded at once
+TILE = 4096  # elements of the state that one program holds
 
 
 class Weights(NamedTuple):
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The states of a layer, and where tokens belong in them; as in `reference.delta_rule`."""
+    """The states of a layer and the places of tokens in them, as `reference.delta_rule` describes them."""
 
     states: Any
     inputs: Any
@@ -34,7 +34,7 @@ class Where(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens):
-    """The first token of a row that counts, and how many do."""
+    """The first token of a row that the write mask has, and how many it has."""
     first = num_tokens
     count = num_tokens * 0
     for start in range(0, num_tokens, _SCANNED):
@@ -67,7 +67,8 @@ def conv(
 ):
     """silu of the convolution of some channels at one token, in fp32, and that token's inputs.
 
-    product_ptr is of that token; from `old` tokens before it on the inputs are in the ring.
+    `product_ptr` points to that token. The inputs of the `old` newest tokens, it included, are in the product; those of
+    older positions are in the ring `inputs_ptr`.
     """
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     total = tl.zeros(channel.shape, tl.float32)
@@ -86,7 +87,7 @@ def conv(
 
 @triton.jit
 def gates(b_ptr, more, VALUE_HEADS: tl.constexpr):
-    """beta, and what the decay is taken of, at one token of one head, in fp32."""
+    """beta = sigmoid(b) and softplus(a + step), of which the decay is made, for one token and head, in fp32."""
     b = tl.load(b_ptr)
     a = tl.load(b_ptr + VALUE_HEADS).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
@@ -101,7 +102,7 @@ def unit(x):
 
 @triton.jit
 def advanced(state, q, k, v, decay, beta):
-    """The state behind one more token, and what it gives."""
+    """The state [values, keys] after one more token, and the output [values] of that token."""
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
     state = state + delta[:, None] * k[None, :]

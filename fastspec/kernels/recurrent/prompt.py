@@ -1,8 +1,9 @@
 """The gated delta rule over the tokens of a prompt, in three launches.
 
-What a token needs besides the state, its convolved q, k and v, beta and decay, is computed for all tokens at once, in
-fp32. Then a program goes through them with some values of one value head: it reads its part of the state once, writes
-it once, and fetches the next token's part while it works on one. Behind it the inputs of the last tokens are kept.
+1. Prepare: the convolved q, k and v, beta and decay of all tokens in parallel, in fp32.
+2. Scan: a program goes through the tokens of a row with BLOCK values of one value head. It loads its part of the state
+   once, stores it once, and prefetches the next token while it computes one.
+3. Keep: the inputs of the last tokens are stored for the convolution of later passes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from fastspec.kernels.recurrent.delta import block_of, sizes_of
 from fastspec.kernels.recurrent.parts import Weights, Where, advanced, conv, gates, span, unit
 from fastspec.shapes import DeltaRule
 
-_KEPT = 1024  # channels of a program that keeps inputs
+_KEPT = 1024  # channels of one program of `_keep_kernel`
 
 
 class Prepared(NamedTuple):
-    """What every token needs, fp32: q, k [B, Q, key_heads, key_dim], v as out; beta, decay [B, Q, value_heads]."""
+    """Results of `_prepare_kernel`, in fp32.
+
+    Attributes:
+        q, k: [B, Q, key_heads, key_dim].
+        v: [B, Q, values].
+        beta, decay: [B, Q, value_heads].
+    """
 
     q: Any
     k: Any
@@ -45,7 +52,7 @@ def _prepare_kernel(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Token, row, and a head: those of keys first, then those of values."""
+    """Programs by token, row, and head: key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -57,7 +64,7 @@ def _prepare_kernel(
         position, old = tl.load(where.positions + token).to(tl.int32), t - first + 1
         inputs_ptr = where.inputs + tl.load(where.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + token * ROWS
-        if head < KEY_HEADS:  # no name is given in both branches: shapes differ
+        if head < KEY_HEADS:  # the branches share no variable name: Triton wants one shape for a name
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
@@ -82,7 +89,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _loaded(ready, q_at, v_at, gate_at, has_key, has_value, there):
-    """q, k, v, beta and decay of one token, where it is there."""
+    """q, k, v, beta and decay of one token; zeros unless `there`."""
     q = tl.load(ready.q + q_at, mask=has_key & there, other=0.0)
     k = tl.load(ready.k + q_at, mask=has_key & there, other=0.0)
     v = tl.load(ready.v + v_at, mask=has_value & there, other=0.0)
@@ -102,7 +109,7 @@ def _scan_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row, value head, and some values of it."""
+    """Programs by row, value head, and block of its values."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
@@ -136,7 +143,7 @@ def _scan_kernel(
         q, k, v, beta, decay = following
     last = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
     tl.store(states_ptr + last + within, state, mask=whole & (count > 0))
-    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # what a mask leaves out is finite
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
     for t in range(0, num_tokens):
         if (t < first) | (t >= stop):
             tl.store(out_ptr + ((base + t) * VALUE_HEADS + head) * VALUE_DIM + value, nothing, mask=has_value)
@@ -152,7 +159,7 @@ def _keep_kernel(
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keeps the inputs of a row's last tokens: row, one of them, and some channels."""
+    """Stores the inputs of a row's last tokens: programs by row, token counted from the end, and block of channels."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(where.write_mask + row * num_tokens, num_tokens)
     t = first + count - 1 - tl.program_id(1)
@@ -165,7 +172,7 @@ def _keep_kernel(
 
 
 def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
-    """Writes to out [B, Q, rule.values] what `reference.delta_rule` gives, of more tokens than there are slots."""
+    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is above the number of slots."""
     batch, tokens, _ = product.shape
     places, block, sizes = where.inputs.shape[1], block_of(rule), sizes_of(rule)
 

@@ -1,7 +1,7 @@
-"""Torch definition of a mixture of experts: which of them a token has, and the sum of what they give.
+"""Torch definition of a mixture of experts: the router, and the sum of the chosen experts' outputs.
 
-Row invariance: a token's chosen experts are multiplied in blocks of `PAIRS` (token, expert) pairs, whatever else runs,
-and added up in the order in which they were chosen.
+Row invariance: products have blocks of `PAIRS` (token, expert) pairs whatever else runs, and the outputs of a token's
+experts are added up in the order in which they were chosen.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
     Args:
         logits: fp32 [R, E], of the router.
-        rule: see there.
-        correction: fp32 [E], added to scores for choosing alone.
+        rule: `RoutingRule` has the formulas.
+        correction: fp32 [E], added to the scores only to choose experts.
 
     Returns:
         Ids int32 [R, chosen] and factors fp32 [R, chosen].
@@ -53,7 +53,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 
 def _in_kept_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
-    """bool [R, E]: whether an expert is of a group in which experts are chosen."""
+    """bool [R, E]: whether an expert is in one of the kept groups."""
     groups = ranked.unflatten(-1, (rule.groups, -1))
     best = groups.sort(dim=-1, descending=True).values
     kept = _largest(best[..., 0] + best[..., 1], rule.kept_groups)
@@ -78,18 +78,18 @@ def experts(
 
     Args:
         x: [B, Q, hidden], or [R, hidden].
-        ids, factors: [R, chosen], of `route`.
-        weights: of the layer.
-        clamp: the gate; None: silu.
-        shared: as x, what the shared expert gives. shared_logits: fp32 [..., 1].
-        residual: as x.
+        ids, factors: [R, chosen], from `route`.
+        weights: experts of the layer.
+        clamp: the clamped gate of gpt-oss; None: silu.
+        shared: shape of x, the shared expert's output. shared_logits: fp32 [..., 1], its gate.
+        residual: shape of x.
 
     Returns:
-        As x. What an expert gives is rounded to x's dtype, their sum is made in fp32.
+        Shape and dtype of x. An expert's output is rounded to x's dtype, their sum is in fp32.
     """
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
     given = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
-    if x.is_cuda or torch.compiler.is_compiling():  # no shape may follow from values
+    if x.is_cuda or torch.compiler.is_compiling():  # shapes must not depend on values
         given = _by_pairs(flat, ids, weights, clamp)
     else:
         pairs = ids.flatten()
@@ -118,7 +118,7 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
 
 
 def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
-    """[R * chosen, hidden]: each pair by matrices of its own, in static shapes."""
+    """[R * chosen, hidden]: a batched product gathers the matrices of each pair, so shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
     chosen = F.pad(ids.flatten().long(), room).split(PAIRS)
@@ -139,7 +139,7 @@ def _through(x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, produ
 
 
 def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:
-    """The gate of an expert over its fused [..., 2 I] product, gate first: [..., I]."""
+    """The activation of an expert, [..., I], of its fused product [..., 2 I], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate) * up

@@ -1,7 +1,8 @@
 """Torch definition of a recurrent layer: a causal convolution, the gated delta rule, a gated norm.
 
-Row invariance: everything is done token by token, and sums go by halves, so that a token's bits depend on its row and
-the tokens before it alone. Sigmoid and its like are written with exp, which a CPU rounds alike wherever an element is.
+Row invariance: everything is computed token by token, and sums are pairwise by halves, so a token's bits depend only on
+its row and the tokens before it. Sigmoid, silu and softplus are written with exp, whose bits on a CPU do not depend on
+where in a tensor an element lies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fastspec.shapes import DeltaRule
 
-L2_EPS = 1e-6  # of the norms of queries and keys, which no config has
+L2_EPS = 1e-6  # in the norms of queries and keys; configs have no field for it, transformers has this constant
 
 
 class DeltaParts(Protocol):
@@ -44,19 +45,19 @@ def delta_rule(
         S = S + sigmoid(b) (v - S k) k^T
         out = S q
 
-    Tokens that `write_mask` leaves out change nothing; those of a row that it has are consecutive. What a row starts
-    from is the state behind the position before its first token; before position 0 that is zero.
+    Masked tokens change nothing; the unmasked ones of a row are consecutive. A row starts from the state after the
+    position before its first unmasked token; before position 0 the state is zero.
 
     Args:
         product: [B, Q, rule.rows]: q, k, v, z, b and a.
         layer: its weights.
-        states: fp32 [rows, slots, value_heads, value_dim, key_dim]; that behind position p is written to slot
-            p % slots. Where a row may have more tokens than there are slots, that of the last one alone is.
-        inputs: [rows, slots + width - 1, channels]; that of position p is written to place p % places, of as many as
-            there are: those of the last tokens stay.
-        state_rows: int64 [B], the row of `states` and `inputs` of each row, all different.
+        states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer: the state after position p is
+            written to slot p % slots. With Q > slots only the state after a row's last token is written.
+        inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer: the input of position p is
+            written to place p % places, so those of the last tokens stay.
+        state_rows: int64 [B], the row of `states` and `inputs` that each row of the batch has, all different.
         positions: int64 [B, Q].
-        write_mask: bool [B, Q].
+        write_mask: bool [B, Q], False for masked tokens.
         rule: sizes.
 
     Returns:

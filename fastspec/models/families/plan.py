@@ -23,15 +23,15 @@ class ExpertsPlan:
         m = m + [sigmoid(h Wshared_gate) *] shared(h) [where there is a shared expert]
 
     Attributes:
-        count: experts.
-        width: elements between the two products of one.
-        routing: how a token's are chosen.
-        clamp: their gate; None: silu.
+        count: number of experts.
+        width: intermediate size of one expert.
+        routing: how the experts of a token are chosen.
+        clamp: activation of the experts; None: silu.
         router_bias: the router's product has a bias.
-        correction: a number an expert is added to the scores, for choosing alone.
+        correction: each expert has a correction that is added to its score only to choose experts (as in DeepSeek-V3).
         bias: the experts' products have a bias.
-        shared: elements between the two products of the shared expert, which every token has; 0: there is none.
-        shared_gate: what it gives is multiplied by a gate of its own.
+        shared: intermediate size of the shared expert, through which every token goes; 0: there is none.
+        shared_gate: the shared expert's output is multiplied by a gate, one number for each token.
     """
 
     count: int
@@ -84,10 +84,10 @@ class LayerPlan:
         activation: f.
         gated: the MLP has a gate.
         residual_scale: factor on what attention and MLP add to x.
-        output_gate: what attention gives is gated, element by element; q_proj holds of each head its query, then its
-            gate.
+        output_gate: the output of attention is multiplied by sigmoid(gate), element by element. The rows of q_proj
+            are, head by head, those of the query and then those of the gate.
         delta: the layer has a recurrent state in place of attention; None: it attends.
-        sinks: every head has one more key, of a learned score and without a value.
+        sinks: every head has an attention sink: one more key, with a learned score and without a value (gpt-oss).
         experts: the MLP is a mixture of experts; None: it is one MLP.
     """
 
@@ -126,7 +126,7 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """Whether `Ops.layer_tail` computes what follows attention: a layer as Llama's, whatever its attention does."""
+        """Whether `Ops.layer_tail` computes what follows attention: that part is as in Llama's layers."""
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
@@ -157,13 +157,13 @@ class LayerNames:
         qkv: q, k and v, or one matrix that holds them in this order. gate_up: likewise; without a gate one matrix.
         input_norm, post_norm: the norms before attention and before the MLP.
         attended_norm, mlp_norm: the norms of what attention and MLP add.
-        delta: of a recurrent layer, the projections of q, k and v, of z, of b and of a; or of q, k, v and z, and of b
-            and a, whose rows lie by key head: of each its q, k, v and z, and its b and a.
-        delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, the logarithm of its decay, what is
+        delta: projections of a recurrent layer, either four: qkv, z, b and a; or two: qkvz and ba, whose rows are
+            grouped by key head (for each its q, k, v and z; for each its b and a).
+        delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, log of its decay, the bias that is
             added to a, its gated norm, its output projection.
         router, experts: of a layer with experts; `experts` stands before an expert's number.
         shared_gate_up, shared_down, shared_gate: of its shared expert.
-        sinks: its whole name.
+        sinks: the attention sinks; the whole name, without `.weight`.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -1,4 +1,4 @@
-"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo is one, for transformers unknown."""
+"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo has the same layers."""
 
 from __future__ import annotations
 

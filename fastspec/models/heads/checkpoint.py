@@ -50,10 +50,10 @@ class HeadCheckpoint:
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
         source: the target, where its own checkpoint holds the head; None: it lies alone.
-        stored: empty: heads are not quantised.
-        module: None: heads are read from files.
-        ranks: 1: several processes do not share a head.
-        mtp: a head has no head.
+        stored: empty, because heads are not rounded.
+        module: None, because heads are read from files.
+        ranks: 1, because several processes do not share a head.
+        mtp: False: a head holds no MTP layer for `draft="mtp"`.
     """
 
     name: str

@@ -19,13 +19,13 @@ from fastspec.shapes import ForwardBatch, Tiling
 class Mtp(HeadDecoder):
     """Weights and cache of an MTP layer, and its passes.
 
-    In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
-    tokens. So its cache ends one position before its target's.
+    In every pass, position i joins the target's hidden state of position i with token i + 1; `rows.ids` are these next
+    tokens. So its K/V cache is one position shorter than the target's.
 
     Args:
-        spec: what distinguishes it.
-        weights: its own, and what it shares.
-        cache: pages of its layer, under the target's page table.
+        spec: sizes and arithmetic of the layer.
+        weights: its own, and those that it shares with the target.
+        cache: K/V pages of its layer, under the target's page table.
         ops, sizes: as for `Decoder`.
     """
 
@@ -42,11 +42,11 @@ class Mtp(HeadDecoder):
         self._stores = plain and plan.rope == 0
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """g [B, Q, hidden] of the target's hidden states [B, Q, 1, hidden]: they themselves."""
+        """g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
         return features[:, :, 0]
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """What the head multiplies, behind the layer and its final norm, [B, Q, hidden]; writes K and V.
+        """The hidden state behind the layer and its final norm, [B, Q, hidden], which the head reads; writes K and V.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.
@@ -57,7 +57,7 @@ class Mtp(HeadDecoder):
         return self._norm(self.spec.plans[0], x, self.weights.norm)
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V, and computes nothing behind them where one op can do so."""
+        """Writes K and V; skips attention where one op stores K and V alone."""
         qkv = self._qkv(0, self._joint(g, rows), rows.tiling)
         if self._stores:
             self._store(0, qkv, rows, num_heads=self.spec.num_heads)
@@ -65,11 +65,11 @@ class Mtp(HeadDecoder):
             self._attend(0, self.weights.layers[0], qkv, rows)
 
     def feature(self, x: Tensor) -> Tensor:
-        """What stands for g at the position behind, of what `drafted` returned: that itself."""
+        """g of the next position, [B, Q, hidden]: what `drafted` returned, unchanged."""
         return x
 
     def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """What the layer reads, of hidden states and the tokens that follow them."""
+        """The layer's input [B, Q, hidden]: hidden states and the embeddings of the next tokens, joined by `fc`."""
         e = self.ops.embed(self.weights.embed, rows.ids)
         if self._embed_scale != 1.0:
             e = e * self._embed_scale
@@ -79,11 +79,11 @@ class Mtp(HeadDecoder):
         return self.ops.linear(torch.cat(parts, dim=-1), self._fc, None, rows.tiling)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """As `Decoder`; what `drafted` returned is normed already."""
+        """As `Decoder`, without the final norm, which `drafted` has applied already."""
         return self._product(hidden, self.weights.head, None, tiling, out_dtype=torch.float32)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As `Decoder`; what `drafted` returned is normed already."""
+        """As `Decoder`, without the final norm, which `drafted` has applied already."""
         self.ops.argmax(hidden, self.weights.head, limit, tiling, work=self._work, out=out)
 
 

@@ -1,6 +1,6 @@
-"""Multi-token prediction (MTP) layers among the tensors of a checkpoint, by names alone.
+"""Finds multi-token prediction (MTP) layers among the tensors of a checkpoint, by their names alone.
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under other names.
+DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under different names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
         "final_layernorm": NORM,
     },
 }
-_COPIES: Final = ("embed_tokens", "shared_head.head")  # of the model's own, stored once more
+_COPIES: Final = ("embed_tokens", "shared_head.head")  # copies of the model's own matrices, which are not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class StoredMtp:
     """MTP layers that a checkpoint holds beside its model.
 
     Attributes:
-        layout: whose names they have: "mtp" of Qwen, "nextn" of DeepSeek and GLM, "mimo" of MiMo.
-        depth: how many there are.
-        names: of the first, the stored name of each tensor by its name here: fc, pre_fc_norm_embedding,
-            pre_fc_norm_hidden and norm, and those of a layer as parameters of `model.layers.0`.
-        stored: all of their stored names.
+        layout: whose tensor names they have: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's.
+        depth: the number of MTP layers.
+        names: tensors of the first layer, name here -> stored name. Names here are fc, pre_fc_norm_embedding,
+            pre_fc_norm_hidden and norm, and those of a decoder layer as `model.layers.0.*`.
+        stored: the stored names of all MTP layers' tensors, copies of shared matrices included.
     """
 
     layout: MtpLayout
@@ -63,8 +63,8 @@ def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
     """The MTP layers of a checkpoint; None where there are none.
 
     Args:
-        stored: names of its tensors, as they are stored.
-        layers: of the model; of DeepSeek's layout a layer behind them is one.
+        stored: names of the checkpoint's tensors, as they are stored.
+        layers: layers of the model; in DeepSeek's layout the layers with higher numbers are MTP layers.
     """
     plain = {name: _unwrapped(name) for name in stored}
     for layout in _PLACES:
@@ -81,7 +81,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | None:
-    """Which layer a tensor is of, the module that has it by its name here, and what of it; None: of none."""
+    """(MTP layer, module by its name here, parameter) of a stored name; None: it is of no MTP layer."""
     match = _PLACES[layout].fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""MTP layers that lie in their target's checkpoint: found, and checked, before a weight is read."""
+"""MTP layers of a target's own checkpoint: found and checked before a weight is read."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
     from fastspec.models.weights.sources import Checkpoint
 
 MTP: Final = "mtp"
-"""The draft of a generator that means its target's own MTP layer."""
+"""The value of `draft` that stands for the target's own MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(HeadSpec):
     """Sizes and arithmetic of an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-        e = norm(embedding of the token that follows), h = norm(the target's hidden state behind its final norm)
-        x = [e h] Wfc [[h e] with hidden_first]
-        x = norm(a layer as the target's last one that attends, of x)
-        logits = x Whead; of a drafted position x stands for the hidden state
+        e = norm(embedding of the next token), h = norm(the target's hidden state behind its final norm)
+        x = [e h] Wfc^T                    [h e] with hidden_first
+        x = norm(layer(x))                 the layer has the plan of the target's last layer with attention
+        logits = x Whead^T                 for later drafts x takes the place of the target's hidden state
 
-    Embedding and Whead are the target's; of Whead there may be some rows alone, as a matrix of its own. All norms are
-    of the kind that the target has.
+    The embedding and Whead are the target's. With `draft_vocab` Whead is a matrix of its own, with some rows of the
+    target's. All norms are of the kind that the target has.
 
     Attributes:
-        hidden_first: see above.
+        hidden_first: the hidden state comes before the embedding in what Wfc multiplies.
     """
 
     hidden_first: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The target's hidden state at a row's newest position."""
+        """Elements that are kept of each row between steps: the target's hidden state at its newest position."""
         return (self.hidden_size,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """As of any head; norms may be in fp32."""
+        """As of any head, but norms may be in fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
@@ -78,13 +78,13 @@ def resolve_mtp(
 
     Args:
         target: resolved.
-        revision, rounded, asked: draft_revision, draft_quantization and feature_layers of the caller.
-        vocab: ids that it may draft; None: all.
+        revision, rounded, asked: the caller's draft_revision, draft_quantization and feature_layers; all must be None.
+        vocab: ids that the layer may draft; None: all.
 
     Raises:
-        CheckpointError: there is none, or what is stored is not whole.
-        UnsupportedModel: the target is hosted, or there are several.
-        UnsupportedOption: an option that it has no use for, or a target that is a live module.
+        CheckpointError: the checkpoint has no MTP layer, or tensors of it are missing.
+        UnsupportedModel: the target is hosted, has several MTP layers, or one of experts beside dense layers.
+        UnsupportedOption: an option that does not go with an MTP layer, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
     """
     for name, value in (("draft_revision", revision), ("draft_quantization", rounded), ("feature_layers", asked)):
@@ -111,7 +111,7 @@ def resolve_mtp(
 
 
 def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
-    """The ids in ascending order, int64 on the CPU."""
+    """The ids in ascending order, int64 [n] on the CPU."""
     ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
     if not ids or len(ids) != len(vocab):
         raise ValueError(
@@ -122,7 +122,7 @@ def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
-    """The tensors of `resolve_mtp`'s checkpoint, by their names here."""
+    """The tensors of the MTP layer that `resolve_mtp` found, by their names here."""
     target, spec = checkpoint.source, checkpoint.spec
     assert target is not None, "a layer lies in its target's checkpoint"
     assert isinstance(spec, MtpSpec), "as its spec says"
@@ -133,12 +133,12 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
 
 
 class WithSomeRows:
-    """The tensors of an MTP layer, and as its head some rows of the target's.
+    """The tensors of an MTP layer, with some rows of the target's output matrix as its head.
 
     Args:
-        layer: tensors by their names here.
-        model: those of the target.
-        ids: int64 [n], of the rows.
+        layer: tensors of the MTP layer, by their names here.
+        model: tensors of the target.
+        ids: int64 [n], the rows.
     """
 
     def __init__(self, layer: RenamedTensors, model: NamedTensors, ids: Tensor) -> None:
@@ -239,7 +239,7 @@ def _spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
 
 def _plan(model: ModelSpec) -> LayerPlan:
-    """That of the last layer that attends, without a window where the model has such a layer."""
+    """The plan of the last layer with attention; of one without a sliding window where there is any."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 

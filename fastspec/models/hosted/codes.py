@@ -1,4 +1,4 @@
-"""Hosted models whose checkpoint is quantised: their products keep the codes, everything else is dequantised."""
+"""Quantised checkpoints of hosted models: matrix products keep the codes, all other tensors are dequantised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WEIGHT = ".weight"
 
 
 def quantised_products(shards: Stored, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
-    """The tensors of a quantised checkpoint, in which every product of the model is one matrix again.
+    """The tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
 
     Raises:
         UnsupportedModel: something else than an nn.Linear is stored quantised.
@@ -48,8 +48,11 @@ class ProductCodes:
     """The codes of a hosted model's products, by the names of its parameters.
 
     Args:
-        checkpoint: quantised, of a directory.
-        info: of it.
+        checkpoint: a directory with quantised weights.
+        info: of the same model.
+
+    Raises:
+        CheckpointError, UnsupportedModel: as `quantised_products`.
     """
 
     def __init__(self, checkpoint: Checkpoint, info: HostedInfo) -> None:
@@ -71,9 +74,9 @@ class ProductCodes:
         return found
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> Weight | None:
-        """The weight of a parameter, quantised as it is stored; None: the ops, or the file, do not have it so.
+        """The quantised weight of a parameter; None: it is not stored quantised, or `ops` do not take its format.
 
-        `tensors` are open meanwhile.
+        `tensors` must be open.
         """
         stored = self._stored.get(name)
         kind = None if stored is None else self.tensors.kind(stored)

@@ -1,11 +1,11 @@
-"""The matrices of experts under one name each, however a checkpoint or a live module stores them.
+"""Each expert's matrices under a name of their own, however a checkpoint or a live module stores them.
 
-| stored as, of N experts                                 | by                                      |
-|---------------------------------------------------------|------------------------------------------|
+| stored as, for N experts                                 | by                                       |
+|----------------------------------------------------------|------------------------------------------|
 | `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
 | `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
 | `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
-| the same transposed, gate and up taking turns, biases    | gpt-oss in 16 bits                       |
+| the same transposed, gate and up interleaved, biases     | gpt-oss in 16 bits                       |
 | `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
 """
 
@@ -48,8 +48,8 @@ class Part:
     Attributes:
         stored: name of that tensor; of mxfp4 without `_blocks`.
         expert: index of its first axis.
-        rows: of what that leaves, turned.
-        turned: a matrix lies there transposed.
+        rows: rows of that expert's matrix, after it was transposed back, or of its bias.
+        turned: the matrix is stored transposed.
     """
 
     stored: str
@@ -67,15 +67,15 @@ _Source = TypeVar("_Source", bound="TensorSource")
 
 
 def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTensors:
-    """The source as `ExpertTensors`, where layers of the spec have experts; arguments and errors are theirs."""
+    """The source, in `ExpertTensors` if layers of the spec have experts; arguments and errors are its own."""
     return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses files whose experts are stored otherwise than their config says.
+    """Refuses a checkpoint in which experts are stored in mxfp4 and the config does not say so, or the other way round.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: says how they are stored and what the config says.
     """
     said = quantisation is not None and quantisation.method == "mxfp4"
     found = isinstance(source, ExpertTensors) and source.quantised
@@ -89,7 +89,7 @@ def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) ->
 
 
 class ExpertTensors:
-    """As the source, with each expert's matrices as tensors of their own.
+    """The tensors of a source, with each expert's matrices and biases as tensors of their own.
 
     Args:
         source: `ShardTensors` or `ModuleTensors`.
@@ -97,10 +97,11 @@ class ExpertTensors:
         name: of the checkpoint, for messages.
 
     Attributes:
-        directory, unnamed: as of a directory's source.
+        directory, unnamed: as in `ShardTensors`.
 
     Raises:
-        CheckpointError: a tensor of all experts does not have the shape that the config gives it.
+        CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
+            missing, or a parameter is stored twice.
     """
 
     directory: Path
@@ -128,7 +129,7 @@ class ExpertTensors:
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _take(self, stored: str, info: TensorInfo) -> None:
-        """Enters what a stored tensor holds by the names it has here."""
+        """Registers a stored tensor under the names that its contents have here."""
         found = PLACE.fullmatch(stored)
         if found is None:
             self._enter(stored, stored, info)
@@ -149,9 +150,9 @@ class ExpertTensors:
         self._names[here], self._infos[here] = stored, info
 
     def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
-        """Enters each expert's part of a tensor of all of them."""
+        """Registers each expert's part of a tensor with all experts."""
         if name.endswith(SCALES):
-            return  # entered with its blocks
+            return  # registered with its blocks
         blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
         kind = name.removesuffix(BLOCKS).removesuffix("_bias")
         if kind not in ("gate_up_proj", "down_proj"):
@@ -213,7 +214,7 @@ class ExpertTensors:
             yield
 
     def read(self, name: str) -> Tensor:
-        """The tensor where it lies; of mxfp4 its fp32 values."""
+        """The tensor on the source's device; for mxfp4 its fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
@@ -227,13 +228,13 @@ class ExpertTensors:
         return self._source.read_part(self._names[name], rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """mxfp4 of experts that are stored so; else as of the source."""
+        """`MXFP4` for experts that are stored so; else the kind that the source says."""
         if self._in_blocks(name):
             return MXFP4
         return None if name in self._parts else self._source.kind(self._names[name])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix on a device; None: it is not quantised."""
+        """The codes of a quantised matrix on `device`; None: it is not quantised."""
         if not self._in_blocks(name):
             return None if name in self._parts else self._source.codes(self._names[name], device)
         part = self._parts[name]
@@ -246,7 +247,7 @@ class ExpertTensors:
         return name in self._parts and self._names[name].endswith(BLOCKS)
 
     def release(self, names: list[str]) -> None:
-        """Lets go of the source's tensors all of whose parts are named, now or before."""
+        """Releases the source's tensors of which all parts have been named, in this call or before."""
         free = [self._names[name] for name in names if name not in self._parts]
         for name in names:
             if name in self._parts:
@@ -258,7 +259,7 @@ class ExpertTensors:
 
 
 def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
-    """Router and experts of a layer, of the names that `tensor_shapes` gives them."""
+    """Loads router and experts of a layer, under the names of `tensor_shapes`."""
     router = f"{prefix}{names.router}"
     at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
 

@@ -1,4 +1,4 @@
-"""In which order rows of stored matrices lie in the fused ones: new from old."""
+"""The order of stored rows in fused matrices: entry i is the stored row that becomes row i."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def turned_heads(spec: ModelSpec, heads: int) -> list[int] | None:
-    """The order of the rows of that many heads, as rope wants them; None: they stay as they are."""
+    """The order of the rows of `heads` heads that rope needs; None: as they are stored."""
     if spec.head_order is None:
         return None
     return [head * spec.head_dim + at for head in range(heads) for at in spec.head_order]
 
 
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The order of the rows of q, k and v, stored one behind the other; None: they stay as they are.
+    """The order of the rows of q, k and v, which are stored one behind the other; None: as they are stored.
 
-    With an output gate the stored rows of each head are its query and its gate; the gates come last.
+    With an output gate the stored q rows are, head by head, query and gate; the fused matrix has all gates last.
     """
     dim, heads, kv_rows = spec.head_dim, spec.num_heads, spec.num_kv_heads * spec.head_dim
     in_head = spec.head_order or list(range(dim))
@@ -35,7 +35,7 @@ def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 
 def delta_order(rule: DeltaRule) -> list[int]:
-    """The order of the rows of a recurrent layer's projections, which are stored by key head."""
+    """The order q, k, v, z, b, a of the rows of a recurrent layer's projections that are stored grouped by key head."""
     served = rule.value_heads // rule.key_heads
     own = served * rule.value_dim
     each = 2 * rule.key_dim + 2 * own

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that its model has no place for: who is told what of them."""
+"""Warnings of tensors in a checkpoint that its model does not use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.", "visual.")  # o
 
 
 def name_others(tensors: NamedTensors, spec: ModelSpec, name: str) -> bool:
-    """Warns of tensors that are not used. MTP layers may be used, and are not named.
+    """Warns of tensors that are not used, but for MTP layers, which `draft="mtp"` may use.
 
     Args:
-        tensors: of the model. spec: of the same. name: the checkpoint, for messages.
+        tensors: the model's tensors by their names here.
+        spec: of the model.
+        name: of the checkpoint, for messages.
 
     Returns:
         Whether there are MTP layers among them.

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
-    """What a recurrent layer has beside its projections; sizes as in `DeltaRule`.
+    """Tensors of a recurrent layer besides its projections; sizes as in `DeltaRule`.
 
     Attributes:
         conv: [channels, 1, width], of the convolution.
-        decay: fp32 [value_heads], logarithms of A.
-        step: fp32 [value_heads], what is added to a.
+        decay: fp32 [value_heads], log A (`A_log` in checkpoints).
+        step: fp32 [value_heads], the bias that is added to a (`dt_bias`).
         norm: [value_dim], of the gated norm.
         gates: [2 * value_heads, hidden], the rows of b and a where these alone are not quantised; None: they lie in
             `LayerWeights.qkv`.

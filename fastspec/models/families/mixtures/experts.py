@@ -1,4 +1,7 @@
-"""What a config says of a mixture of experts, read and checked for every family that has one."""
+"""Reads and checks the config fields of a mixture of experts, for all families that have one.
+
+A field out of range raises CheckpointError or UnsupportedModel, as `ConfigFields` does.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MOST_CHOSEN: Final = 32  # of a token
 
 
 def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
-    """Experts of a layer, by the field of that name, and how many of them a token has."""
+    """(experts of a layer, experts of a token); `count` is the config field of the first."""
     experts = fields.count(count, MOST_EXPERTS)
     chosen = fields.count("num_experts_per_tok", MOST_CHOSEN)
     if chosen > experts:
@@ -20,7 +23,7 @@ def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
 
 
 def width(fields: ConfigFields, field: str) -> int:
-    """Elements between the products of an expert."""
+    """The intermediate size of an expert, by the config field of that name."""
     return fields.count(field, SIZE_LIMITS["intermediate_size"])
 
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid routers with a correction, groups, a shared expert; the first layers are dense."""
+"""GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert; first layers dense."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
-    """Experts of a layer, and how a token's are chosen."""
+    """The number of experts of a layer, and the rule by which a token's are chosen."""
     count, chosen = counts(fields, "n_routed_experts")
     groups, kept = fields.count("n_group", count), fields.count("topk_group", count)
     if count % groups or (groups > 1 and count // groups < 2):

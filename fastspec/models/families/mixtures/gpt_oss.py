@@ -1,4 +1,4 @@
-"""gpt-oss: learned sinks, a window in every second layer, and experts with biases whose gate is clamped."""
+"""gpt-oss: attention sinks, a sliding window in every second layer, experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, Layer
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import ClampedGate, RoutingRule
 
-ALPHA, LIMIT = 1.702, 7.0  # of the gate, where a config does not say
+ALPHA, LIMIT = 1.702, 7.0  # of the gate, where a config leaves them out: those of transformers' GptOssExperts
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:

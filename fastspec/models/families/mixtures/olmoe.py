@@ -1,4 +1,4 @@
-"""OLMoE: Llama with norms over all queries and over all keys at once, and experts in every layer."""
+"""OLMoE: Llama with a norm over all query heads and one over all key heads, and experts in every layer."""
 
 from __future__ import annotations
 
