@@ -11,7 +11,7 @@ import torch
 from fastspec.errors import UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.weights.sliced import fingerprint, sliced
+from fastspec.models.weights.sliced import fingerprint, sliced, why_whole
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
@@ -66,7 +66,7 @@ def settled(
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
     """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
     plain = isinstance(draft.spec, ModelSpec) and draft.quantisation is None and draft.rounded is None
-    if device.type != "cuda" or not plain:
+    if device.type != "cuda" or not plain or why_whole(draft.native, ranks.size) is not None:
         return False
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 

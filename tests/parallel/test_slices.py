@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from fastspec.models.weights.sliced import sliced
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel.draft import splitting_pays
 from fastspec.parallel.exchange import tree_sum
+from fastspec.parallel.ranks import Ranks
 from fastspec.parallel.slices import Share, check_divides, divides, share_of
+from fastspec.session import ranks as session_ranks
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import make_family
 from tests.helpers.tiny import tiny_spec
@@ -119,6 +122,21 @@ def test_a_draft_is_cut_where_its_bytes_weigh_more_than_its_sums() -> None:
     assert pays(Drafting(2e10)) == [2, 4, 8]
     assert pays(Drafting(5e8)) == []
     assert pays(replace(Drafting(2e10), num_heads=31)) == [], "it does not divide"
+
+
+@pytest.mark.parametrize(("family", "cut"), [("olmo2", False), ("olmoe", False), ("llama", True)])
+def test_a_draft_that_cannot_be_cut_stays_whole(
+    family: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody has asked for it to be cut, it is not refused."""
+    make_checkpoint(tmp_path, "llama3") if family == "llama" else make_family(family).save_pretrained(tmp_path)
+    draft, two = resolve(tmp_path, role="draft"), Ranks(SimpleNamespace(size=2), True, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(session_ranks, "memory_rate", lambda device: 1.0)  # so slow that cutting pays
+    assert session_ranks._splits_draft(draft, two, torch.device("cuda"), None) is cut
+    assert not session_ranks._splits_draft(draft, two, torch.device("cpu"), None)
+    if not cut:
+        with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with"):
+            sliced(draft, Share(0, 2, 2))
 
 
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:

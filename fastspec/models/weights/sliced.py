@@ -80,27 +80,25 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return found.hexdigest()[:16]
 
 
+def why_whole(spec: ModelSpec, ranks: int) -> str | None:
+    """What of a model's layers cannot be cut among so many ranks, for messages; None: nothing."""
+    if spec.deltas:
+        return "whose recurrent states are not cut"
+    if spec.plans[0].qk_norm == "projection" and ranks > 1:
+        return "whose norm of queries and keys is over all heads at once"
+    if any(plan.experts for plan in spec.plans) and ranks > 1:
+        return "whose layers are mixtures of experts"
+    return None
+
+
 def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
     """The spec of what one rank runs: fewer heads, and a narrower MLP.
 
     Raises:
         UnsupportedOption: a layer's arithmetic needs what other ranks have, between its two sums.
     """
-    if spec.deltas:
-        raise UnsupportedOption(
-            f"tensor_parallel={share.size} does not go with {spec.family}, whose recurrent states are not cut; use one "
-            "GPU"
-        )
-    if spec.plans[0].qk_norm == "projection" and share.size > 1:
-        raise UnsupportedOption(
-            f"tensor_parallel={share.size} does not go with {spec.family}, whose norm of queries and keys is over all "
-            "heads at once; use one GPU"
-        )
-    if any(plan.experts for plan in spec.plans) and share.size > 1:
-        raise UnsupportedOption(
-            f"tensor_parallel={share.size} does not go with {spec.family}, whose layers are mixtures of experts; use "
-            "one GPU"
-        )
+    if (why := why_whole(spec, share.size)) is not None:
+        raise UnsupportedOption(f"tensor_parallel={share.size} does not go with {spec.family}, {why}; use one GPU")
     heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
     inner = share.cut(spec.intermediate_size)
     return replace(
