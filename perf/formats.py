@@ -13,17 +13,15 @@ import sys
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
 from fastspec.kernels.common.rounding import FORMATS
 from perf import records
+from perf.modes import NEW, PROMPT, Counts, counts_of
 from perf.prompts import code_prompts
 from perf.records import Row
 from perf.stats import rate, rate_interval, ratio_interval
 
 DRAFTS = (4,)
-PROMPT, NEW = 48, 96
 STORED = "bf16"  # what the shipped draft is stored in
 COLUMNS = ("draft", "kv", "k", "tokens_per_step", "tokens_per_step_95", "over_stored", "over_stored_95", "acceptance",
            "texts_equal")  # fmt: skip
-
-Counts = tuple[list[float], list[float]]  # tokens and steps of each prompt
 
 
 def counted(form: str, kv: str | None, k: int, prompts: list[list[int]]) -> tuple[Counts, float, list[list[int]]]:
@@ -40,9 +38,7 @@ def counted(form: str, kv: str | None, k: int, prompts: list[list[int]]) -> tupl
     ) as generator:
         output = generator.generate(prompts, max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True)
     assert isinstance(output, GenerateOutput)
-    rows = output.stats.rows
-    counts = [float(row.emitted) for row in rows], [float(row.steps) for row in rows]
-    return counts, output.stats.acceptance_rate or 0.0, output.new_tokens
+    return *counts_of(output), output.new_tokens
 
 
 def rows_of(kv: str | None, k: int, prompts: list[list[int]]) -> list[Row]:

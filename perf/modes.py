@@ -25,6 +25,16 @@ COLUMNS = ("verification", "k", "temperature", "tokens_per_step", "tokens_per_st
 Counts = tuple[list[float], list[float]]  # tokens and steps of each prompt
 
 
+def counts_of(output: object) -> tuple[Counts, float]:
+    """(counts, acceptance) of a call."""
+    assert isinstance(output, GenerateOutput)
+    rows = output.stats.rows
+    return (
+        [float(row.emitted) for row in rows],
+        [float(row.steps) for row in rows],
+    ), output.stats.acceptance_rate or 0.0
+
+
 def counted(verification: str, k: int, prompts: list[list[int]]) -> list[tuple[float, Counts, float]]:
     """(temperature, counts, acceptance) of one rule over all temperatures."""
     pair = demo_pair()
@@ -50,10 +60,7 @@ def counted(verification: str, k: int, prompts: list[list[int]]) -> list[tuple[f
                 seed=SEED,
                 return_dict_in_generate=True,
             )
-            assert isinstance(output, GenerateOutput)
-            rows = output.stats.rows
-            counts = [float(row.emitted) for row in rows], [float(row.steps) for row in rows]
-            found.append((temperature, counts, output.stats.acceptance_rate or 0.0))
+            found.append((temperature, *counts_of(output)))
     return found
 
 

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.mixtures.experts import counts, sparse_layers, width
-from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, LayerPlan
+from fastspec.models.families.mixtures.experts import sparse_layers
+from fastspec.models.families.mixtures.qwen_moe import with_shared_expert
+from fastspec.models.families.plan import Family, LayerNames, LayerPlan
 from fastspec.models.families.qwen3 import hybrid_plans
 from fastspec.models.fields import ConfigFields
-from fastspec.shapes import RoutingRule
-
-
-def _experts(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    count, chosen = counts(fields)
-    routing = RoutingRule(chosen, normed=normed)
-    shared = width(fields, "shared_expert_intermediate_size")
-    return ExpertsPlan(count, width(fields, "moe_intermediate_size"), routing, shared=shared, shared_gate=True)
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    experts = _experts(fields, normed=True)
+    experts = with_shared_expert(fields, normed=True)
     return tuple(replace(plan, experts=experts) for plan in hybrid_plans(fields, layers))
 
 
@@ -30,7 +23,7 @@ def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     plans, sparse = hybrid_plans(fields, layers), sparse_layers(fields, layers)
     if fields.get("num_experts") == 0 or not any(sparse):
         return plans
-    experts = _experts(fields, normed=fields.flag("norm_topk_prob"))
+    experts = with_shared_expert(fields, normed=fields.flag("norm_topk_prob"))
     return tuple(replace(plan, experts=experts if has else None) for plan, has in zip(plans, sparse, strict=True))
 
 

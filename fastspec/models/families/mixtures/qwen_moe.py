@@ -17,22 +17,26 @@ from fastspec.models.fields import ConfigFields
 from fastspec.shapes import RoutingRule
 
 
-def experts_of(fields: ConfigFields) -> ExpertsPlan:
+def experts_of(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
     """The experts of a layer of Qwen3-MoE, and of its relatives as far as they agree."""
     count, chosen = counts(fields)
-    routing = RoutingRule(chosen, normed=fields.flag("norm_topk_prob"))
-    return ExpertsPlan(count, width(fields, "moe_intermediate_size"), routing)
+    return ExpertsPlan(count, width(fields, "moe_intermediate_size"), RoutingRule(chosen, normed=normed))
+
+
+def with_shared_expert(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
+    """As `experts_of`, with a gated shared expert beside them."""
+    shared = width(fields, "shared_expert_intermediate_size")
+    return replace(experts_of(fields, normed=normed), shared=shared, shared_gate=True)
 
 
 def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    bias, experts = fields.flag("attention_bias"), experts_of(fields)
+    bias, experts = fields.flag("attention_bias"), experts_of(fields, normed=fields.flag("norm_topk_prob"))
     plan = LayerPlan(window=one_window(fields, layers), qkv_bias=bias, o_bias=bias, qk_norm="head")
     return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))
 
 
 def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    shared = width(fields, "shared_expert_intermediate_size")
-    experts = replace(experts_of(fields), shared=shared, shared_gate=True)
+    experts = with_shared_expert(fields, normed=fields.flag("norm_topk_prob"))
     windows: tuple[int | None, ...] = (None,) * layers
     if fields.flag("use_sliding_window"):
         windows = windows_by_layer_type(fields, layers)
