@@ -26,7 +26,7 @@ KINDS = (
     ("exchange", ("_added_kernel", "_largest_kernel")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
-    ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
+    ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
     ("product", ("quantised", "dequantise")),
     ("product", ("narrow", "wide", "ring", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor

@@ -1,6 +1,6 @@
 """Torch definition of the ops of a step around the models' passes: what is fed, and what becomes of the logits.
 
-`reference` has those of the passes; the law of a commit itself is in `fastspec.sampling.verify`.
+`reference` has those of the passes; the definition of a commit itself is in `fastspec.sampling.verify`.
 """
 
 from __future__ import annotations
