@@ -149,9 +149,8 @@ def _shifted_features(drafts: Eagle3Drafts) -> None:
 def _shifted_positions(drafts: Eagle3Drafts) -> None:
     fed = drafts._fed
 
-    def wrong(state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
-        rows = fed(state, shape, j)
-        return replace(rows, positions=rows.positions + 1)
+    def wrong(state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
+        return fed(state, shape, j, positions + 1, known)
 
     drafts._fed = wrong  # type: ignore[method-assign]
 
@@ -159,9 +158,9 @@ def _shifted_positions(drafts: Eagle3Drafts) -> None:
 def _stale_cache(drafts: Eagle3Drafts) -> None:
     absorb = drafts.model.absorb
 
-    def wrong(g: Tensor, rows: ForwardBatch) -> None:
-        if g.shape[1] > 8:  # prompts alone: what drafting left in steps stays
-            absorb(g, rows)
+    def wrong(g: Tensor, rows: ForwardBatch) -> Tensor:
+        in_prompt = g.shape[1] > 8  # what drafting left in steps stays
+        return absorb(g, rows if in_prompt else replace(rows, write_mask=torch.zeros_like(rows.write_mask)))
 
     drafts.model.absorb = wrong  # type: ignore[method-assign]
 
@@ -180,7 +179,7 @@ def _lost_in_plain_steps(drafts: Eagle3Drafts) -> None:
 
     def wrong(state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         if features.shape[1] == 1:
-            return drafts.model.condense(features, rows.tiling)
+            rows = replace(rows, write_mask=torch.zeros_like(rows.write_mask))
         return take_features(state, shape, features, rows)
 
     drafts.take_features = wrong  # type: ignore[method-assign]

@@ -63,10 +63,19 @@ class Eagle3(HeadDecoder):
         x, qkv = self._upto_last(g, rows)
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention."""
-        _, qkv = self._upto_last(g, rows)
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x, qkv = self._upto_last(g, rows)
         self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
         """What stands for g at the position behind, of what `drafted` returned."""

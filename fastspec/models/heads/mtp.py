@@ -56,13 +56,23 @@ class Mtp(HeadDecoder):
         x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
         return self._norm(self.spec.plans[0], x, self.weights.norm)
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V; skips attention where one op stores K and V alone."""
-        qkv = self._qkv(0, self._joint(g, rows), rows.tiling)
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V; skips attention where one op stores K and V alone.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x = self._joint(g, rows)
+        qkv = self._qkv(0, x, rows.tiling)
         if self._stores:
             self._store(0, qkv, rows, num_heads=self.spec.num_heads)
         else:
             self._attend(0, self.weights.layers[0], qkv, rows)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
         """g of the next position, [B, Q, hidden]: what `drafted` returned, unchanged."""

@@ -58,8 +58,8 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Elements that are kept of each row between steps: the target's hidden state at its newest position."""
-        return (self.hidden_size,)
+        """Of a row's newest position what its first draft goes on from; see `Mtp.absorb`."""
+        return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """As of any head, but norms may be in fp32."""
