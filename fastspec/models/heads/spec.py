@@ -70,7 +70,7 @@ class HeadSpec:
 
     @property
     def attention_inputs(self) -> int:
-        """Elements that attention of the last layer and all behind it read of a position: the stream, and q, k and v."""
+        """Elements that the last layer reads of a position from its attention on: the stream, and q, k and v."""
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
         return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
 
