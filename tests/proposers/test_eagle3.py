@@ -290,6 +290,9 @@ def test_everything_else_that_a_call_may_ask_for(pair: tuple[Path, Path]) -> Non
         assert torch.equal(mixed, wanted)
         assert "reads boundaries 2, 4, 5 of the target" in made.explain()
         assert "drafts 40 of 101 ids" in made.explain()
+        assert "auto chooses among 0, 1, 2, 4, 6, 8, 12, 16" in made.explain()
+        tried = made.calibrate(given[:1], max_new_tokens=6, eos_token_id=None)
+        assert [trial.k for trial in tried.trials] == [0, 1, 2, 4, 6, 8, 12, 16]
         planned, spec = made.memory_plan, made._draft.spec  # type: ignore[union-attr]
         pages = 1 + 2 * -(-(120 + made._settings.layout.max_drafts + 1) // 64)
         assert planned.draft_cache == pages * 64 * 2 * 4 * spec.num_kv_heads * spec.head_dim
