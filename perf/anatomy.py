@@ -18,7 +18,7 @@ from perf.trace import analyse, faults, steps_of
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
     ("norm", ("norm", "given_kernel")),
-    ("feed", ("_feed", "_embed")),
+    ("feed", ("_feed", "_embed", "_joined")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "_scan_kernel", "_keep_kernel")),

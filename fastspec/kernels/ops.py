@@ -47,6 +47,7 @@ class Ops:
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
     norm: Callable[..., Tensor]
+    joined_norms: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -84,6 +85,7 @@ TORCH_OPS = Ops(
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     norm=reference.norm,
+    joined_norms=reference.joined_norms,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     route=reference.route,

@@ -24,6 +24,7 @@ from fastspec.kernels.experts import dispatch as mixtures
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
@@ -162,6 +163,16 @@ def norm(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
     return norm_rows(x, weight, eps, pdl=has_pdl(x.device), **options)
 
 
+def joined_norms(
+    table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
+) -> Tensor:
+    """As `reference.joined_norms`, which defines it; a quantised table is read by a kernel of its own."""
+    if table.codes is None:
+        return join_rows(table, ids, x.contiguous(), norms, eps, x_first=x_first, pdl=has_pdl(x.device))
+    parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
+    return torch.cat(parts[::-1] if x_first else parts, dim=-1)
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
@@ -205,6 +216,7 @@ TRITON_OPS = Ops(
     feed_rows=feed_rows,
     embed=embed,
     norm=norm,
+    joined_norms=joined_norms,
     linear=linear,
     layer_tail=layer_tail,
     route=route,

@@ -21,6 +21,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
@@ -380,7 +381,10 @@ def steps(arch: int) -> Calls:
             yield f"feed {queries}", partial(_feed, queries, counts)
     for dtype in (BF16, F32):
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
-            yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
+            ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
+            yield f"embed {dtype}", partial(embed, table, ids)
+            pdl = arch >= 90
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
