@@ -26,7 +26,7 @@ from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range
-from fastspec.runtime.warmup import filling
+from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
 from fastspec.session.handle import Handle
@@ -155,22 +155,23 @@ class FastSpecGenerator:
         self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._grammars = Grammars(self.vocab_size)
-        engine, weights = build(
-            self._settings,
-            self._target,
-            self._draft,
-            proposer=proposer,
-            shared_vocab=self._shared_vocab,
-            release_source=release_source,
-            nvtx=nvtx,
-            progress=progress,
-            prefix_cache=prefix_cache,
-            prefill_budget=prefill_budget,
-            ranks=ranks,
-        )
-        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
-        with filling(weights, self.device) as loaded:
-            self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
+        with compilers_for(self._settings, ranks.size) as compilers:
+            engine, weights = build(
+                self._settings,
+                self._target,
+                self._draft,
+                proposer=proposer,
+                shared_vocab=self._shared_vocab,
+                release_source=release_source,
+                nvtx=nvtx,
+                progress=progress,
+                prefix_cache=prefix_cache,
+                prefill_budget=prefill_budget,
+                ranks=ranks,
+            )
+            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
+            with filling(weights, self.device) as loaded:
+                self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from importlib.util import find_spec
 
 import torch
@@ -16,3 +17,10 @@ def ops_for(device: torch.device) -> Ops:
     from fastspec.kernels.triton_ops import TRITON_OPS
 
     return TRITON_OPS
+
+
+def compilers(sharing: int) -> Executor:
+    """What compiles Triton's kernels; begun at once where none ever was. `sharing` ranks do so on this machine."""
+    from fastspec.kernels.common.compilers import Compilers, nothing_compiled, of_this_machine
+
+    return Compilers(of_this_machine(sharing), now=nothing_compiled())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from tqdm import tqdm
 
+from fastspec.kernels.select import compilers
 from fastspec.models.interface import Pending
 from fastspec.proposers.readings import settle_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
+from fastspec.runtime.settings import Settings
 from fastspec.shapes import GREEDY
 
 
@@ -28,6 +30,7 @@ def warm_up_for(
     progress: bool,
     prompts: bool = False,
     loaded: Callable[[], None] = lambda: None,
+    compilers: Executor | None = None,
 ) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
 
@@ -39,6 +42,7 @@ def warm_up_for(
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
         loaded: waits for weights that another thread still fills; kernels are compiled before.
+        compilers: of `Engine.compile`.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
@@ -47,7 +51,7 @@ def warm_up_for(
     missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
         with engine.on_device():
-            engine.compile(missing, prompts=prompts)
+            engine.compile(missing, prompts=prompts, compilers=compilers)
     loaded()
     _settle_reading(engine)
     engine.choose_threads()
@@ -68,6 +72,11 @@ def _settle_reading(engine: Engine) -> None:
     with engine.on_device():
         free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
         settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
+
+
+def compilers_for(settings: Settings, sharing: int) -> AbstractContextManager[Executor | None]:
+    """What compiles the kernels of a generator whose steps are captured; `sharing` ranks do so on one machine."""
+    return compilers(sharing) if settings.graphs and settings.layout.ops.name == "triton" else nullcontext()
 
 
 @contextmanager

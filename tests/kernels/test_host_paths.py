@@ -109,7 +109,7 @@ def test_who_multiplies_chunks_of_prompts(
         engine = generator._open().engine
         for chunk, draft in itertools.product(engine.chunks, (False, True)):
             launched.clear()
-            with engine.on_device(), engine.parts.ops.compiling():
+            with engine.on_device(), engine.parts.ops.compiling(None):
                 engine._pass(chunk, chunk, draft)()
             ring = capability == (9, 0) and chunk <= 128
             own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
