@@ -60,12 +60,18 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     return source, target, options, settings
 
 
-def serve(ends: list[int]) -> None:
+def serve(cache: str, ends: list[int]) -> None:
     """A process that forks one for each of these sockets; each compiles the jobs that come until its socket closes.
 
     All modules with kernels are imported before, once for all.
+
+    Args:
+        cache: the directory for what is compiled. ends: numbers of the open sockets.
     """
+    import triton
+
     import_module("fastspec.kernels.triton_ops")
+    triton.knobs.cache.dir = cache
     for end in ends:
         if os.fork() == 0:
             for other in ends:

@@ -24,7 +24,7 @@ _BEGIN: Final = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[1])
 from fastspec.kernels.common.compile_jobs import serve
-serve([int(end) for end in sys.argv[2:]])
+serve(sys.argv[2], [int(end) for end in sys.argv[3:]])
 """
 
 
@@ -64,7 +64,7 @@ class Compilers(Executor):
             pipes = [Pipe() for _ in range(self._count)]
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            command = [sys.executable, "-c", _BEGIN, repr(sys.path), *map(str, ends)]
+            command = [sys.executable, "-c", _BEGIN, repr(sys.path), _cache(), *map(str, ends)]
             # of a session of its own: so that all of them end together, and an interrupt is this process's alone
             self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
             for _, theirs in pipes:
@@ -138,12 +138,17 @@ def of_this_machine(sharing: int = 1) -> int:
     return cores // sharing
 
 
-def nothing_compiled() -> bool:
-    """Whether Triton's cache is empty: then what is launched is compiled first."""
+def _cache() -> str:
+    """Triton's cache on the disk."""
     from triton import knobs
 
+    return str(knobs.cache.dir)
+
+
+def nothing_compiled() -> bool:
+    """Whether Triton's cache is empty: then what is launched is compiled first."""
     try:
-        with os.scandir(knobs.cache.dir) as entries:
+        with os.scandir(_cache()) as entries:
             return next(entries, None) is None
     except OSError:
         return True
