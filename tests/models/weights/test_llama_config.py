@@ -62,7 +62,7 @@ def test_a_config_of_llama_is_as_transformers_reads_it(what: str) -> None:
 def test_what_transformers_refuses_is_refused_in_its_words(what: str) -> None:
     raised = []
     for kind in (LlamaConfig, Theirs):
-        with pytest.raises(Exception, match="(?s).") as caught:  # which one it is, is compared
+        with pytest.raises(Exception, match=r"(?s).") as caught:  # which one it is, is compared
             kind.from_dict(copy.deepcopy({"model_type": "llama", **REFUSED[what]}))
         raised.append((type(caught.value), str(caught.value)))
     assert raised[0] == raised[1]
