@@ -326,6 +326,29 @@ def test_every_kind_of_network_failure_is_a_checkpoint_error(
     assert "could not be had from the Hub: no route" in refusal("owner/tiny")
 
 
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        ("GatedRepoError", "ask for access at https://huggingface.co/owner/tiny and log in (hf auth login), or pass"),
+        ("RepositoryNotFoundError", "check the name, or log in (hf auth login) where it is private, or pass"),
+        ("RevisionNotFoundError", "see https://huggingface.co/owner/tiny/tree/main for the branches and tags"),
+    ],
+)
+def test_what_the_hub_refuses_names_the_way_out(kind: str, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(getattr(huggingface_hub.errors, kind)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            Exception.__init__(self, "No\n access.")  # its own wants an answer of the HTTP library
+
+        def __str__(self) -> str:
+            return str(self.args[0])
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise Refused
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert f"could not be had from the Hub: No access; {way_out}" in refusal("owner/tiny")
+
+
 @pytest.mark.parametrize("source", ["./missing", "/missing/model", "a/b/c", "~/missing", "", "..", "x" * 300, "a b"])
 def test_what_cannot_be_a_hub_id_never_reaches_the_network(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))

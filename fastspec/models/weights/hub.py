@@ -63,12 +63,26 @@ def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Ca
         if cached is not None:
             return cached
         wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
+        said = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
-            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {said}; "
+            f"{_way_out(repo, error)}, or pass a local directory"
         ) from error
     check(found)
     return found
+
+
+def _way_out(repo: str, error: Exception) -> str:
+    """What to do about an error of the Hub's client."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError
+        return f"ask for access at https://huggingface.co/{repo} and log in (hf auth login)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "check the name, or log in (hf auth login) where it is private"
+    if isinstance(error, RevisionNotFoundError):
+        return f"see https://huggingface.co/{repo}/tree/main for the branches and tags that there are"
+    return "check the name, the network or HF_HUB_OFFLINE, and access to the repository"
 
 
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
