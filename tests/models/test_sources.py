@@ -326,6 +326,12 @@ def test_every_kind_of_network_failure_is_a_checkpoint_error(
     assert "could not be had from the Hub: no route" in refusal("owner/tiny")
 
 
+def test_a_file_is_answered_with_its_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    for source in (directory / SINGLE, str(directory / SINGLE), "model.gguf", "owner/model.safetensors"):
+        assert "names a file; wanted the directory that it lies in" in refusal(source)
+
+
 @pytest.mark.parametrize(
     ("kind", "way_out"),
     [
@@ -359,7 +365,7 @@ def test_what_cannot_be_a_hub_id_never_reaches_the_network(source: str, monkeypa
 def test_a_path_object_or_a_file_is_not_a_hub_id(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     assert "not a directory" in refusal(Path("owner/tiny"))
-    assert "not a directory" in refusal(str(directory / SINGLE))
+    assert "names a file" in refusal(str(directory / SINGLE))
 
 
 def test_a_revision_goes_with_a_hub_id_only(directory: Path) -> None:

@@ -17,6 +17,7 @@ WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Copies of the same weights in other formats: subfolders, and Mistral's own single file.
 IGNORED_FILES: Final = ("*/*", "consolidated*")
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")  # which are no models by themselves
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
@@ -31,6 +32,11 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
     Raises:
         CheckpointError: it is no Hub id, or could not be had.
     """
+    name = os.fspath(source)
+    if os.path.isfile(source) or name.endswith(OF_FILES):
+        raise CheckpointError(
+            f"{name!r} names a file; wanted the directory that it lies in, with a config.json beside it"
+        )
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
