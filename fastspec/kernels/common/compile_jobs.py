@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from inspect import getclosurevars
 from multiprocessing.connection import Connection
@@ -94,11 +96,20 @@ def _work(asked: Connection) -> None:
             job = asked.recv_bytes()
             try:
                 source, target, options, settings = read_job(job)
-                triton.compile(source, target=target, options=options, _env_vars=settings)
+                compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
+                _make_launcher(source, compiled)
             finally:
                 asked.send_bytes(b"done")  # if it failed, who asked compiles it again and sees why
     except (EOFError, OSError):
         return
+
+
+def _make_launcher(source: Any, compiled: Any) -> None:
+    """What calls a kernel is C in some versions of Triton, which a compiler of C turns into a module in the cache."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(AssertionError, AttributeError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
+        CudaLauncher(source, compiled.metadata)  # if it cannot be made here, who launches makes it
 
 
 def _told(value: Any) -> Any:

@@ -80,6 +80,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         kernel.warmup(*args, grid=grid, **options)
 
 
+def is_compiling() -> bool:
+    """Whether kernels are compiled and none is launched: within `compiling()`."""
+    return _compiling.get() is not None
+
+
 def _kind(value: Any) -> Hashable:
     """What a kernel is compiled by, of an argument, and more: arguments of one kind give one machine code."""
     if isinstance(value, torch.Tensor):

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers import LlamaConfig as Theirs
 
 from fastspec.models.families import FAMILIES
-from fastspec.models.weights.llama_config import LlamaConfig, config_class
+from fastspec.models.llama_config import LlamaConfig, config_class
 from tests.helpers.families import COMMON, YARN
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -87,7 +87,7 @@ def test_no_native_config_imports_what_only_images_and_training_need() -> None:
     """A process of its own: here they may have been imported by another test."""
     kinds = [family.read_as or name for name, family in FAMILIES.items()]
     code = (
-        "import sys; from fastspec.models.weights.llama_config import config_class\n"
+        "import sys; from fastspec.models.llama_config import config_class\n"
         f"for kind in {kinds!r}: config_class(kind)\n"
         "print(*[name for name in ('transformers.utils.type_validators', 'transformers.modeling_utils', 'torchvision',"
         " 'torch.distributed.tensor') if name in sys.modules])"

@@ -65,7 +65,9 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
     Raises:
         KeyError: transformers has none.
     """
-    from transformers import CONFIG_MAPPING
+    if model_type == "llama":
+        return LlamaConfig
+    from transformers import CONFIG_MAPPING  # which looks through the folders of all models
 
-    own: type[PretrainedConfig] = LlamaConfig if model_type == "llama" else CONFIG_MAPPING[model_type]
-    return own
+    theirs: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
+    return theirs
