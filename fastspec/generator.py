@@ -144,18 +144,20 @@ class FastSpecGenerator:
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
         how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
-        self._target, self._draft, self._settings = checked(target, draft, options, **how)
-        announce_synthetic(verification)
-        if progress:
-            announce(self._settings)
-        self.device, self.max_length = self._settings.device, self._settings.max_length
-        self.memory_plan: MemoryPlan = self._settings.memory
-        self._drafting = DraftPlan(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
-        self.num_speculative_tokens = self._drafting.default
-        self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._grammars = Grammars(self.vocab_size)
-        with compilers_for(self._settings, ranks.size) as compilers:
+        with compilers_for(target, device, graphs, ranks.size) as compilers:  # it may take longest
+            self._target, self._draft, self._settings = checked(target, draft, options, **how)
+            announce_synthetic(verification)
+            if progress:
+                announce(self._settings)
+            self.device, self.max_length = self._settings.device, self._settings.max_length
+            self.memory_plan: MemoryPlan = self._settings.memory
+            self._drafting = DraftPlan(
+                self._settings.auto, self._settings.layout.max_drafts, self._settings.verification
+            )
+            self.num_speculative_tokens = self._drafting.default
+            self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
+            self._tokenizer: PreTrainedTokenizerBase | None = None
+            self._grammars = Grammars(self.vocab_size)
             engine, weights = build(
                 self._settings,
                 self._target,

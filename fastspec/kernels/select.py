@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -19,8 +20,10 @@ def ops_for(device: torch.device) -> Ops:
     return TRITON_OPS
 
 
-def compilers(sharing: int) -> Executor:
+def compilers(sharing: int) -> AbstractContextManager[Executor | None]:
     """What compiles Triton's kernels; begun at once where none ever was. `sharing` ranks do so on this machine."""
+    if find_spec("triton") is None:
+        return nullcontext()
     from fastspec.kernels.common.compilers import Compilers, nothing_compiled, of_this_machine
 
     return Compilers(of_this_machine(sharing), now=nothing_compiled())

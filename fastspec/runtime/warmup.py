@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -16,7 +18,6 @@ from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.settings import Settings
 from fastspec.shapes import GREEDY
 
 
@@ -74,9 +75,20 @@ def _settle_reading(engine: Engine) -> None:
         settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
 
 
-def compilers_for(settings: Settings, sharing: int) -> AbstractContextManager[Executor | None]:
-    """What compiles the kernels of a generator whose steps are captured; `sharing` ranks do so on one machine."""
-    return compilers(sharing) if settings.graphs and settings.layout.ops.name == "triton" else nullcontext()
+def compilers_for(
+    target: Any, device: Any, graphs: bool | None, sharing: int
+) -> AbstractContextManager[Executor | None]:
+    """What compiles the kernels of a generator, begun before its arguments are checked; None where nothing does.
+
+    Args:
+        target, device, graphs: of the constructor. sharing: ranks, on one machine.
+    """
+    there = torch.cuda.is_available() and graphs is not False
+    if there and device is None and isinstance(target, torch.nn.Module):
+        there = any(parameter.is_cuda for parameter in islice(target.parameters(), 1))
+    elif there and device is not None:
+        there = str(device).startswith("cuda")
+    return compilers(sharing) if there else nullcontext()
 
 
 @contextmanager

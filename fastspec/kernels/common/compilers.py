@@ -41,7 +41,9 @@ class Compilers(Executor):
     """
 
     def __init__(self, count: int, *, now: bool = False) -> None:
-        self._count = count if hasattr(os, "fork") and sys.executable else 0
+        # another program that runs Python in itself would only be started once more
+        able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
+        self._count = count if able else 0
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: in this process
         for _ in range(HERE):
             self._places.put(None)

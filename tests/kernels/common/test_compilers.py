@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels.common import compilers
+from fastspec.runtime import warmup
 from tests.helpers.modules import module_output
 
 
@@ -31,3 +36,32 @@ def test_without_processes_this_one_compiles() -> None:
     killed, no_text = module_output("tests.helpers.compile_jobs", "broken")
     assert killed["hits"] == [False] * 4
     assert "another" in no_text["error"] or "something else" in no_text["error"]
+
+
+def test_another_program_than_python_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers.sys, "executable", "/opt/app/serving")
+    monkeypatch.setattr(compilers.subprocess, "Popen", lambda *given, **options: pytest.fail("started"))
+    with compilers.Compilers(4, now=True) as executor:
+        assert executor.submit(lambda: 5).result() == 5
+
+
+@pytest.mark.parametrize(
+    ("gpu", "target", "device", "graphs", "begun"),
+    [
+        (True, "a directory", None, None, True),
+        (True, "a directory", "cuda:1", True, True),
+        (True, "a directory", torch.device("cuda"), None, True),
+        (True, "a directory", "cuda", False, False),
+        (True, "a directory", "cpu", None, False),
+        (True, torch.nn.Linear(2, 2), None, None, False),
+        (True, torch.nn.Identity(), None, None, False),
+        (False, "a directory", None, None, False),
+        (False, "a directory", "cuda", None, False),
+    ],
+)
+def test_who_has_compilers(
+    gpu: bool, target: Any, device: Any, graphs: bool | None, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(warmup, "compilers", lambda sharing: ("begun", sharing))
+    assert (warmup.compilers_for(target, device, graphs, 2) == ("begun", 2)) == begun
