@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.launch import is_compiling
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_kinds import one_of_each
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
 
@@ -89,7 +91,7 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in range(len(layers)):
+        for index in one_of_each(self.spec.plans, layers) if is_compiling() and not features else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
