@@ -227,9 +227,14 @@ class Engine:
             self.parts.features[place].copy_(self.parts.features[source])
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether what drafts reads prompts by passes of its own, as a draft model does."""
+        return self.parts.proposer is not None and self.parts.proposer.max_length > 0
+
+    @property
     def _fed(self) -> tuple[bool, ...]:
         """Whose passes over prompts there are: the target's, and the draft's."""
-        return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
+        return (False, True) if self.reads_prompts else (False,)
 
     def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
         """A pass over the next `chunk` tokens of the prefill slot, which end before position `upto`."""

@@ -19,6 +19,8 @@ from fastspec.runtime.request import Request
 from fastspec.shapes import chunks_of
 from fastspec.state import PAUSED, RUNNING
 
+_LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
+
 
 @dataclass(slots=True)
 class Passes:
@@ -101,41 +103,48 @@ class Intake:
         self._draft = None
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
-            self._draft = Passes(start, deque(engine.passes(stop, start, most)))
+            self._draft = Passes(start, deque(engine.passes(stop, start, most and _LIGHTER * most)))
 
     def feed(self, limit: int | None, *, some: bool) -> int:
-        """Queues passes over at most `limit` tokens, and lets the row run after the last one.
+        """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
+
+        The draft's passes are long and rare, for a pass costs its weights however few tokens it feeds: they come where
+        the draft is that far behind, and behind the last pass of the target.
 
         Args:
             limit: tokens; None: all that are left.
             some: at least one pass, however long it is.
 
         Returns:
-            The number of tokens that passes of the target feed.
+            What the passes take, in tokens of the target.
         """
-        request = self.request
+        request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
-        taken = self._target.take(limit, some=some)
         with self.engine.parts.mark("prefill"):
+            if draft is not None and limit is not None and self._target.at - draft.at >= _LIGHTER * limit:
+                fed += self._feed_draft(request, draft, limit, some=some)
+            taken = self._target.take(None if limit is None else limit - fed, some=some and not fed)
             if taken or len(request.prompt) == 1:
                 first = self._target.at == request.cached
                 self.engine.prefill_row(self.row, self._target.at, taken, draft=False, running=False, first=first)
             self._target.at += sum(taken)
-            if self._draft is not None:
-                self._feed_draft(request, self._draft)
-        if not self._target.left:
+            fed += sum(taken)
+            if draft is not None and not self._target.left:
+                fed += self._feed_draft(request, draft, None if limit is None else limit - fed, some=some and not fed)
+        if not self._target.left and not (draft and draft.left):
             self._finish(request)
-        return sum(taken)
+        return fed
 
-    def _feed_draft(self, request: Request, passes: Passes) -> None:
-        """Queues the draft's passes up to where the target is; all that are left once the target is done."""
-        chunks = passes.take(self._target.at - passes.at if self._target.left else None, some=False)
+    def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, some: bool) -> int:
+        """Queues the draft's next passes; arguments and result as of `feed`."""
+        chunks = passes.take(None if limit is None else _LIGHTER * limit, some=some)
         if chunks:
             self.engine.prefill_row(self.row, passes.at, chunks, draft=True, running=False)
             passes.at += sum(chunks)
             proposer = self.engine.parts.proposer
             assert proposer is not None, "it is fed"
             request.draft_length = min(passes.at, len(request.prompt) - 2, proposer.max_length)
+        return -(-sum(chunks) // _LIGHTER)
 
     def _finish(self, request: Request) -> None:
         """The prompt is prefilled: the row runs, and later prompts may share its pages."""

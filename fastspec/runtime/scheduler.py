@@ -22,7 +22,7 @@ from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.intake import Intake, lag_of, mark_drafted
-from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, turns_of
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
 from fastspec.state import IDLE, RUNNING
@@ -237,9 +237,9 @@ class Scheduler:
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
-        willing = [row for row, request in requests.items() if request.options.draft_limit != 0]
+        willing = may_draft(requests, self._in_flight, reads=self.engine.reads_prompts)
         if not willing:
-            return 0, frozenset()  # where every row has opted out the step is a plain one
+            return 0, frozenset()  # a plain step
         if call.policy is None:
             return call.choose_k(call.steps), frozenset(willing)
         passes = {row: _passes(lag_of(self.engine, requests[row])) for row in willing}
@@ -304,8 +304,7 @@ class Scheduler:
 
     def _draft_follows(self, call: Call) -> bool:
         """Whether the next steps of a call are going to draft."""
-        proposer = self.engine.parts.proposer
-        if proposer is None or not proposer.max_length:
+        if not self.engine.reads_prompts:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
