@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from perf import commands, gate, records, report, startup, serving
+from perf import commands, gate, records, report, serving, startup
 from perf.cases import ACCEPTED, SETS
 from perf.records import Row
 from perf.workloads import WORKLOADS

@@ -85,25 +85,24 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Many requests at once: generate, handles, our server and transformers'."""
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     about = f"{given.workload}, {given.requests} prompts of {given.prompt}, {given.new} new, k = {given.drafts}"
-    with tempfile.TemporaryDirectory() as scratch:
-        with opened(given.workload, save=True, **options) as models:
-            prompts = models.prompts(given.requests, given.prompt)
-            directories = models.directories or _written(models.target, models.draft, Path(scratch))
-            for place, config in zip(directories, models.configs, strict=True):
-                words(config.vocab_size).save_pretrained(place)
-            texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
-            load = Load(texts, prompts, given.new, given.drafts, *directories, given.device)
-            _let_go(models)
-            base: float | None = None
-            for name, seconds, status in timed(load, given.engines):
-                tokens = given.requests * given.new
-                row: Row = {"bench": "serving", "workload": about, "how": name, "status": status}
-                if seconds:
-                    taken = statistics.median(seconds)
-                    base = base or taken
-                    row |= {"tok_s": round(tokens / taken), "over_generate": round(base / taken, 3)}
-                    row["seconds"] = [round(one, 3) for one in seconds]
-                yield [row]
+    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, save=True, **options) as models:
+        prompts = models.prompts(given.requests, given.prompt)
+        directories = models.directories or _written(models.target, models.draft, Path(scratch))
+        for place, config in zip(directories, models.configs, strict=True):
+            words(config.vocab_size).save_pretrained(place)
+        texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+        load = Load(texts, prompts, given.new, given.drafts, *directories, given.device)
+        _let_go(models)
+        base: float | None = None
+        for name, seconds, status in timed(load, given.engines):
+            tokens = given.requests * given.new
+            row: Row = {"bench": "serving", "workload": about, "how": name, "status": status}
+            if seconds:
+                taken = statistics.median(seconds)
+                base = base or taken
+                row |= {"tok_s": round(tokens / taken), "over_generate": round(base / taken, 3)}
+                row["seconds"] = [round(one, 3) for one in seconds]
+            yield [row]
 
 
 def _written(target: Any, draft: Any, scratch: Path) -> tuple[Path, Path]:
