@@ -33,7 +33,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from fastspec import FastSpecGenerator
+from fastspec import FastSpecGenerator, GenerateOutput
 from perf.opened import opened
 from perf.peers import FAILURES
 from perf.records import Row
@@ -159,12 +159,14 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
 
 def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
     options: dict[str, Any] = {"max_new_tokens": load.new, "do_sample": False, "eos_token_id": []}
-    made = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
+    made: dict[str, Any] = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
     made |= {"num_speculative_tokens": load.k, "device": load.device}
     with FastSpecGenerator(load.target, load.draft, **made) as generator:
 
         def batch() -> list[list[int]]:
-            return generator.generate(load.prompts, return_dict_in_generate=True, **options).new_tokens
+            output = generator.generate(load.prompts, return_dict_in_generate=True, **options)
+            assert isinstance(output, GenerateOutput)
+            return output.new_tokens
 
         def submitted() -> list[list[int]]:
             waiting = [generator.submit(prompt, **options) for prompt in load.prompts]
@@ -193,7 +195,8 @@ def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float]
 def _continuous(load: Load) -> list[float]:
     """transformers' continuous batching in this process, without a server: the whole batch at once."""
     config = GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    model: Any = AutoModelForCausalLM.from_pretrained(load.target, dtype="auto").to(load.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(load.target, dtype="auto")
+    model.to(load.device).eval()
 
     def once() -> None:
         with torch.inference_mode():
