@@ -124,8 +124,8 @@ def words(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer whose token i is the word "t<i>", so that any engine can be asked by text."""
     model = WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0")
     made = Tokenizer(model)
-    made.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    made.decoder = WordPiece(prefix="##", cleanup=False)  # type: ignore[assignment]
+    made.pre_tokenizer = WhitespaceSplit()
+    made.decoder = WordPiece(prefix="##", cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="t0")
 
 
