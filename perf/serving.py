@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from fastspec import FastSpecGenerator, GenerateOutput
 from perf.opened import opened
 from perf.peers import FAILURES
-from perf.records import Row
+from perf.records import Row, private
 from perf.workloads import WORKLOADS
 
 ROUNDS = 3  # after one that pays for captures
@@ -143,7 +143,7 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
         try:
             yield "transformers, generate_batch", _continuous(load), "ok"
         except FAILURES as error:
-            yield "transformers, generate_batch", [], f"failed: {error!r}"[:600]
+            yield "transformers, generate_batch", [], _failed("generate_batch", error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     for name, line, model in (
@@ -154,7 +154,14 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
             try:
                 yield name, _served(line, load, model), "ok"
             except (OSError, RuntimeError, ValueError, KeyError) as error:
-                yield name, [], f"failed: {error}"[-600:]
+                yield name, [], _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> str:
+    """The status of what could not take part; all that it said goes to stderr, for it may name this machine."""
+    print(f"{name}: {error!r}", file=sys.stderr, flush=True)
+    status = f"failed: {str(error).splitlines()[0][:200]}"
+    return status if private({"status": status}) is None else "failed"
 
 
 def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
@@ -203,7 +210,8 @@ def _continuous(load: Load) -> list[float]:
             found = model.generate_batch(load.prompts, generation_config=config, persistent_manager=True)
         counts = {len(each.generated_tokens) for each in found.values()}
         if counts != {load.new} or len(found) != len(load.prompts):
-            raise RuntimeError(f"{len(found)} answers of {sorted(counts)} tokens")
+            errors = {str(each.error) for each in found.values()}
+            raise RuntimeError(f"{len(found)} answers of {sorted(counts)} tokens, errors {sorted(errors)}")
 
     try:
         return _rounds(once)
@@ -245,7 +253,7 @@ def _server(line: list[str], load: Load, model: str) -> Iterator[int]:
                 yield port
             except (OSError, RuntimeError) as error:
                 told.seek(0)
-                raise RuntimeError(f"{error}; it said: {told.read().decode(errors='replace')[-400:]}") from error
+                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-2000:]}") from error
             finally:
                 process.terminate()
                 try:

@@ -134,6 +134,7 @@ def main() -> None:
                 part = min(SHARE, given.requests - done)
                 soak.run(part, given.threads, given.seed + done)
                 done += part
+                print(f"{done} requests right after {time.monotonic() - start:.0f} s", flush=True)
     took = time.monotonic() - start
     print(f"{done} requests in {took:.0f} s, all texts right, nothing left: {sum(soak.fates.values())} {soak.fates}")
 
