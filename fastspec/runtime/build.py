@@ -46,6 +46,7 @@ from fastspec.step import StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
 # tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
+_TOGETHER = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
 _ALIKE_FROM = {(9, 0): 64}
 _ALIKE_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
 _ALIKE_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
@@ -189,6 +190,10 @@ def build(
         if ranks.size > 1:
             ring.watch = ranks.world
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
+    alike = _alike(chunks, models, matrices, device)
+    # what a pass over a prompt makes lies in the pages of its row and nowhere else
+    paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
+    apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, models))
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -209,7 +214,8 @@ def build(
         runner=runner,
         ring=ring,
         verification=settings.verification,
-        alike=_alike(chunks, models, matrices, device),
+        alike=alike,
+        together=_TOGETHER if apart and alike == chunks else 0,
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
