@@ -242,6 +242,11 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     assert alone == [(False, 32)] * 4 + [(True, 32)] * 4, "but for the first prompt's passes"
     assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
     nothing_leaked(engine)
+    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, together=96)))
+    requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
+    run_as_one(scheduler, requests, call_of(requests, 3))
+    assert joined[4:] == [(False, 3), (True, 3)]
+    assert all(request.accepted == request.drafted > 0 for request in requests), "the draft has read each to its end"
 
 
 def run_as_one(scheduler: Scheduler, requests: list[Request], call: Call) -> None:
