@@ -220,15 +220,17 @@ def prefill(
     chunk: int,
     kept: Tensor | None = None,
 ) -> None:
-    """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
+    """Feeds the target the prompt tokens of positions start..start+chunk-1 of a row, all but the last.
 
-    `start` is a number, or int64 [1] where it is read on the device; `kept` [1, ..] is the row's part of what
+    `start` is a number, or int64 [B] where it is read on the device; `kept` [1, ..] is the row's part of what
     `StepModules.features` holds.
 
     The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
-    chunk, so that a prompt's K/V bits depend on that prompt alone.
+    chunk, so that a prompt's K/V bits depend on that prompt alone. Where they do not depend on what else a pass feeds,
+    it may be a state of several rows.
     """
-    positions = (start + torch.arange(chunk, device=state.lengths.device))[None]
+    positions = torch.arange(chunk, device=state.lengths.device)[None]
+    positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
