@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
 from types import SimpleNamespace
@@ -264,6 +265,20 @@ def products(layers: slice, arch: int) -> Calls:
             yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
 
 
+def tree(n: int, k: int, ranks: int) -> Weight:
+    """One rank's part of a weight [N, K] whose K is cut."""
+    return replace(packed(n, k // ranks), whole=(n, k), tree=True)
+
+
+def trees(arch: int) -> Calls:
+    """Products whose K ranks share, whole and cut."""
+    for n, k in ((4096, 4096), (4096, 14336), (2048, 8192)):
+        for ranks in (1, 2, 4):
+            for rows in (1, 8, 9, 40, 64, 128, 160):
+                fused = "residual" if ranks == 1 else "fp32"
+                yield f"tree {n}x{k} {ranks} {rows}", partial(multiplied, tree(n, k, ranks), fused, rows, arch >= 90)
+
+
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
     """What lies between two attentions on sm_90."""
     for rows in ROWS[plan.small_rows((9, 0)) :] if arch == 90 else ():
@@ -337,6 +352,9 @@ def prompts(arch: int) -> Calls:
     for rows in (64, 128, 256, 512, 4096):
         for n, fused in ((4096, ""), (4096, "gated"), (4096, "bias+residual"), (4112, "bias+residual"), (4112, "fp32")):
             yield f"prompt {n} {fused} {rows}", partial(_prompt, rows, n, fused)
+        for ranks in (1, 2) if arch == 90 else ():
+            x, weight = on_meta((rows, 4096 // ranks)), tree(4096, 4096, ranks)
+            yield f"prompt, tree of {ranks} {rows}", partial(prefill_linear, x, weight, out_dtype=F32)
 
 
 def _prompt(rows: int, n: int, fused: str) -> object:
@@ -481,6 +499,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
         for start in range(0, len(LAYERS), AT_ONCE)
     },
     **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
+    "products_trees": trees,
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,

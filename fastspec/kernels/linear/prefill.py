@@ -28,6 +28,7 @@ from fastspec.kernels.common.launch import has_warp_groups, multiprocessors, sha
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import prefill_sm90 as hopper
+from fastspec.kernels.linear.plan import split_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,10 @@ def prefill_linear(
     if norm is not None:
         rows = _rms_norm(rows, *norm)
     if has_warp_groups(x.device):
-        programs = multiprocessors(x.device)
-        hopper.run(rows, weight, bias, residual, out, gated, hopper.tile_of(rows.shape[0], n, programs), programs)
+        programs, split = multiprocessors(x.device), split_for(weight.shape, weight.whole, weight.tree)
+        parts = split.split_k if split.runs else 1
+        tile = hopper.tile_of(rows.shape[0], n, programs, parts)
+        hopper.run(rows, weight, bias, residual, out, gated, tile, programs, parts)
     else:
         run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], shared_memory(x.device) or max(LAUNCH)))
     return out

@@ -9,6 +9,8 @@ So columns 8..15 of every 16 come out exchanged with their neighbours, and putti
 holds both.
 """
 
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -45,6 +47,9 @@ class Tile:
 # cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
 # timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
 TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
+
+# of more parts than two, whose sums take the registers of a tile twice more
+TREE_TILES = (Tile(128, 128, 6, 24.5), Tile(64, 128, 6, 17.0))
 
 
 @gluon.jit
@@ -132,6 +137,22 @@ def _finish(
         _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, WARPS)
 
 
+@gluon.jit
+def _entered(held, sums, part: gl.constexpr):
+    """Sums of subtrees, the largest first, and the sum of the next part: two that are equally large become one."""
+    level = sums
+    if part % 2 == 1:
+        level = held[len(held) - 1] + level
+    if part % 4 == 3:
+        level = held[len(held) - 2] + level
+    if part % 4 == 3:
+        return held[: len(held) - 2] + (level,)
+    elif part % 2 == 1:
+        return held[: len(held) - 1] + (level,)
+    else:
+        return held + (level,)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _hopper_kernel(
     x_desc,  # [R, K] by [ROWS, 64]
@@ -147,6 +168,7 @@ def _hopper_kernel(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     WARPS: gl.constexpr,
+    PARTS: gl.constexpr,  # equal parts of K whose sums are added as one binary tree: 1, 2 or 4
 ):
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -156,6 +178,7 @@ def _hopper_kernel(
     fence_async_shared()
 
     STEPS: gl.constexpr = K // 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     tiles = gl.cdiv(num_rows, ROWS) * TILES_N
     programs = gl.num_programs(0)
@@ -173,34 +196,36 @@ def _hopper_kernel(
     at = 0
     for tile in range(gl.program_id(0), tiles, programs):
         m, n = _place(tile, num_rows, ROWS, COLUMNS, TILES_N)
-        out = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
-        for _ in range(STEPS):
-            slot = at % STAGES
-            mbarrier.wait(full.index(slot), at // STAGES % 2)
-            out = _multiply(out, xs.index(slot), ws, slot)
-            # all but this step's products are done, and after the barrier those of every warp: the slot before is free
-            out = warpgroup_mma_wait(2, deps=(out,))
-            thread_barrier()
-            free = (at + STAGES - 1) % STAGES
-            _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
-            ahead_step += 1
-            if ahead_step == STEPS:
-                ahead_step = 0
-                ahead += programs
-                ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
-            at += 1
-        out = warpgroup_mma_wait(0, deps=(out,))
-        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
+        held = ()
+        for part in gl.static_range(PARTS):
+            out = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+            for _ in range(STEPS // PARTS):
+                slot = at % STAGES
+                mbarrier.wait(full.index(slot), at // STAGES % 2)
+                out = _multiply(out, xs.index(slot), ws, slot)
+                # all but this step's products are done, after the barrier those of every warp: the slot before is free
+                out = warpgroup_mma_wait(2, deps=(out,))
+                thread_barrier()
+                free = (at + STAGES - 1) % STAGES
+                _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
+                ahead_step += 1
+                if ahead_step == STEPS:
+                    ahead_step = 0
+                    ahead += programs
+                    ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+                at += 1
+            held = _entered(held, warpgroup_mma_wait(0, deps=(out,)), part)
+        _finish(held[0], m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
 
 
-def tile_of(num_rows: int, n: int, programs: int) -> Tile:
-    """The tile with which `programs` programs are done first."""
+def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> Tile:
+    """The tile with which `programs` programs are done first; parts as in `run`."""
 
     def time(tile: Tile) -> float:
         tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
         return int(triton.cdiv(tiles, programs)) * tile.cost
 
-    return min(TILES, key=time)
+    return min(TILES if parts < 3 else TREE_TILES, key=time)
 
 
 def run(
@@ -212,8 +237,13 @@ def run(
     gated: bool,
     tile: Tile,
     programs: int,
+    parts: int = 1,
 ) -> None:
-    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes."""
+    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes.
+
+    Args:
+        parts: equal parts of K, a multiple of 64 each, whose sums are added as one binary tree: 1, 2 or 4.
+    """
     n, k = weight.shape
     pairs = weight.data.view(n // 16, k // 4, 64)
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
@@ -221,5 +251,5 @@ def run(
     start(_hopper_kernel, (min(tiles, programs),),
         described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
         rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
-        num_warps=warps,
+        PARTS=parts, num_warps=warps,
     )  # fmt: skip
