@@ -7,6 +7,7 @@
 | argument | shape, dtype                             | notes                                                    |
 |----------|------------------------------------------|----------------------------------------------------------|
 | x        | [M, N] of 4 bytes an element             | contiguous, at most `Room.elements` in all               |
+|          | [WAYS, M, N] fp32, of added alone        | ways are added first, as a tree; 1, 2 or 4 of them       |
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
@@ -146,17 +147,33 @@ def _tree(own, mine, at, there, elements, FIRST: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
-def _added_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One block of the sum."""
+def _way(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of COUNT ways from FIRST on: 1, 2 or 4 of them."""
+    if COUNT == 1:
+        return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
+    else:
+        left = _way(x_ptr, at, there, count, FIRST, COUNT // 2)
+        right = _way(x_ptr, at, there, count, FIRST + COUNT // 2, COUNT // 2)
+        return left + right
+
+
+@triton.jit
+def _begun(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr):
+    """Once x is there: a block's places, whether there is something, and what this rank has."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    return at, at < count, _way(x_ptr, at, at < count, count, 0, WAYS)
+
+
+@triton.jit
+def _added_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """One block of the sum."""
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
     mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
     total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
     if bias_ptr is not None:
@@ -169,15 +186,10 @@ def _added_kernel(
 @triton.jit
 def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """One block of every rank's part."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
     mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
     for rank in tl.static_range(SIZE):
@@ -194,15 +206,11 @@ def _half(base, at, there):
 @triton.jit
 def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The best of half a block of keys, which travel as two elements each, low half first."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(keys_ptr + at, mask=at < count, other=0.0)
-    mine = _push_and_wait(own, at, at < count, room, elements, limit, blocks, RANK, SIZE)
+    at, entered, own = _begun(keys_ptr, count, BLOCK, PDL, WAYS)
+    mine = _push_and_wait(own, at, entered, room, elements, limit, blocks, RANK, SIZE)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     there = row < count // 2
     best = tl.zeros([BLOCK // 2], tl.int64)
@@ -216,13 +224,17 @@ def _largest_kernel(
 def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
+    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first.
+
     Raises:
         ValueError: x is not contiguous fp32, or has no room.
     """
-    _check(x, room)
-    out = torch.empty_like(x if residual is None else residual)
+    ways = len(x) if residual is not None and x.dim() > residual.dim() else 1
+    some = x[0] if ways > 1 else x
+    _check(some, room)
+    out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    _launch(_added_kernel, x, (x, bias, residual, out), room)
+    _launch(_added_kernel, some, (x, bias, residual, out), room, ways=ways)
     return out
 
 
@@ -257,6 +269,7 @@ def _launch(
     tensors: tuple[Tensor | None, ...],
     room: Room,
     numbers: tuple[int, ...] | None = None,
+    ways: int = 1,
 ) -> None:
     pdl = has_pdl(x.device)
     launch(
@@ -270,6 +283,7 @@ def _launch(
         SIZE=room.size,
         BLOCK=BLOCK,
         PDL=pdl,
+        WAYS=ways,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=False,

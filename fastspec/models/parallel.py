@@ -59,6 +59,7 @@ class ParallelDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
+        self._reduce = exchange.added
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size)
         self._head = _head(weights, spec, sliced.share)
         self._pieces: dict[int, Pieces] = {}
@@ -86,7 +87,7 @@ class ParallelDecoder(Decoder):
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in cuts))
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        return False  # a sum over ranks lies between
+        return plan.fused_tail and not self._share.one_tree  # which is made of products in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows

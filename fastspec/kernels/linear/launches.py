@@ -124,7 +124,14 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     if isinstance(tile, Small):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
-        shape |= {"KT": split.k_tile, "RUNS": split.runs, "BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.split_k}
+        shape |= {
+            "KT": split.k_tile,
+            "RUNS": split.runs,
+            "BM": tile.rows,
+            "XD": tile.row_depth,
+            "AHEAD": tile.ahead,
+            "num_warps": split.split_k,
+        }
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
         launch(narrow_kernel, grid, *operands, *numbers, loops, **shape, **options)

@@ -48,6 +48,11 @@ class Parts:
     sums: Tensor
     pairwise: int
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether they are added as one binary tree, neighbours first."""
+        return len(self.sums) <= 2 or (len(self.sums), self.pairwise) == (4, 2)
+
 
 @gluon.jit
 def _sums(

@@ -207,7 +207,9 @@ def allocate_weights(
     )
     later = checkpoint.module is None
     rounds_to = _rounding(checkpoint)
-    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later, whole=whole_infos)
+    loader = Loader(
+        source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later, whole=whole_infos
+    )
     with torch.no_grad():
         if spec.tied and release_source and HEAD in source.infos():
             source.release([HEAD])  # whose values are the embedding's, as `resolve` found

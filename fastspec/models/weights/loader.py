@@ -110,9 +110,7 @@ class Loader:
         self._copy(partial(self._fill_tensor, names, made, order, plus))
         return made
 
-    def weight(
-        self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False
-    ) -> Weight:
+    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
         """The named matrices under each other, as one `Weight`; `order` as in `tensor`, `tree` as in `Weight`."""
         shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
