@@ -9,6 +9,7 @@ So columns 8..15 of every 16 come out exchanged with their neighbours, and putti
 holds both.
 """
 
+# mypy: disable-error-code="misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 
 from __future__ import annotations
