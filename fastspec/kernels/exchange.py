@@ -16,6 +16,9 @@ elements has a flag for each rank and a number that counts its exchanges, its ep
 epoch, and waits for the epochs of the others: nobody waits for a whole tensor. Two halves of the room take turns: a
 rank that is one exchange ahead cannot overwrite what another still reads, for it has waited for that one's next push.
 
+Many elements go in two turns: each block has one rank that adds it and gives the others what it comes to, in 16 bits.
+In either way no rank ends an exchange of a block before all others have begun it, which is what the halves stand on.
+
 A program that waits for longer than LIMIT stops the device with an error, so that nothing spins for ever.
 """
 
@@ -33,6 +36,10 @@ from fastspec.kernels.common.launch import has_pdl, launch
 
 BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
 LIMIT = 120_000_000_000  # nanoseconds
+ALL = 2**62
+# elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
+# if all ranks get all partial sums, and a second wait
+TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,22 @@ def _stop_after(start, limit):
 
 
 @triton.jit
+def _signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
+    """Tells a peer that all this program has stored so far is there."""
+    flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
+    _store_release(flag, epoch)
+
+
+@triton.jit
+def _awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
+    """Waits for a peer's signal."""
+    flag = tl.load(flags_ptr + RANK) + (peer * blocks + tl.program_id(0)).to(tl.int64) * 4
+    start = _now(epoch)
+    while _load_acquire(flag) < epoch:
+        _stop_after(start, limit)
+
+
+@triton.jit
 def _push_and_wait(
     value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
@@ -112,15 +135,10 @@ def _push_and_wait(
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flag = tl.load(flags_ptr + peer) + (RANK * blocks + pid).to(tl.int64) * 4
-            _store_release(flag, epoch)
-    own_flags = tl.load(flags_ptr + RANK)
-    start = _now(pid)
+            _signalled(flags_ptr, peer, epoch, blocks, RANK)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flag = own_flags + (peer * blocks + pid).to(tl.int64) * 4
-            while _load_acquire(flag) < epoch:
-                _stop_after(start, limit)
+            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     tl.store(epochs_ptr + pid, epoch)
     return tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
@@ -184,6 +202,70 @@ def _added_kernel(
 
 
 @triton.jit
+def _handed_out(
+    own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """This rank adds the block, and gives the others what it comes to."""
+    buffers_ptr, flags_ptr, _epochs_ptr = room
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+    tl.debug_barrier()
+    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
+    total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
+    total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
+    rounded = total.to(out_ptr.dtype.element_ty)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+            tl.store(theirs.to(out_ptr.dtype) + at, rounded, mask=there)
+    tl.store(out_ptr + at, rounded, mask=there)
+    tl.debug_barrier()
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _signalled(flags_ptr, peer, epoch, blocks, RANK)
+
+
+@triton.jit
+def _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK: tl.constexpr):
+    """Another rank adds the block; this one gives it its part, and gets what it comes to."""
+    buffers_ptr, flags_ptr, _epochs_ptr = room
+    theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+    tl.store(theirs + at, own, mask=there)
+    tl.debug_barrier()
+    _signalled(flags_ptr, owner, epoch, blocks, RANK)
+    _awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
+    tl.debug_barrier()
+    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
+    tl.store(out_ptr + at, tl.load(mine.to(out_ptr.dtype) + at, mask=there, other=0.0, volatile=True), mask=there)
+
+
+@triton.jit
+def _handed_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """One block of the sum, in two turns: one rank adds it, by the block's number, and hands it out rounded."""
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
+    pid = tl.program_id(0)
+    epoch = tl.load(room[2] + pid) + 1
+    half = (epoch % 2).to(tl.int64) * SIZE * elements
+    owner = pid % SIZE
+    if owner == RANK:
+        _handed_out(
+            own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+            RANK, SIZE,
+        )  # fmt: skip
+    else:
+        _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK)
+    tl.debug_barrier()
+    tl.store(room[2] + pid, epoch)
+
+
+@triton.jit
 def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, blocks, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
@@ -234,7 +316,8 @@ def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room
     _check(some, room)
     out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    _launch(_added_kernel, some, (x, bias, residual, out), room, ways=ways)
+    turns = residual is not None and out.element_size() == 2 and x.numel() // ways >= TWO_TURNS.get(room.size, ALL)
+    _launch(_handed_kernel if turns else _added_kernel, some, (x, bias, residual, out), room, ways=ways)
     return out
 
 

@@ -133,6 +133,7 @@ SPLITS = {
 }
 # sums of a weight whose K ranks may share: as many as the most ranks of which none changes a bit
 TREE, TREE_PAIRWISE = 4, 2
+TREES_ON = (9, 0)  # the compute capability whose product for prompts adds them so, too
 LONG_TILE_K = 4096  # from this K on their tiles are 128 values long
 
 # (weight rows, depth, row depth) by S and k_tile of the split, and the most rows of x

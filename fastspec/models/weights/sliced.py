@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.packing import can_pack
+from fastspec.kernels.linear.plan import TREES_ON, split_for
 from fastspec.models.config import ModelSpec
 from fastspec.models.weights.names import HEAD
 from fastspec.models.weights.shards import TensorInfo
-from fastspec.parallel.slices import Cut, Share
+from fastspec.parallel.slices import SIZES, Cut, Share, divides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +109,37 @@ def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
         num_kv_heads=kv_heads.stop - kv_heads.start,
         intermediate_size=inner.stop - inner.start,
     )
+
+
+def same_text_on(spec: ModelSpec, share: Share, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Of the numbers of ranks that this one is among, those that give the same bits; this one alone where none does.
+
+    On a GPU the sums over K of o and down are one tree where every part of it, of the most ranks, is a product of a
+    kernel that has it.
+
+    Args:
+        spec: of the whole model.
+        dtype, device: of its weights.
+    """
+    if share.one_tree:
+        return tuple(each for each in SIZES if each <= share.parts)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != TREES_ON:
+        return (share.size,)
+    found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))
+    return found if share.size in found else (share.size,)
+
+
+def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
+    """Whether each of so many ranks has subtrees of the sums over K, and multiplies all else as one rank does."""
+    if not divides(spec, ranks):
+        return False
+    hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
+    rows = (heads // ranks, inner // ranks)
+    trees = all(
+        split_for((hidden, k // ranks), (hidden, k), tree=True).runs and can_pack((hidden, k // ranks), dtype)
+        for k in (heads, inner)
+    )
+    return trees and all(can_pack((each, hidden), dtype) for each in rows)
 
 
 def slices_of(spec: ModelSpec, share: Share) -> dict[str, Slice]:
