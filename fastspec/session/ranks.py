@@ -60,7 +60,7 @@ def settled(
         made = replace(shorter, length_reason="what all ranks have room for")
     share = None if target.sliced is None else target.sliced.share
     if target.sliced is not None:
-        ranks.same_text_on = same_text_on(target.sliced.spec, target.sliced.share, made.layout.target_dtype, made.device)
+        ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
     return target, draft, replace(made, ranks=ranks.describe(share, splits))
 

@@ -16,7 +16,8 @@ OWNER = 1  # the rank that adds, in two turns
 
 def test_kernels_compile_for_a_hopper_gpu() -> None:
     reports = module_output("tests.helpers.compile_launches", "90", "exchanges")
-    assert {report["kernel"] for report in reports} == {"_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel"}
+    kernels = {"_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel"}
+    assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] == 0, report
         assert report["waits_first"], report  # what comes behind may start early, and waits for the sums itself

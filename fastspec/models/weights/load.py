@@ -282,7 +282,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: Stored = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
     return named(stored, whole)
 
 
