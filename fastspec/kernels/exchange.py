@@ -37,6 +37,7 @@ from fastspec.kernels.common.launch import has_pdl, launch
 BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
 LIMIT = 120_000_000_000  # nanoseconds
 ALL = 2**62
+EARLY = False
 # elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
 # if all ranks get all partial sums, and a second wait
 TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
@@ -178,7 +179,10 @@ def _way(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _begun(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr):
     """Once x is there: a block's places, whether there is something, and what this rank has."""
-    if PDL:
+    if PDL == 2:
+        gdc_launch_dependents()
+        gdc_wait()
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -365,7 +369,7 @@ def _launch(
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=BLOCK,
-        PDL=pdl,
+        PDL=(2 if EARLY else 1) if pdl else 0,
         WAYS=ways,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,

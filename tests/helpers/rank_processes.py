@@ -50,7 +50,8 @@ class Processes:
         try:
             return self._pipes[rank].recv() if self._pipes[rank].poll(STARTED) else NOTHING
         except EOFError:
-            return NOTHING
+            self.processes[rank].join(STARTED)
+            return f"{NOTHING}: exit code {self.processes[rank].exitcode}"
 
     def tell(self, rank: int, word: object) -> None:
         """Something for a task that waits for it, by `Rank.wait`."""
