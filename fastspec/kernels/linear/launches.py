@@ -34,7 +34,8 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = Fa
 
 
 def _split_of(weight: Weight) -> Split:
-    return plan.split_for(weight.shape, weight.whole, weight.tree)
+    tree = weight.tree and gpu_of(weight.device).capability == plan.TREES_ON
+    return plan.split_for(weight.shape, weight.whole, tree)
 
 
 # Arguments of kernels, in groups. Triton compiles for the values of integers inside a tuple: whether one is 1, and
@@ -126,6 +127,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         shape |= {
             "KT": split.k_tile,
+            "TOGETHER": split.together,
             "RUNS": split.runs,
             "BM": tile.rows,
             "XD": tile.row_depth,
@@ -176,7 +178,7 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     if tile.split_k is not None:
         ways = tile.split_k
         sums = call.x.new_empty(split.split_k // ways, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.pairwise // ways)
+        parts = Parts(sums, split.together // ways)
     blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.argmax_keys is None else call.out.stride(0)

@@ -44,13 +44,19 @@ class Split:
         split_k: S, a power of two: how many sums K is divided among; tile i of K goes to sum i % S.
         k_tile: KT, 64 or 128: consecutive values of K in one tile.
         pairwise: how many neighbouring sums are added to each other before all are added up; 1 for none.
-        runs: sum i is of the i-th of S equal parts of K, and not of every S-th tile.
+        runs: sum i is of the i-th of S equal parts of K, and not of every S-th tile, and all are added as one binary
+            tree.
     """
 
     split_k: int
     k_tile: int
     pairwise: int = 1
     runs: bool = False
+
+    @property
+    def together(self) -> int:
+        """`pairwise`, or 0 of a tree, as kernels are told that add up all sums."""
+        return 0 if self.runs else self.pairwise
 
     def slab(self, k: int) -> int:
         """Consecutive values of K that belong to one sum."""
@@ -131,10 +137,12 @@ SPLITS = {
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# sums of a weight whose K ranks may share: as many as the most ranks of which none changes a bit
+# sums of a weight whose K ranks may share: as many as the most ranks of which none changes a bit, or, where a split of
+# few weight rows has more, all of these
 TREE, TREE_PAIRWISE = 4, 2
 TREES_ON = (9, 0)  # the compute capability whose product for prompts adds them so, too
-LONG_TILE_K = 4096  # from this K on their tiles are 128 values long
+TREE_ROWS = 4096  # of a weight of more rows they are no more than that, for a CTA of many rows of x makes them all
+LONG_TILE_K = 4096  # from this K on their tiles may be 128 values long
 
 # (weight rows, depth, row depth) by S and k_tile of the split, and the most rows of x
 SMALL = {
@@ -160,6 +168,12 @@ SMALL_OWN = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
     (128256, 2048): (32, 4, 2),
+    # what ranks have of some, on H100s
+    (14336, 4096): (32, 4, 1),
+    (7168, 4096): (32, 4, 1),
+    (3072, 4096): (16, 6, 2),
+    (1536, 4096): (16, 6, 2),
+    (4096, 1024): (16, 6, 2),
 }
 
 # weight rows, by (N, K), of CTAs that own their SM and make a part of the split: from ONE_CTA_PER_SM_ROWS of x on
@@ -196,10 +210,12 @@ def split_of(n: int, k: int) -> Split:
 
 def tree_of(n: int, k: int) -> Split | None:
     """The split of a weight [N, K] whose sums are one binary tree over equal parts of K; None where it has none."""
-    if (n, k) in SPLITS and k % (TREE * SPLITS[n, k].k_tile) == 0:
-        return Split(TREE, SPLITS[n, k].k_tile, TREE_PAIRWISE, True)
-    tiles = (128, 64) if k >= LONG_TILE_K else (64,)
-    return next((Split(TREE, tile, TREE_PAIRWISE, True) for tile in tiles if k % (TREE * tile) == 0), None)
+    usual = split_of(n, k)
+    many = usual.split_k if n <= TREE_ROWS else TREE
+    tiles = (usual.k_tile, 64) if many > TREE or k >= LONG_TILE_K else (64,)
+    splits = [(max(many, TREE), tile) for tile in tiles] + [(TREE, tile) for tile in tiles]
+    fits = ((ways, tile) for ways, tile in splits if k % (ways * tile) == 0)
+    return next((Split(ways, tile, TREE_PAIRWISE, True) for ways, tile in fits), None)
 
 
 def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree: bool = False) -> Split:
@@ -215,6 +231,12 @@ def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree
     if ways < 1 or shape[1] % (ways * found.k_tile):
         return split_of(*shape)
     return replace(found, split_k=ways, pairwise=min(found.pairwise, ways))
+
+
+def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
+    """Parts of K whose sums a product of many rows adds as a tree; arguments as in `split_for`. 1: none."""
+    split, ranks = split_for(shape, whole, True), (whole or shape)[1] // shape[1]
+    return max(1, TREE // ranks) if split.runs else 1
 
 
 def tile_of(
@@ -265,7 +287,7 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
     ways = None
     if n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few
-    elif whole or gated or n >= 64 * sms * 2 // 3:
+    elif whole or gated or (n >= 64 * sms * 2 // 3 and not (split.runs and split.split_k > TREE)):
         weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
         weight_rows, ways, roomy = _split_k_apart(n, k, group + rest, split, sms)

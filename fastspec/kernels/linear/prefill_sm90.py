@@ -9,13 +9,11 @@ So columns 8..15 of every 16 come out exchanged with their neighbours, and putti
 holds both.
 """
 
-# mypy: disable-error-code="misc"
-# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,6 +30,7 @@ from fastspec.kernels.common.launch import described
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 
+HELD = gl.constexpr(128 * 256)  # sums of the largest tile
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
 
 
@@ -48,9 +47,6 @@ class Tile:
 # cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
 # timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
 TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
-
-# of more parts than two, whose sums take the registers of a tile twice more
-TREE_TILES = (Tile(128, 128, 6, 24.5), Tile(64, 128, 6, 17.0))
 
 
 @gluon.jit
@@ -95,15 +91,51 @@ def _exchanged(x):
 
 
 @gluon.jit
-def _store(part, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory."""
+def _places(part, SLOT: gl.constexpr):
+    """Where sums [R, 64] are held: a slot is behind those of a tile, of which all 64 columns have the same."""
+    row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
+    column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+    return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def _held(part, held, SLOT: gl.constexpr):
+    return gl.load(held + _places(part, SLOT))
+
+
+@gluon.jit
+def _hold(part, held, PART: gl.constexpr):
+    """Parts 0 and 1 come to the first slot, added, and part 2 to the second, for part 3 to be added to it first."""
+    if PART == 1:
+        part = _held(part, held, 0) + part
+    gl.store(held + _places(part, PART // 2), part)
+
+
+@gluon.jit
+def _store(
+    part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory.
+
+    Sums of a part of K that is not the last are held for the others instead: each thread finds its own again.
+    """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
     if columns > 64:
         left, right = gl.split(gl.permute(gl.reshape(part, (rows, 2, columns // 2)), (0, 2, 1)))
-        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
-        _store(right, m, n + columns // 2, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
+        half: gl.constexpr = columns // 2
+        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+        if PARTS > 1:
+            held += rows * half
+        _store(right, m, n + half, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+    elif PART < PARTS - 1:
+        _hold(part, held, PART)
     else:
+        if PARTS == 4:
+            part = _held(part, held, 1) + part
+        if PARTS > 1:
+            part = _held(part, held, 0) + part
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
         row = m + gl.arange(0, rows, layout=gl.SliceLayout(1, lanes))
         column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, lanes))
@@ -121,10 +153,13 @@ def _store(part, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: gl.cons
 
 @gluon.jit
 def _finish(
-    out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows,
-    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
+    out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
+    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs."""
+    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs.
+
+    It has the sums of a part of K: PART of PARTS.
+    """
     rows: gl.constexpr = out.shape[0]
     columns: gl.constexpr = out.shape[1]
     straight, crossed = gl.split(gl.permute(gl.reshape(out, (rows, columns // 16, 2, 8)), (0, 1, 3, 2)))
@@ -132,26 +167,10 @@ def _finish(
     straight = gl.convert_layout(straight, crossed.type.layout)
     if GATED:
         gated = gl.reshape(straight / (1.0 + gl.exp(-straight)) * crossed, (rows, columns // 2))
-        _store(gated, m, n // 2, None, None, out_ptr, num_rows, N // 2, WARPS)
+        _store(gated, m, n // 2, None, None, out_ptr, held, num_rows, N // 2, WARPS, PART, PARTS)
     else:
         whole = gl.reshape(gl.permute(gl.join(straight, crossed), (0, 1, 3, 2)), (rows, columns))
-        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, WARPS)
-
-
-@gluon.jit
-def _entered(held, sums, part: gl.constexpr):
-    """Sums of subtrees, the largest first, and the sum of the next part: two that are equally large become one."""
-    level = sums
-    if part % 2 == 1:
-        level = held[len(held) - 1] + level
-    if part % 4 == 3:
-        level = held[len(held) - 2] + level
-    if part % 4 == 3:
-        return held[: len(held) - 2] + (level,)
-    elif part % 2 == 1:
-        return held[: len(held) - 1] + (level,)
-    else:
-        return held + (level,)
+        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, WARPS, PART, PARTS)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -161,6 +180,7 @@ def _hopper_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    held_ptr,  # fp32 [programs, 2, HELD], room for the sums of parts of K; None: there is one part
     num_rows,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -197,7 +217,9 @@ def _hopper_kernel(
     at = 0
     for tile in range(gl.program_id(0), tiles, programs):
         m, n = _place(tile, num_rows, ROWS, COLUMNS, TILES_N)
-        held = ()
+        held = None
+        if PARTS > 1:
+            held = held_ptr + gl.program_id(0) * (2 * HELD)
         for part in gl.static_range(PARTS):
             out = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
             for _ in range(STEPS // PARTS):
@@ -215,18 +237,18 @@ def _hopper_kernel(
                     ahead += programs
                     ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
                 at += 1
-            held = _entered(held, warpgroup_mma_wait(0, deps=(out,)), part)
-        _finish(held[0], m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
+            out = warpgroup_mma_wait(0, deps=(out,))
+            _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, GATED, WARPS, part, PARTS)
 
 
-def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> Tile:
-    """The tile with which `programs` programs are done first; parts as in `run`."""
+def tile_of(num_rows: int, n: int, programs: int) -> Tile:
+    """The tile with which `programs` programs are done first."""
 
     def time(tile: Tile) -> float:
         tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
         return int(triton.cdiv(tiles, programs)) * tile.cost
 
-    return min(TILES if parts < 3 else TREE_TILES, key=time)
+    return min(TILES, key=time)
 
 
 def run(
@@ -249,8 +271,11 @@ def run(
     pairs = weight.data.view(n // 16, k // 4, 64)
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
     warps = tile.rows // 16
+    held = None
+    if parts > 1:
+        held = torch.empty(min(tiles, programs) * 2 * HELD.value, dtype=torch.float32, device=out.device)
     start(_hopper_kernel, (min(tiles, programs),),
-        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
+        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out, held,
         rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
         PARTS=parts, num_warps=warps,
     )  # fmt: skip

@@ -20,7 +20,6 @@ from fastspec.kernels.linear.epilogue import (
     added_up,
     addends,
     apart,
-    by_groups,
     enter_keys,
     folded,
     loaded_factor,
@@ -33,6 +32,7 @@ from fastspec.kernels.linear.epilogue import (
     weight_operand,
     write_tile,
 )
+from fastspec.kernels.linear.k_steps import by_groups
 
 UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
 SQUARED = gl.constexpr(4)  # slabs of x in flight while their squares are summed

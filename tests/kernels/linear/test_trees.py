@@ -22,7 +22,7 @@ def parts_of(rows: Tensor, ranks: int) -> list[Weight]:
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("n", "k"), [(48, 1024), (272, 2560)])
+@pytest.mark.parametrize(("n", "k"), [(272, 2560), (48, 8192)])
 def test_ranks_have_subtrees_of_one_sum(n: int, k: int, device: str) -> None:
     with modules(device) as packed:
 
@@ -45,6 +45,32 @@ def test_ranks_have_subtrees_of_one_sum(n: int, k: int, device: str) -> None:
                 ]
                 assert torch.equal(tree_sum(partial), sums[:count]), (ranks, count)
                 assert torch.equal(add_rounded(tree_sum(partial), None, residual[:count]), whole[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(272, 2560), (4096, 4096), (2048, 8192)])
+def test_prompts_on_ranks_have_subtrees_of_one_sum(n: int, k: int) -> None:
+    """In every tile: full, and with edges on both sides."""
+    from fastspec.kernels.linear.prefill import prefill_linear
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products for prompts add trees on sm_90 alone")
+    rows = torch.randn(n, k, device="cuda").bfloat16()
+    weight = replace(Weight.pack(rows), tree=True)
+    for count in (64, 300, 700, 2048):
+        x = torch.randn(count, k, device="cuda").bfloat16()
+        residual = torch.randn(count, n, device="cuda").bfloat16()
+        whole = prefill_linear(x, weight, residual=residual)
+        exact = x.double() @ rows.double().t()
+        error = (prefill_linear(x, weight, out_dtype=torch.float32) - exact).abs().max().item()
+        # a tensor core cuts off up to 2^-23 of the running sum at each of K / 16 additions, half of that on average
+        assert error <= k / 16 * 2**-24 * exact.abs().max().item()
+        for ranks in (2, 4):
+            partial = [
+                prefill_linear(part.contiguous(), own, out_dtype=torch.float32)
+                for part, own in zip(x.chunk(ranks, dim=1), parts_of(rows, ranks), strict=True)
+            ]
+            assert torch.equal(add_rounded(tree_sum(partial), None, residual), whole), (ranks, count)
 
 
 def test_splits_are_those_of_the_whole_matrix() -> None:
