@@ -128,7 +128,6 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         shape |= {
             "KT": split.k_tile,
             "TOGETHER": split.together,
-            "RUNS": split.runs,
             "BM": tile.rows,
             "XD": tile.row_depth,
             "AHEAD": tile.ahead,

@@ -55,7 +55,7 @@ class Split:
 
     @property
     def together(self) -> int:
-        """`pairwise`, or 0 of a tree, as kernels are told that add up all sums."""
+        """`pairwise`, or 0 where K is cut into runs, as kernels are told that add up all sums."""
         return 0 if self.runs else self.pairwise
 
     def slab(self, k: int) -> int:

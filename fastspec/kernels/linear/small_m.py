@@ -154,7 +154,7 @@ def narrow_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: a warp has one of S equal parts of K, sums are a tree
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # slabs of weights in flight
@@ -163,7 +163,6 @@ def narrow_kernel(
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
-    RUNS: gl.constexpr = False,  # a warp's slabs follow one another: it has one of S equal parts of K
 ):
     """One program of the small-M kernel: R weight rows by BM rows of x."""
     x_ptr, gamma_ptr, scale_ptr, eps = given
@@ -176,6 +175,7 @@ def narrow_kernel(
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
+    RUNS: gl.constexpr = TOGETHER == 0  # a warp's slabs follow one another
     STEP: gl.constexpr = W if RUNS else S * W
     APART: gl.constexpr = T * W if RUNS else W  # words between where two warps begin
 
