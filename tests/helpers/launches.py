@@ -274,9 +274,9 @@ def trees(arch: int) -> Calls:
     """Products whose K ranks share, whole and cut."""
     for n, k in ((4096, 4096), (4096, 14336), (2048, 8192)):
         for ranks in (1, 2, 4):
-            for rows in (1, 8, 9, 40, 64, 128, 160):
-                fused = "residual" if ranks == 1 else "fp32"
-                yield f"tree {n}x{k} {ranks} {rows}", partial(multiplied, tree(n, k, ranks), fused, rows, arch >= 90)
+            for rows in (8, 40):
+                call = partial(multiplied, tree(n, k, ranks), "residual", rows, arch >= 90)
+                yield f"tree {n}x{k} {ranks} {rows}", call
 
 
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:

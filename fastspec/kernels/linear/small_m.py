@@ -154,7 +154,7 @@ def narrow_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: a warp has one of S equal parts of K, sums are a tree
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: ways are parts of K, and a tree
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # slabs of weights in flight
