@@ -52,6 +52,7 @@ class Stats:
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
         threads: of torch's that worked on the last step on the CPU; None on CUDA.
         cached_tokens: as in RowStats, summed.
+        same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
     """
 
     steps: int
@@ -68,6 +69,7 @@ class Stats:
     exact: bool = True
     threads: int | None = None
     cached_tokens: int = 0
+    same_text_on: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class Stats:
         auto: str | None = None,
         exact: bool = True,
         threads: int | None = None,
+        same_text_on: tuple[int, ...] | None = None,
     ) -> Stats:
         """Sums the rows."""
 
@@ -87,7 +90,7 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         steps, plain, drafted, accepted, emitted, dropped = map(total, names)
-        told = synthetic, auto, exact, threads, total("cached_tokens")
+        told = synthetic, auto, exact, threads, total("cached_tokens"), same_text_on
         return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property

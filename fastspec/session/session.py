@@ -250,7 +250,8 @@ class Session:
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
         synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
         now = threads.now if threads else None
-        return Stats.of(rows, choice.k, end - start, synthetic, choice.note, self.settings.exact, now)
+        told = synthetic, choice.note, self.settings.exact, now, self.ranks.same_text_on
+        return Stats.of(rows, choice.k, end - start, *told)
 
     def close(self) -> None:
         """Cancels handles, waits for the device and lets the scheduler go, with all its buffers.

@@ -51,7 +51,8 @@ class Processes:
         try:
             return self._pipes[rank].recv() if self._pipes[rank].poll(HANGS) else NOTHING
         except EOFError:
-            return NOTHING
+            self.processes[rank].join(HANGS)
+            return f"{NOTHING}: exit code {self.processes[rank].exitcode}"
 
     def tell(self, rank: int, word: object) -> None:
         """Something for a task that waits for it, by `Rank.wait`."""

@@ -102,7 +102,8 @@ def _check(reports: list[dict[str, Any]], arch: int) -> None:
         if kernel == "_hopper_kernel":
             assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
             assert report["mma"], report  # whole warp groups multiply
-            assert report["vector"], report  # results leave 16 bytes at a time
+            # results leave 16 bytes at a time, sums of parts of K as threads have them
+            assert report["vector"] or report["constants"]["PARTS"] > 1, report
 
 
 def test_what_one_architecture_launches_beside_another_compiles() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
+from fastspec.parallel.exchange import add_rounded, one_way
 from fastspec.shapes import UNTILED
 from tests.helpers.limits import HANGS
 from tests.helpers.products import product_case
@@ -148,12 +149,13 @@ class SumOfTwo:
         self.given: list[Any] = [None, None]
         self.barrier = threading.Barrier(2, timeout=HANGS)
 
-    def __call__(self, half: int, product: Tensor) -> Tensor:
-        self.given[half] = product
+    def __call__(self, half: int, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        assert partial.dtype == torch.float32
+        self.given[half] = one_way(partial, residual)
         self.barrier.wait()
         total = self.given[0] + self.given[1]
         self.barrier.wait()  # nobody gives the next product before both have read these
-        return total
+        return add_rounded(total, bias, residual)
 
 
 def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], attended: Tensor, x: Tensor) -> list[Any]:
@@ -175,7 +177,7 @@ def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], atte
 
 @pytest.mark.parametrize("last", [False, True])
 def test_two_halves_and_a_sum_are_the_whole_layer(last: bool) -> None:
-    """In torch. Products are rounded to bf16 before the sum, so results are close and not the same."""
+    """In torch, whose sums have an order of their own, so results are close and not the same."""
     layers = [a_layer(256, 512, 256, 512, "cpu", seed, torch.bfloat16, True) for seed in range(1 if last else 2)]
     attended, x = inputs(layers[0], 5)
 
@@ -204,9 +206,9 @@ def test_a_sum_over_devices_goes_behind_o_and_behind_down() -> None:
 
         seen: list[list[Tensor]] = [[], []]
 
-        def reduce(product: Tensor, calls: list[Tensor]) -> Tensor:
-            calls.append(product.clone())
-            return product * 3
+        def reduce(given: Tensor, bias: Tensor | None, residual: Tensor, calls: list[Tensor]) -> Tensor:
+            calls.append(one_way(given, residual).clone())
+            return add_rounded(calls[-1] * 3, bias, residual)
 
         for next_layer in (layers[1], None):
             chain = packed.layer_tail.layer_tail(
