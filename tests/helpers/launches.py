@@ -118,6 +118,11 @@ def attention_cached_in_8_bits(arch: int) -> Calls:
         for queries in (5, 64):
             named = f"8 bits {width} {queries}"
             yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
+    for width in (64, 128) if arch >= 90 else ():
+        for variant in (PLAIN, (*FULL[:3], 0)):
+            for shape, blocks in (((2, 1), (0, 4)), ((4, 24), (0, 16)), ((6, 24), (0, 16)), ((2, 1), DEEP), ((4, 8), DEEP)):
+                named = f"8 bits {width} {shape} {blocks}"
+                yield named, partial(_attend, BF16, width, variant, shape, blocks, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
