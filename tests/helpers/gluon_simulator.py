@@ -205,6 +205,8 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
         return Values(np.exp2(given[0].array), "float32")
     if "fence.proxy" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
+    if given[0].kind == "uint8":
+        return _of_e4m3(given[0], dtype)
     if "prmt.b32" in text:
         return _permuted(given[0], text)
     kind = "bfloat16" if "bf16x2" in text else "float16"
@@ -214,6 +216,13 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
     assert "fma.rn.bf16x2" in text or "mul.rn.f16x2" in text
     products = [rounded(widened(halves[0][half], kind) * widened(halves[1][half], kind), kind) for half in (0, 1)]
     return Values(np.stack(products, -1).reshape(*products[0].shape[:-1], -1).view(np.int32), "int32")
+
+
+def _of_e4m3(codes: Values, kind: str) -> Values:
+    """E4m3 numbers as 16-bit floats, NaN as the number that its bits would be."""
+    numbers = torch.from_numpy(codes.array.copy()).view(torch.float8_e4m3fn).float()
+    beyond = torch.from_numpy(np.where(codes.array & 128, -480.0, 480.0)).float()
+    return Values(rounded(numbers.where(numbers.isfinite(), beyond).numpy(), kind), kind)
 
 
 def _permuted(words: Values, text: str) -> Values:
@@ -420,6 +429,8 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
     flat = tensor.as_strided((span,), (1,))
     if kind == "bfloat16":
         return Pointer(flat.view(torch.int16).numpy().view(np.uint16), kind)
+    if kind == "float8e4nv":
+        return Pointer(flat.view(torch.uint8).numpy(), kind)
     return Pointer(flat.numpy(), kind)
 
 

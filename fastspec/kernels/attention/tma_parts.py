@@ -224,26 +224,33 @@ def _widened_tile(tile, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _widen(narrow, wide, step):
+    """Makes a tile of 16 bits of tile `step` of 8, once both rings let it."""
+    STAGES: gl.constexpr = narrow.tiles.shape[0]
+    WIDE: gl.constexpr = wide.tiles.shape[0]
+    source, target = step % STAGES, step % WIDE
+    mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
+    values = _widened_tile(narrow.tiles.index(source), wide.tiles.dtype)
+    if step >= WIDE:
+        mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
+    wide.tiles.index(target).store(values)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(narrow.free.index(source), count=1)
+    mbarrier.arrive(wide.full.index(target), count=1)
+
+
+@gluon.jit
 def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr):
     """What the warps do that make tiles of 8 bits, as TMA brings them, tiles of 16 bits for those that multiply.
 
     narrow, wide: Pipelines of uint8 and of 16 bits.
     """
-    STAGES: gl.constexpr = narrow.tiles.shape[0]
-    WIDE: gl.constexpr = wide.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
     step = 0
     for i in range(share.mine):
         first, end = keys_of(split_number(i, share), share.begin, share.stop, SPLIT_SIZES)
-        for _here in range(2 * first, 2 * end, KEYS):  # keys, and their values
-            source, target = step % STAGES, step % WIDE
-            mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
-            values = _widened_tile(narrow.tiles.index(source), wide.tiles.dtype)
-            if step >= WIDE:
-                mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-            wide.tiles.index(target).store(values)
-            fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(narrow.free.index(source), count=1)
-            mbarrier.arrive(wide.full.index(target), count=1)
-            step += 1
+        for _here in range(first, end, KEYS):
+            _widen(narrow, wide, step)
+            _widen(narrow, wide, step + 1)
+            step += 2
