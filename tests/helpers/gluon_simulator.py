@@ -53,6 +53,7 @@ MODULES = [
     "quantised/conversion",
     "quantised/loads",
     "quantised/small_m",
+    "quantised/wide_sm90",
     "quantised/launches",
     "dispatch",
     "argmax",
@@ -467,7 +468,8 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
     """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
     with _loaded([f"linear/{name}" for name in MODULES]) as modules:
         loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
-        loaded["launches"].gpu_of = lambda device: plan.Gpu(capability, 132)
+        for name in ("launches", "quantised_launches"):
+            loaded[name].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
 
