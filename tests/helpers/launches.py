@@ -292,6 +292,16 @@ def quantised(arch: int) -> Calls:
         yield f"{name} {k} {rows}", partial(_quantised, name, 3072, k, fused, rows, arch >= 90)
 
 
+def quantised_wide(arch: int) -> Calls:
+    """Many rows, on sm_90: by the TMA ring."""
+    for name, n, k, fused, rows in (
+        *(("int4", 28672, 4096, "norm+gated", 64), ("int4", 4096, 14336, "residual", 32), ("fp8", 4096, 4096, "bias", 64)),
+        *(("int4 zeros", 6144, 4096, "norm", 16), ("int4 64", 3072, 2048, "pick", 32), ("fp8 blocks", 6144, 4096, "norm", 64)),
+        *(("int8 with -128", 4096, 4096, "fp32", 64), ("int8", 28672, 4096, "gated", 32)),
+    ):
+        yield f"{name} {n} {k} {rows}", partial(_quantised, name, n, k, fused, rows, True)
+
+
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:
     return multiplied(unfilled(name, n, k, "gated" in fused), fused, rows, pdl)
 
@@ -489,6 +499,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,
+    "quantised_wide": quantised_wide,
     "quantised_values": quantised_values,
 }
 

@@ -129,12 +129,12 @@ def _operands(pieces, like: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _ones(R: gl.constexpr, like: gl.constexpr, lay: gl.constexpr, FORM: gl.constexpr):
-    """What sums x as codes of a unit count it, [R, 64]."""
-    low = gl.full([1, R, 16], ONE_LOW, gl.int32, layout=lay)
+def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
+    """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
+    low = gl.full_like(piece, ONE_LOW)
     high = low
     if FORM == "int4":
-        high = gl.full([1, R, 16], ONE_HIGH, gl.int32, layout=lay)
+        high = gl.full_like(piece, ONE_HIGH)
     return _left_operand(_in_order(low, high), like)
 
 
@@ -244,7 +244,7 @@ def _multiply(
     pieces = _codes_of(0, ws, full, WARPS)
     ones = ()
     if offset_of(FORM) > 0:
-        ones = _ones(R, like, pieces[0].type.layout, FORM)
+        ones = _ones(pieces[0], like, FORM)
     sums = gl.zeros([R, BM], gl.float32, like)
     step = 0
     for _ in range(WAYS):
