@@ -260,6 +260,9 @@ class Pieces:
         down = self.tiles.shape[1] // self.rows
         tile, part, piece = place // (self.across * down), place // down % self.across, place % down
         found = Shared(self.tiles.kind, [0])
-        rows, columns = slice(piece * self.rows, (piece + 1) * self.rows), slice(part * self.width, (part + 1) * self.width)
+        rows, columns = (
+            slice(piece * self.rows, (piece + 1) * self.rows),
+            slice(part * self.width, (part + 1) * self.width),
+        )
         found.array, found.shape = self.tiles.array[tile, rows, columns], [self.rows, self.width]
         return found

@@ -186,7 +186,9 @@ def _passed(
         # not; and it computes here, not where it is loaded, for products under way read those registers then
         words ^= nil
         for i in gl.static_range(len(xs)):
-            values = gl.convert_layout(group_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2))
+            values = gl.convert_layout(
+                group_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2)
+            )
             new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
         step += 1
         following = _weights_of(gl.minimum(step, last), ws, full, WARPS)

@@ -187,16 +187,16 @@ def test_tensor_core_kernels_over_8_bits(
     eps = torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 1e-5
     assert (out.float() - wanted.float()).abs().max() <= 4 * eps * wanted.float().abs().max()
     cache = cloned(given)
-    alone = [by_kernels(rows_of(cache, slice(0, 1), slice(query, query + 1)), window, SCALES) for query in range(queries)]
+    alone = [
+        by_kernels(rows_of(cache, slice(0, 1), slice(query, query + 1)), window, SCALES) for query in range(queries)
+    ]
     assert torch.equal(torch.cat(alone, dim=1)[0], out[0])
 
 
 def test_which_kernels_read_8_bits() -> None:
     hopper = Gpu((9, 0), 132)
     said = described(hopper, 2, 128, 64, 32768, FP8.itemsize)
-    assert said == (
-        "tensor-core kernels (decode_mma_batch, K and V in 8 bits, from position 4352 on decode_tma_sm90)"
-    )
+    assert said == ("tensor-core kernels (decode_mma_batch, K and V in 8 bits, from position 4352 on decode_tma_sm90)")
     said = described(hopper, 4, 128, 64, 32768, FP8.itemsize)
     assert said == "the portable kernel (decode): the tensor-core kernels take queries of 16 bits alone"
     assert "head_dim is 96" in described(hopper, 2, 96, 64, 32768, FP8.itemsize)

@@ -16,7 +16,7 @@ from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, given_kernel, sum_kernel, wide_kernel
+from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, raised_kernel, codes_sum_kernel, codes_ring_kernel
 
 
 def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
@@ -72,7 +72,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     x = torch.empty_like(call.x)
     words = [each.view(torch.int32) for each in (call.x, x)]
     chunks = cdiv(k // 2, getattr(WORDS, "value", WORDS))
-    launch(given_kernel, (rows, chunks), *words, rows, K=k, LESS=codes.form == "int4", PDL=pdl, num_warps=4, **options)
+    launch(raised_kernel, (rows, chunks), *words, rows, K=k, LESS=codes.form == "int4", PDL=pdl, num_warps=4, **options)
     scales = codes.scales
     if scales is not None:
         scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
@@ -85,7 +85,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     shape |= {"PAIRS": 1 if codes.scales is None else codes.scales.shape[2], "R": tile.weight_rows, "BM": tile.rows}
     shape |= {"STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated, "PDL": pdl}
     launch(
-        wide_kernel,
+        codes_ring_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
         described(x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
@@ -100,7 +100,9 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     )
     if parts is not None:
         grid = (rows, cdiv(n, 512))
-        launch(sum_kernel, grid, parts, codes.factors, ends, rows, N=n, WAYS=apart, PDL=pdl, num_warps=4, **options)
+        launch(
+            codes_sum_kernel, grid, parts, codes.factors, ends, rows, N=n, WAYS=apart, PDL=pdl, num_warps=4, **options
+        )
 
 
 def _words_of_scales(codes: PackedCodes) -> int:

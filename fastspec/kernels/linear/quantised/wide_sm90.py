@@ -2,11 +2,11 @@
 
 Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
 take every S-th slab of K, here a program makes passes over K one after the other, or some of them, and what it leaves
-of those is added up in the same order by `sum_kernel`.
+of those is added up in the same order by `codes_sum_kernel`.
 
 One warp asks the copy engine for slabs of codes and of x. The others load codes out of shared memory, convert them in
 registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory. So x comes as
-`given_kernel` leaves it: raised by the powers of two that codes are smaller by, exactly, and regrouped as in
+`raised_kernel` leaves it: raised by the powers of two that codes are smaller by, exactly, and regrouped as in
 `linear.tma_sm90`.
 """
 
@@ -41,11 +41,11 @@ from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
 from fastspec.kernels.linear.tma_sm90 import group_operand, group_sums, pieces_layout
 
 UNIT = gl.constexpr(64)  # values of K of one product
-WORDS = gl.constexpr(1024)  # of a row of x that one program of `given_kernel` makes
+WORDS = gl.constexpr(1024)  # of a row of x that one program of `raised_kernel` makes
 
 
 @gluon.jit(do_not_specialize=["M"])
-def given_kernel(x_ptr, out_ptr, M, K: gl.constexpr, LESS: gl.constexpr, PDL: gl.constexpr):
+def raised_kernel(x_ptr, out_ptr, M, K: gl.constexpr, LESS: gl.constexpr, PDL: gl.constexpr):
     """WORDS words of a row of x, int32 [M, K / 2], raised and regrouped; LESS: of the second halves of units, less."""
     word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, layout=gl.BlockedLayout([4], [32], [4], [0]))
     base = gl.program_id(0).to(gl.int64) * (K // 2)
@@ -276,8 +276,8 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
-def wide_kernel(
-    x_desc,  # bf16 [M, K] by [BM, 64], as `given_kernel` leaves it
+def codes_ring_kernel(
+    x_desc,  # bf16 [M, K] by [BM, 64], as `raised_kernel` leaves it
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a slab
     given,  # Given of small_m.py, scales and zero points as their own dtypes
     ends,  # Ends of small_m.py
@@ -332,7 +332,7 @@ def wide_kernel(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def sum_kernel(
+def codes_sum_kernel(
     parts_ptr,  # fp32 [WAYS, M, N]
     factor_ptr,  # fp32 [N], of weight rows
     ends,  # Ends; without keys, not gated
