@@ -17,7 +17,7 @@ from perf.trace import analyse, faults, steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
-    ("norm", ("norm", "given_kernel")),
+    ("norm", ("norm", "given_kernel", "raised_kernel")),
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),

@@ -66,7 +66,7 @@ class DecodingPass:
     @property
     def narrow(self) -> bool:
         """Whether K and V are in 8 bits."""
-        return self.cache.k.dtype.itemsize == 1
+        return bool(self.cache.k.dtype.itemsize == 1)
 
     @property
     def sizes(self) -> Pass:

@@ -51,7 +51,6 @@ from fastspec.kernels.attention.query_rows import (
     slots_of,
 )
 from fastspec.kernels.attention.tma_parts import (
-    WIDENING_WARPS,
     WIDTH,
     Pipeline,
     Share,
@@ -331,8 +330,8 @@ def shares_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
-                    SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
+                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
                 )),
                 (load_tiles, (
                     key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
@@ -345,8 +344,8 @@ def shares_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
-                    SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
+                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
                 )),
                 (load_tiles, (
                     key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,

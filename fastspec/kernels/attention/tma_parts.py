@@ -217,7 +217,7 @@ def _widened_tile(tile, DTYPE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [WIDENING_WARPS, 1], [1, 0])
     INTO: gl.constexpr = widening_of_four(DTYPE)
     four = [tile.load(layout)]
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
         return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.float16, is_pure=True, pack=4)

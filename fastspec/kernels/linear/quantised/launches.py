@@ -16,7 +16,7 @@ from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, raised_kernel, codes_sum_kernel, codes_ring_kernel
+from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_ring_kernel, codes_sum_kernel, raised_kernel
 
 
 def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:

@@ -30,6 +30,7 @@ from fastspec.kernels.linear.epilogue import (
     STAYS,
     addends,
     enter_keys,
+    in_order,
     loaded_factor,
     regrouped,
     settle_keys,
@@ -353,10 +354,7 @@ def codes_sum_kernel(
     held = ()
     for i in gl.static_range(WAYS):
         held = held + (gl.load(parts_ptr + (i * M + row).to(gl.int64) * N + n, mask=there, other=0.0),)
-    total = held[0]
-    for i in gl.static_range(1, WAYS):
-        total = total + held[i]
-    total = total * factor
+    total = in_order(held) * factor
     if ends.row_factors is not None:
         total = total * gl.load(ends.row_factors + row)
     if ends.bias is not None:
