@@ -52,6 +52,7 @@ MODULES = [
     "layer_tail",
     "quantised/conversion",
     "quantised/loads",
+    "quantised/squares",
     "quantised/small_m",
     "quantised/wide_sm90",
     "quantised/launches",
