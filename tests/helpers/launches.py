@@ -120,6 +120,17 @@ def attention_cached_in_8_bits(arch: int) -> Calls:
         for queries in (5, 64):
             named = f"8 bits {width} {queries}"
             yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
+    for width in (64, 128) if arch >= 90 else ():
+        for variant in (PLAIN, (*FULL[:3], 0)):
+            for shape, blocks in (
+                ((2, 1), (0, 4)),
+                ((4, 24), (0, 16)),
+                ((6, 24), (0, 16)),
+                ((2, 1), DEEP),
+                ((4, 8), DEEP),
+            ):
+                named = f"8 bits {width} {shape} {blocks}"
+                yield named, partial(_attend, BF16, width, variant, shape, blocks, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
@@ -301,6 +312,24 @@ def quantised(arch: int) -> Calls:
         *(("int4 zeros", 2048, "residual", 32), ("nvfp4", 2048, "pick", 1)),
     ):
         yield f"{name} {k} {rows}", partial(_quantised, name, 3072, k, fused, rows, arch >= 90)
+
+
+def quantised_wide(arch: int) -> Calls:
+    """Many rows, on sm_90: by the TMA ring."""
+    for name, n, k, fused, rows in (
+        *(
+            ("int4", 28672, 4096, "norm+gated", 64),
+            ("int4", 4096, 14336, "residual", 32),
+            ("fp8", 4096, 4096, "bias", 64),
+        ),
+        *(
+            ("int4 zeros", 6144, 4096, "norm", 16),
+            ("int4 64", 3072, 2048, "pick", 32),
+            ("fp8 blocks", 6144, 4096, "norm", 64),
+        ),
+        *(("int8 with -128", 4096, 4096, "fp32", 64), ("int8", 28672, 4096, "gated", 32)),
+    ):
+        yield f"{name} {n} {k} {rows}", partial(_quantised, name, n, k, fused, rows, True)
 
 
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:
@@ -510,6 +539,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,
+    "quantised_wide": quantised_wide,
     "quantised_values": quantised_values,
 }
 
