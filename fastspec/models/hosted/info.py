@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
+from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +32,7 @@ class HostedInfo:
     Attributes:
         kind: its class in transformers.
         config: of it, private to this object.
+        whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
     """
@@ -48,6 +50,7 @@ class HostedInfo:
     kept_bytes: int
     linears: int
     experts: int
+    whole: str = ""
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
@@ -89,10 +92,15 @@ class HostedInfo:
     def hosting(self) -> str:
         """What is swapped and what is not, for people."""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
+        part = f", the text model of {self.whole}," if self.whole else ""
+        narrow = [call for call in self.probed.calls if call.value_dim != call.head_dim]
+        latent = (
+            f"; K/V lie in pages at width {narrow[0].head_dim}, values of {narrow[0].value_dim} too" if narrow else ""
+        )
         return (
-            f"hosted: transformers' {self.kind.__name__} runs as it is, but for attention, K/V, {self.linears} matrix "
-            f"products{experts}; norms, rotations and activations are torch operations of their own, so a pass takes "
-            "longer than that of a native family"
+            f"hosted: transformers' {self.kind.__name__}{part} runs as it is, but for attention, K/V, {self.linears} "
+            f"matrix products{experts}; norms, rotations and activations are torch operations of their own, so a pass "
+            f"takes longer than that of a native family{latent}"
         )
 
     def rotary_bytes(self, positions: int) -> int:
@@ -118,21 +126,25 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
 
     Args:
         config: a transformers config; not modified.
-        kind: its class; None: transformers' causal model of that config.
+        kind: its class; None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
 
     Raises:
         UnsupportedModel: it cannot be hosted; says why.
     """
     config = copy.deepcopy(config)
-    name = str(config.model_type)
+    name, whole = str(config.model_type), ""
     try:
+        text = None if kind else text_part_of(config)
+        if text is not None:
+            kind, whole, config = text_class(config, text), check_whole_class(config), text
+        if kind is not None:
+            _refuse_whole(kind)
         _refuse_config(config)
         kind = kind or causal_class(config)
-        if kind.__name__.endswith("ForConditionalGeneration"):
-            raise UnsupportedModel(f"{kind.__name__} takes more than text; save its language model by itself")
+        _refuse_whole(kind)
         shell = shell_of(kind, copy.deepcopy(config))
         probed = probe(shell)
-        return _info(name, kind, config, shell, probed)
+        return replace(_info(name, kind, config, shell, probed), whole=whole)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
@@ -167,6 +179,11 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
             part.__dict__[_WARNS] = lambda *_: None
     use_fixed_experts(shell)
     return shell.eval()
+
+
+def _refuse_whole(kind: Any) -> None:
+    if kind.__name__.endswith("ForConditionalGeneration"):
+        raise UnsupportedModel(f"{kind.__name__} takes more than text; save it and pass the directory")
 
 
 def _refuse_config(config: Any) -> None:

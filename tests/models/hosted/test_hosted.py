@@ -24,8 +24,20 @@ from tests.helpers import checkpoints, model_table
 from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
-# partial rotation; layer norms of heads
-QUICK = ["gpt2", "gpt_neox", "gemma4_text", "qwen3_moe", "gpt_oss", "phi", "stablelm"]
+# partial rotation; layer norms of heads; values narrower than keys; two values for the same keys; a head that calls a
+# part of its base model
+QUICK = [
+    "gpt2",
+    "gpt_neox",
+    "gemma4_text",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi",
+    "stablelm",
+    "deepseek_v3",
+    "diffllama",
+    "opt",
+]
 PROMPTS = [[3, 5, 7, 9, 11], [8], [4, 90] * 12]
 NEW = 20
 
