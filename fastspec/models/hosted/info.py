@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +13,7 @@ from torch import nn
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
+from fastspec.models.hosted.norms import NormKind, norm_kinds
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
 from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
@@ -32,6 +34,7 @@ class HostedInfo:
     Attributes:
         kind: its class in transformers.
         config: of it, private to this object.
+        norms: RMSNorms whose formula is known, by the name of their module; and their width.
         whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
@@ -50,6 +53,7 @@ class HostedInfo:
     kept_bytes: int
     linears: int
     experts: int
+    norms: Mapping[str, tuple[NormKind, int]]
     whole: str = ""
 
     @property
@@ -91,6 +95,7 @@ class HostedInfo:
     @property
     def hosting(self) -> str:
         """What is swapped and what is not, for people."""
+        norms = f", {len(self.norms)} norms" if self.norms else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
         part = f", the text model of {self.whole}," if self.whole else ""
         narrow = [call for call in self.probed.calls if call.value_dim != call.head_dim]
@@ -99,8 +104,8 @@ class HostedInfo:
         )
         return (
             f"hosted: transformers' {self.kind.__name__}{part} runs as it is, but for attention, K/V, {self.linears} "
-            f"matrix products{experts}; norms, rotations and activations are torch operations of their own, so a pass "
-            f"takes longer than that of a native family{latent}"
+            f"matrix products{norms}{experts}; rotations, activations and what else it has are torch operations of "
+            f"their own, so a pass takes longer than that of a native family{latent}"
         )
 
     def rotary_bytes(self, positions: int) -> int:
@@ -117,8 +122,9 @@ class HostedInfo:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all parameters in `dtype`, and of its buffers."""
-        return self.parameters * dtype.itemsize + self.kept_bytes
+        """Bytes of all parameters in `dtype`, of its buffers, and of what norms that round once keep in fp32."""
+        wide = sum(width for kind, width in self.norms.values() if kind != "rms") * (4 - dtype.itemsize)
+        return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
 
 def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
@@ -143,8 +149,8 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
         kind = kind or causal_class(config)
         _refuse_whole(kind)
         shell = shell_of(kind, copy.deepcopy(config))
-        probed = probe(shell)
-        return replace(_info(name, kind, config, shell, probed), whole=whole)
+        norms = norm_kinds(shell)
+        return replace(_info(name, kind, config, shell, probe(shell)), norms=norms, whole=whole)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
@@ -225,4 +231,5 @@ def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> Host
         kept_bytes=sum(buffer.nbytes for buffer in shell.buffers()),
         linears=sum(is_product(part) for part in shell.modules()),
         experts=len(expert_layers(shell)),
+        norms={},
     )

@@ -109,8 +109,8 @@ class HostedModel:
         self._at += 1
         # a layer that shares the keys of another writes them once more, the same bits to the same place
         # of latent attention values are narrower than keys: zeros stand behind them, and change no sum
-        wide = [F.pad(part, (0, call.head_dim - part.shape[-1])) for part in (query, key, value)]
-        qkv = torch.cat([part.transpose(1, 2).flatten(2) for part in wide], dim=-1)
+        wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
+        qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
         self.inside = True
         try:
@@ -142,6 +142,11 @@ class HostedModel:
         self.tiling, self.queries = tiling, queries
         with FixedShapes(self):
             yield
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [..., D] with zeros behind it up to `width`; the same x where it is as wide."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _PassOn(nn.Module):
