@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +12,7 @@ from torch import nn
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
-from fastspec.models.hosted.norms import NormKind, norm_kinds
+from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
 from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
@@ -34,7 +33,7 @@ class HostedInfo:
     Attributes:
         kind: its class in transformers.
         config: of it, private to this object.
-        norms: RMSNorms whose formula is known, by the name of their module; and their width.
+        norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
         whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
@@ -53,7 +52,8 @@ class HostedInfo:
     kept_bytes: int
     linears: int
     experts: int
-    norms: Mapping[str, tuple[NormKind, int]]
+    norms: int
+    wide_norms: int
     whole: str = ""
 
     @property
@@ -95,7 +95,7 @@ class HostedInfo:
     @property
     def hosting(self) -> str:
         """What is swapped and what is not, for people."""
-        norms = f", {len(self.norms)} norms" if self.norms else ""
+        norms = f", {self.norms} norms" if self.norms else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
         part = f", the text model of {self.whole}," if self.whole else ""
         narrow = [call for call in self.probed.calls if call.value_dim != call.head_dim]
@@ -123,7 +123,7 @@ class HostedInfo:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all parameters in `dtype`, of its buffers, and of what norms that round once keep in fp32."""
-        wide = sum(width for kind, width in self.norms.values() if kind != "rms") * (4 - dtype.itemsize)
+        wide = self.wide_norms * (4 - dtype.itemsize)
         return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
 
@@ -149,8 +149,8 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
         kind = kind or causal_class(config)
         _refuse_whole(kind)
         shell = shell_of(kind, copy.deepcopy(config))
-        norms = norm_kinds(shell)
-        return replace(_info(name, kind, config, shell, probe(shell)), norms=norms, whole=whole)
+        norms = _norms(shell)
+        return replace(_info(name, kind, config, shell, probe(shell), norms), whole=whole)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
@@ -209,7 +209,9 @@ def _refuse_config(config: Any) -> None:
             )
 
 
-def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> HostedInfo:
+def _info(
+    name: str, kind: Any, config: Any, shell: Any, probed: Probed, norms: list[tuple[KnownNorm, int]]
+) -> HostedInfo:
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
     if type(length) is not int or length < 2:
@@ -231,5 +233,24 @@ def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> Host
         kept_bytes=sum(buffer.nbytes for buffer in shell.buffers()),
         linears=sum(is_product(part) for part in shell.modules()),
         experts=len(expert_layers(shell)),
-        norms={},
+        norms=len(norms),
+        wide_norms=sum(width for known, width in norms if known.form != "rounded"),
     )
+
+
+def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
+    """The RMSNorms of a model, with their widths; modules of one class and with the same settings are tried once."""
+    tried: dict[Any, KnownNorm | None] = {}
+    found = []
+    for part in shell.modules():
+        shapes = [parameter.shape for parameter in part.parameters(recurse=False)]
+        if len(shapes) != 1 or len(shapes[0]) != 1:
+            continue
+        settings = sorted((name, value) for name, value in vars(part).items() if isinstance(value, float))
+        key = type(part), shapes[0], tuple(settings)
+        if key not in tried:
+            tried[key] = known_norm(part)
+        known = tried[key]
+        if known is not None:
+            found.append((known, shapes[0][0]))
+    return found

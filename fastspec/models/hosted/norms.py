@@ -1,9 +1,8 @@
-"""RMSNorms of hosted modules: which formula each computes, found by trying it, and our op in its place."""
+"""RMSNorm modules of hosted models, run by our op: told by what they compute, not by what they are called."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from weakref import proxy
 
 import torch
@@ -12,98 +11,80 @@ from torch import Tensor, nn
 from fastspec.kernels import reference
 from fastspec.models.hosted.swaps import Running
 
-NormKind = Literal["rms", "rms_fp32", "rms_plus_one"]
-_KINDS: Final[tuple[NormKind, ...]] = ("rms", "rms_fp32", "rms_plus_one")
-_EPSILONS: Final = ("variance_epsilon", "eps")
-_ROWS: Final = 8
-_MOVED: Final = 0.01  # share of bf16 outputs that another order of a sum may round to a neighbour
+Form = Literal["rounded", "wide", "plus_one"]
+FORMS: Final[tuple[Form, ...]] = ("rounded", "wide", "plus_one")
+_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # of trial rows: the last shows epsilon
+
+
+class KnownNorm(NamedTuple):
+    """What an RMSNorm does with its weight w.
+
+    Attributes:
+        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded behind it, as Helium's.
+            "plus_one": likewise, the factor is 1 + w, as Gemma's.
+        eps: epsilon.
+    """
+
+    form: Form
+    eps: float
+
+    def weight(self, stored: Tensor) -> Tensor:
+        """The weight as `Ops.norm` takes it, of the module's [K] in the dtype of the model."""
+        if self.form == "rounded":
+            return stored
+        return stored.float() if self.form == "wide" else 1.0 + stored.float()
 
 
 class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight by our op, in the place of an RMSNorm.
-
-    Args:
-        running: the model that it belongs to.
-        weight: [K], of the module that it replaces.
-        eps: as there.
-        kind: its formula, as `LayerPlan.norm` names them.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight by our op, in the place of an RMSNorm."""
 
     _running: Running
 
-    def __init__(self, running: Running, weight: Tensor, eps: float, kind: NormKind) -> None:
+    def __init__(self, running: Running, known: KnownNorm, stored: Tensor) -> None:
         super().__init__()
         self._running = proxy(running)  # which owns this module
-        self.eps, self._rounds_first = eps, kind == "rms"
-        self.register_buffer("weight", _factor(weight, kind))
-
-    weight: Tensor
+        self.eps = known.eps
+        self.weight: Tensor
+        self.register_buffer("weight", known.weight(stored))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to the same."""
+        """x [..., K], and the same shape."""
         running = self._running
         running.inside = True
         try:
-            weight = self.weight.to(x.dtype) if self._rounds_first else self.weight
-            out: Tensor = running.ops.norm(x.contiguous(), weight, self.eps)
+            out: Tensor = running.ops.norm(x, self.weight, self.eps)
             return out
         finally:
             running.inside = False
 
 
-def _factor(weight: Tensor, kind: NormKind) -> Tensor:
-    """What our op multiplies by: in fp32 where the result is rounded behind it."""
-    if kind == "rms":
-        return weight
-    return weight.float() + 1.0 if kind == "rms_plus_one" else weight.float()
+def known_norm(part: nn.Module) -> KnownNorm | None:
+    """How a module is an RMSNorm over the last axis; None: it is none.
 
-
-def norm_kinds(module: nn.Module) -> dict[str, tuple[NormKind, int]]:
-    """Which submodules, by name, compute an RMSNorm, by which formula and of which width.
-
-    Args:
-        module: on any device, the meta device too; nothing is read from it.
+    It has a weight [K] and nothing else, and gives what a form above gives, to the bit, in bf16 and in fp32.
     """
-    tried: dict[Any, NormKind | None] = {}
-    found: dict[str, tuple[NormKind, int]] = {}
-    for name, part in module.named_modules():
-        if not _may_be(part):
-            continue
-        key = type(part), part.weight.shape, epsilon(part)
-        if key not in tried:
-            tried[key] = _kind_of(part)
-        kind = tried[key]
-        if kind is not None:
-            found[name] = kind, int(part.weight.shape[0])
-    return found
-
-
-def epsilon(part: Any) -> float | None:
-    """The epsilon of a norm; None: it has none by a known name."""
-    return next((getattr(part, name) for name in _EPSILONS if isinstance(getattr(part, name, None), float)), None)
-
-
-def _may_be(part: nn.Module) -> bool:
-    tensors = [*part.named_parameters(), *part.named_buffers()]
-    named = type(part).__name__.endswith("RMSNorm") and [name for name, _ in tensors] == ["weight"]
-    return named and tensors[0][1].dim() == 1 and epsilon(part) is not None
-
-
-def _kind_of(part: Any) -> NormKind | None:
-    """The formula whose values are those of the module, for random values."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    with torch.no_grad():
-        real = copy.deepcopy(part).to_empty(device="cpu").float()
-        width = real.weight.numel()
-        real.weight.normal_(0.7, 0.5, generator=generator)
-        x, eps = real.weight.new_empty(_ROWS, width).normal_(0.0, 2.0, generator=generator), epsilon(part)
-        assert eps is not None, "asked before"
-        for kind in _KINDS:
-            ours = reference.norm(x, _factor(real.weight, kind), eps)
-            if not torch.allclose(real(x), ours, rtol=1e-4, atol=1e-5):
-                continue
-            half = copy.deepcopy(real).to(torch.bfloat16)
-            theirs, ours = half(x.bfloat16()), reference.norm(x.bfloat16(), _factor(half.weight, kind), eps)
-            if theirs.dtype is ours.dtype and float((theirs != ours).float().mean()) <= _MOVED:
-                return kind
+    names = [name for name, _ in part.named_parameters()]
+    if names != ["weight"] or any(True for _ in part.children()) or any(True for _ in part.buffers()):
+        return None
+    (weight,) = part.parameters()
+    if weight.dim() != 1:
+        return None
+    cpu = torch.device("cpu")
+    width, generator = len(weight), torch.Generator(cpu).manual_seed(0)
+    stored = torch.randn(width, generator=generator, dtype=torch.float32, device=cpu)
+    scales = torch.tensor(_SCALES, dtype=torch.float32, device=cpu)[:, None, None]
+    x = torch.randn(len(_SCALES), 2, width, generator=generator, dtype=torch.float32, device=cpu) * scales
+    numbers = {value for value in vars(part).values() if isinstance(value, float) and 0 < value < 1}
+    for known in (KnownNorm(form, eps) for eps in sorted(numbers) for form in FORMS):
+        if all(_is(part, known, x.to(dtype), stored.to(dtype)) for dtype in (torch.bfloat16, torch.float32)):
+            return known
     return None
+
+
+def _is(part: nn.Module, known: KnownNorm, x: Tensor, stored: Tensor) -> bool:
+    try:
+        found: Any = torch.func.functional_call(part, {"weight": stored}, (x,))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it wants something else than rows
+        return False
+    wanted = reference.norm(x, known.weight(stored), known.eps)
+    return isinstance(found, Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)

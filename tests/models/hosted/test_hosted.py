@@ -102,6 +102,14 @@ def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest
         assert "hosted" in hosted.explain()
 
 
+def test_norms_are_counted_and_said() -> None:
+    info = hosted_info(config_of("deepseek_v3"))
+    assert info.norms == 2 * 2 + 2 * 2 + 1  # before each part, of latent queries and keys, before the head
+    assert ", 9 norms" in info.hosting
+    assert info.weight_bytes(torch.bfloat16) == 2 * info.parameters + info.kept_bytes
+    assert hosted_info(config_of("gpt2")).norms == 0
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("gemma4_text", "float32"), ("gemma4_text", "bfloat16"), ("gpt2", "float32")]
 )
