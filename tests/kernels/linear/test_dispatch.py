@@ -73,7 +73,15 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Weight, arguments: dict[str
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None:
     with modules(device) as packed:
-        for rows, n, k in ((1, 48, 896), (6, 160, 128), (12, 32, 1024), (20, 144, 384), (40, 272, 640)):
+        for rows, n, k in (
+            (1, 48, 896),
+            (6, 160, 128),
+            (12, 32, 1024),
+            (20, 144, 384),
+            (40, 272, 640),
+            (3, 48, 192),
+            (40, 272, 704),
+        ):
             x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
             ours = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
             assert ours.dtype == arguments.get("out_dtype", dtype)
@@ -85,11 +93,11 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize("epilogue", ["plain", "norm+fp32", "norm+gated"])
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
-    """For every split: alone, in every kernel and tile that rows come in."""
+    """For every split: alone, in every kernel and tile that rows come in. K ends with half of a slab of 128."""
     with modules("cpu", capability) as packed:
         for split in {split for split, _ in packed.plan.SMALL} | {packed.plan.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)
-            x, weight, arguments = case(70, 144, 1408, torch.bfloat16, "cpu", epilogue)
+            x, weight, arguments = case(70, 144, 1472, torch.bfloat16, "cpu", epilogue)
             whole = packed.dispatch.packed_linear(x, weight, **arguments, pdl=True)
             for many in (16384, 1):
                 monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
@@ -108,8 +116,8 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     """
     with modules("cpu") as packed:
         launch = packed.plan
-        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.SMALL}]
-        ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1408)]
+        ragged = [(split, 272, 1472) for split in {split for split, _ in launch.SMALL}]
+        ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1472)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
@@ -293,7 +301,7 @@ def test_leading_dimensions_are_kept() -> None:
     [
         ({"weight": Weight(torch.zeros(32, 256, dtype=torch.bfloat16))}, ValueError, "pack it first"),
         ({"weight": Weight(torch.zeros(2, 8, 16, 32), "packed")}, TypeError, "both must be"),
-        ({"weight": Weight(torch.zeros(2, 6, 16, 32, dtype=torch.bfloat16), "packed")}, ValueError, "multiple of 128"),
+        ({"weight": Weight(torch.zeros(2, 5, 16, 32, dtype=torch.bfloat16), "packed")}, ValueError, "multiple of 64"),
         ({"x": torch.zeros(3, 128, dtype=torch.bfloat16)}, ValueError, "must be equal"),
         ({"x": torch.zeros(3, 256)}, TypeError, "both must be"),
         ({"bias": torch.zeros(16, dtype=torch.bfloat16)}, ValueError, "bias has shape"),
