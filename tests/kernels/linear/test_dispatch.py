@@ -81,6 +81,8 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
             (40, 272, 640),
             (3, 48, 192),
             (40, 272, 704),
+            (5, 16, 64),
+            (12, 48, 64),
         ):
             x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
             ours = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
