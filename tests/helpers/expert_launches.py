@@ -25,7 +25,9 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     made = []
     for shape in ((count, 2 * inner, hidden), (count, hidden, inner)):
         codes = form == "mxfp4"
-        made.append(ExpertStack.empty_codes(shape, dtype, META) if codes else ExpertStack.of(on_meta(shape, dtype)))
+        made.append(
+            ExpertStack.empty_codes(shape, dtype, META, not made) if codes else ExpertStack.of(on_meta(shape, dtype))
+        )
     biased = form in ("bias", "mxfp4")
     weights = ExpertWeights(
         Weight(on_meta((count, hidden), dtype)),
