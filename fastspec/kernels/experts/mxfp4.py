@@ -210,7 +210,6 @@ def _multiply(
         rows = rows + (gl.expand_dims(gl.expand_dims(row, 0), 1) * (K // 2) + word,)
         sums = sums + (gl.zeros([S, R, BLOCK], gl.float32, mma),)
     for i in gl.static_range(T):
-        LAST: gl.constexpr = RAGGED and i == T - 1
         units = _operands(ws[0][0], ws[0][1], left)
         ws = ws[1:]
         if i + D < T:
@@ -219,8 +218,8 @@ def _multiply(
         for b in gl.static_range(BLOCKS):
             acc = sums[b]
             for u in gl.static_range(2):
-                first_word = i * (S * 64) + u * 32
-                words = words_at(given.x, rows[b] + first_word, word + first_word < K // 2, LAST, "")
+                next_word = i * (S * 64) + u * 32
+                words = words_at(given.x, rows[b] + next_word, word + next_word < K // 2, RAGGED and i == T - 1, "")
                 acc = mma_v2(units[u], row_operand(words, gl.bfloat16, right), acc)
             new = new + (acc,)
         sums = new
