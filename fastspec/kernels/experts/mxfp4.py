@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.linear.epilogue import (
     column_layout,
     row_operand,
@@ -198,6 +199,7 @@ def _multiply(
     ws = ()
     for i in gl.static_range(min(D, T)):
         ws = ws + (_chunk(at, of, i, inside, RAGGED and i == T - 1, S),)
+    thread_barrier()  # the assembler would move these loads down to where they are needed
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
