@@ -8,6 +8,7 @@ How bits come about: S sums, each in ascending order, then added in order. Neith
 which place one has among them has a say.
 """
 
+# mypy: disable-error-code="assignment,misc,var-annotated"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ from tests.helpers.gluon_simulator import experts_in_mxfp4
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts import dispatch
 from fastspec.kernels.experts.mxfp4 import mxfp4_kernel
-
-from fastspec.kernels.common.launch import launch
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 5, 2, 64, 64
 CLAMP = ClampedGate(1.7, 1.0)
