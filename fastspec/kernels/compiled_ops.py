@@ -136,6 +136,8 @@ def compiled(ops: Ops) -> Ops:
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         norm=reference.norm,
+        add_norm=reference.add_norm,
+        gelu_tanh_mul=reference.gelu_tanh_mul,
         linear=reference.linear,
         layer_tail=reference.layer_tail,
         keeps_experts=TORCH_OPS.keeps_experts,

@@ -47,6 +47,8 @@ class Ops:
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
     norm: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -84,6 +86,8 @@ TORCH_OPS = Ops(
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     norm=reference.norm,
+    add_norm=reference.add_norm,
+    gelu_tanh_mul=reference.gelu_tanh_mul,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     route=reference.route,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import reference
+from fastspec.kernels import gelu, reference
 from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.attention.rope import store_heads
@@ -33,6 +33,7 @@ from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
+from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
@@ -162,6 +163,18 @@ def norm(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
     return norm_rows(x, weight, eps, pdl=has_pdl(x.device), **options)
 
 
+def add_norm(
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.add_norm`, which defines it."""
+    return add_norm_rows(added, x, weight, next_weight, eps, pdl=has_pdl(x.device))
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """As `reference.gelu_tanh_mul`, which defines it."""
+    return gelu.gelu_tanh_mul(gate_up, pdl=has_pdl(gate_up.device))
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
@@ -205,6 +218,8 @@ TRITON_OPS = Ops(
     feed_rows=feed_rows,
     embed=embed,
     norm=norm,
+    add_norm=add_norm,
+    gelu_tanh_mul=gelu_tanh_mul,
     linear=linear,
     layer_tail=layer_tail,
     route=route,

@@ -85,8 +85,7 @@ class ParallelDecoder(Decoder):
         cuts = [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in cuts))
 
-    def _fuses(self, plan: LayerPlan) -> bool:
-        return False  # a sum over ranks lies between
+    _whole = False
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows

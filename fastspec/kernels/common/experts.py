@@ -6,10 +6,10 @@
 | mxfp4 | int32 [E, N/16, C, 16, 16], scales int32 [E, N/16, C, 16]    | e2m1(code) * 2^(scale - 127), packed       |
 
 mxfp4 is defined by OCP Microscaling Formats 1.0. C chunks of 128 values of K, the last one filled up with zeros, are
-packed as `code_packing` packs "fp4": a row's 128 codes are 64 bytes, and 16 rows of a chunk lie in one piece. Byte g of a
-row's word of scales is that of values 32 g .. 32 g + 31, greater by `RAISED` than in the checkpoint: so it is the
-exponent of a bf16 with which codes, bf16 2^126 times too small, are multiplied. Of a gated stack rows are interleaved: 8
-of the gate, then the 8 of up that go with them.
+packed as `code_packing` packs "fp4": a row's 128 codes are 64 bytes, and 16 rows of a chunk lie in one piece. Byte g
+of a row's word of scales is that of values 32 g .. 32 g + 31, greater by `RAISED` than in the checkpoint: so it is the
+exponent of a bf16 with which codes, bf16 2^126 times too small, are multiplied. Of a gated stack rows are interleaved:
+8 of the gate, then the 8 of up that go with them.
 """
 
 from __future__ import annotations

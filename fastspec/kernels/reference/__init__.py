@@ -4,6 +4,7 @@ from fastspec.kernels.reference.attention import attend, paged_attention, rope, 
 from fastspec.kernels.reference.experts import experts, route
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
+    add_norm,
     argmax,
     gelu_tanh,
     gelu_tanh_mul,
@@ -24,6 +25,7 @@ from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, verify_commit
 
 __all__ = [
+    "add_norm",
     "argmax",
     "attend",
     "attention_out",
