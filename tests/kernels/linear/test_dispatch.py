@@ -211,7 +211,7 @@ def test_values_that_are_not_numbers_stay_where_they_belong(epilogue: str, devic
 def test_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
     from fastspec.kernels.linear.dispatch import packed_linear
 
-    for n, k in ((6144, 4096), (4096, 14336), (1152, 896), (896, 4864), (3584, 18944)):
+    for n, k in ((6144, 4096), (4096, 14336), (5120, 2880), (896, 4864), (3584, 18944)):
         for rows in (1, 6, 13, 24, 40, 100):
             x, weight, arguments = case(rows, n, k, dtype, "cuda", epilogue)
             error, bound = error_and_bound(packed_linear(x, weight, **arguments, pdl=False), x, weight, arguments)
@@ -221,7 +221,7 @@ def test_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated", "norm+fp32"])
 @pytest.mark.parametrize(
-    ("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (1152, 896)]
+    ("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (5120, 2880)]
 )
 def test_bits_on_a_gpu(n: int, k: int, epilogue: str) -> None:
     """A row with 0 to 63 others and 99 others, and in random places among them, until 10^4 rows were compared."""
@@ -321,7 +321,8 @@ def test_what_does_not_go_together_is_refused(change: dict[str, Any], error: typ
 
 
 MODELS = [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3072, 2048), (2048, 8192), (151936, 896)]
-MODELS += [(896, 4864), (9728, 896), (3584, 18944), (4608, 3584), (6144, 1024), (1024, 3072), (8192, 28672), (16, 128)]
+MODELS += [(896, 4864), (9728, 896), (3584, 18944), (4608, 3584), (6144, 1024), (1024, 3072), (8192, 28672), (16, 64)]
+MODELS += [(5120, 2880), (201088, 2880), (960, 320), (576, 1536)]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
