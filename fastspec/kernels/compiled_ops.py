@@ -142,6 +142,7 @@ def compiled(ops: Ops) -> Ops:
         layer_tail=reference.layer_tail,
         keeps_experts=TORCH_OPS.keeps_experts,
         route=reference.route,
+        route_normed=reference.route_normed,
         experts=reference.experts,
         attend=attend,
         argmax=reference.argmax,

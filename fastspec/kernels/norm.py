@@ -24,7 +24,7 @@ ELEMENTS = 512  # of a row to a warp, until there are 16
 
 
 @triton.jit
-def _normed(x, weight_ptr, at, inside, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+def normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
     """RMSNorm of a row in fp32, before its last rounding."""
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
     if ROUND_FIRST:
@@ -56,7 +56,7 @@ def _norm_kernel(
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
-    normed = _normed(x, weight_ptr, at, inside, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
+    normed = normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
     if BIAS:
         normed = normed + tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
@@ -86,10 +86,10 @@ def _add_norm_kernel(
     kind: tl.constexpr = sum_ptr.dtype.element_ty
     added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-    x += _normed(added, weight_ptr, at, inside, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
+    x += normed_row(added, weight_ptr, at, inside, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
     tl.store(sum_ptr + start + at, x.to(kind), mask=inside)
     if next_ptr is not None:
-        normed = _normed(x.to(kind).to(tl.float32), next_ptr, at, inside, width, eps, ROUND_FIRST, kind)
+        normed = normed_row(x.to(kind).to(tl.float32), next_ptr, at, inside, width, eps, ROUND_FIRST, kind)
         tl.store(out_ptr + start + at, normed.to(kind), mask=inside)
 
 

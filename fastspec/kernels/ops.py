@@ -52,6 +52,7 @@ class Ops:
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     route: Callable[..., tuple[Tensor, Tensor]]
+    route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
@@ -91,6 +92,7 @@ TORCH_OPS = Ops(
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     route=reference.route,
+    route_normed=reference.route_normed,
     experts=reference.experts,
     attend=reference.attend,
     store_heads=reference.store_heads,

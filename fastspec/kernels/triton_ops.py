@@ -23,6 +23,7 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.experts import dispatch as mixtures
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
+from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
@@ -180,6 +181,11 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
 
 
+def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.route_normed`, which defines it."""
+    return route_normed_rows(logits, *given, pdl=has_pdl(logits.device))
+
+
 def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
     """As `reference.experts`, which defines it; a row's bits are the same in steps and prompts."""
     return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
@@ -223,6 +229,7 @@ TRITON_OPS = Ops(
     linear=linear,
     layer_tail=layer_tail,
     route=route,
+    route_normed=route_normed,
     experts=experts,
     attend=attend,
     store_heads=store_heads,

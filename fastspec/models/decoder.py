@@ -178,9 +178,15 @@ class Decoder:
         assert layer.post_norm is not None
         linear = self.ops.linear
         x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
-        h = self._norm(plan, x, layer.post_norm)
-        logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
-        ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
+        if plan.fused_norm:
+            norm = (layer.post_norm, self.spec.rms_eps)
+            logits = linear(x, weights.router, weights.router_bias, tiling, norm=norm, out_dtype=torch.float32)
+            chosen = self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
+            ids, factors, h = chosen
+        else:
+            h = self._norm(plan, x, layer.post_norm)
+            logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
+            ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
         shared: dict[str, Tensor] = {}
         if experts.shared:
             gate_up, down = layer.mlp
