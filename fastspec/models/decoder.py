@@ -300,7 +300,7 @@ class Decoder:
     def _norms(self, index: int) -> HeadNorms | None:
         """The norms of heads that `attend` applies; None where there are none, or none that it has."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
-        if plan.qk_norm != "head" or plan.norm != "rms" or layer.q_norm is None or layer.k_norm is None:
+        if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None or layer.k_norm is None:
             return None
         return layer.q_norm, layer.k_norm, self.spec.rms_eps
 
