@@ -25,7 +25,7 @@ def rotated(given: dict[str, Any]) -> Tensor:
 def expected(given: dict[str, Any]) -> Tensor:
     query = given["qkv"].unflatten(-1, (-1, given["keys"].shape[3]))[:, :, : given["num_heads"]]
     if given["q_norm"] is not None:
-        query = reference.rms_norm(query, given["q_norm"], given["eps"])
+        query = reference.norm(query, given["q_norm"], given["eps"])
     at = given["positions"].clamp(max=given["cos"].shape[0] - 1)
     return reference.rope(query, given["cos"][at][:, :, None], given["sin"][at][:, :, None])
 
