@@ -10,6 +10,8 @@ The order of a sum over all experts depends on E alone; scores of chosen experts
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,19 @@ from fastspec.shapes import RoutingRule
 
 MOST_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+
+
+class Beside(NamedTuple):
+    """What is computed beside the choice; None: nothing.
+
+    Attributes:
+        x: [R, K], rows whose norm is computed. weight: [K]. normed: [R, K]. eps: epsilon.
+    """
+
+    x: Any
+    weight: Any
+    normed: Any
+    eps: Any
 
 
 @triton.jit
@@ -58,10 +73,7 @@ def route_kernel(
     ids_ptr,  # int32 [R, CHOSEN]
     factors_ptr,  # fp32 [R, CHOSEN]
     scale,
-    x_ptr,  # [R, K] or None: rows whose norm is computed beside the choice
-    weight_ptr,  # [K]
-    normed_ptr,  # [R, K]
-    eps,
+    beside,  # Beside
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,
@@ -85,12 +97,12 @@ def route_kernel(
             logits_ptr, correction_ptr, ids_ptr, factors_ptr, scale, row,
             E, CHOSEN, SCORES, NORMED, GROUPS, KEPT, BLOCK, PLACES,
         )  # fmt: skip
-    elif x_ptr is not None:
+    elif beside.x is not None:
         at = tl.arange(0, WIDE)
-        x = tl.load(x_ptr + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-        kind: tl.constexpr = normed_ptr.dtype.element_ty
-        normed = normed_row(x, weight_ptr, at, at < K, K, eps, ROUND_FIRST, kind)
-        tl.store(normed_ptr + row * K + at, normed.to(kind), mask=at < K)
+        x = tl.load(beside.x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+        kind: tl.constexpr = beside.normed.dtype.element_ty
+        normed = normed_row(x, beside.weight, at, at < K, K, beside.eps, ROUND_FIRST, kind)
+        tl.store(beside.normed + row * K + at, normed.to(kind), mask=at < K)
 
 
 @triton.jit
@@ -211,7 +223,7 @@ def _launch(
     few = given is None and block <= 256
     launch(
         route_kernel, (rows, 1 if given is None else 2), logits, correction, ids, factors, rule.scale,
-        x, weight, normed, eps,
+        Beside(x, weight, normed, eps),
         E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
         GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
         K=width, ROUND_FIRST=x is not None and weight is not None and weight.dtype == x.dtype,

@@ -69,9 +69,11 @@ def known_norm(part: nn.Module) -> KnownNorm | None:
     (weight,) = part.parameters()
     if weight.dim() != 1:
         return None
-    width, generator = len(weight), torch.Generator().manual_seed(0)
-    stored = torch.randn(width, generator=generator)
-    x = torch.randn(len(_SCALES), 2, width, generator=generator) * torch.tensor(_SCALES)[:, None, None]
+    cpu = torch.device("cpu")
+    width, generator = len(weight), torch.Generator(cpu).manual_seed(0)
+    stored = torch.randn(width, generator=generator, dtype=torch.float32, device=cpu)
+    scales = torch.tensor(_SCALES, dtype=torch.float32, device=cpu)[:, None, None]
+    x = torch.randn(len(_SCALES), 2, width, generator=generator, dtype=torch.float32, device=cpu) * scales
     numbers = {value for value in vars(part).values() if isinstance(value, float) and 0 < value < 1}
     for known in (KnownNorm(form, eps) for eps in sorted(numbers) for form in FORMS):
         if all(_is(part, known, x.to(dtype), stored.to(dtype)) for dtype in (torch.bfloat16, torch.float32)):
