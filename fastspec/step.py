@@ -62,12 +62,12 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
             if shape.grammars is not None:
                 take_given(parts, state, shape)
     with parts.mark("score"):
-        logits, features = _scored(parts, state, shape)
+        logits, features, rows = _scored(parts, state, shape)
     with parts.mark("verify and commit"):
         verify_and_commit(parts, state, shape, draws, logits)
     if features is not None:
         with parts.mark("take in"):
-            hand_over_step(parts.proposer, state, shape, features, parts.features)
+            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
     if shape.grammars is not None:
         pause(state)
 
@@ -83,8 +83,11 @@ def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     return _scored(parts, state, shape)[0]
 
 
-def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None]:
-    """As `score`, and the hidden states that the proposer reads, [B, k+1, layers, hidden]; None where it reads none."""
+def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None, ForwardBatch]:
+    """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
+
+    None in place of hidden states where it reads none.
+    """
     ids, positions, write_mask = parts.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -97,7 +100,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
     )
     rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     hidden, features = _fed(parts, rows)
-    return parts.target.logits(hidden, shape.tiling), features
+    return parts.target.logits(hidden, shape.tiling), features, rows
 
 
 def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,9 +170,16 @@ class Engine:
         """Makes the runner ready for such a step."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
 
-    def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
-        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
-        with self.parts.ops.compiling(), self._idle(self.state.batch):
+    def compile(
+        self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
+    ) -> None:
+        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed.
+
+        Args:
+            steps: rows and shape of each. prompts: as well.
+            compilers: run Triton's compiler; None: threads do.
+        """
+        with self.parts.ops.compiling(compilers), self._idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
