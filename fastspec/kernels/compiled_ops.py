@@ -136,6 +136,7 @@ def compiled(ops: Ops) -> Ops:
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         norm=reference.norm,
+        joined_norms=reference.joined_norms,
         add_norm=reference.add_norm,
         gelu_tanh_mul=reference.gelu_tanh_mul,
         linear=reference.linear,

@@ -19,6 +19,7 @@ from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.norms import Norm, known_norm
 from fastspec.models.hosted.swaps import Embedding, Product, is_product
+from fastspec.models.text_parts import text_values
 
 if TYPE_CHECKING:
     from fastspec.models.weights.sources import Checkpoint
@@ -50,10 +51,11 @@ def load_hosted(
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
     """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
+    values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
         module, told = info.kind.from_pretrained(
-            str(directory) if codes is None else None,
-            state_dict=None if codes is None else codes.values(dtype),
+            str(directory) if values is None else None,
+            state_dict=values,
             config=copy.deepcopy(info.config),
             dtype=dtype,
             local_files_only=True,
