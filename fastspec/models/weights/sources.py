@@ -385,11 +385,12 @@ def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
+
+    from fastspec.models.llama_config import config_class
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     family = FAMILIES.get(raw["model_type"])
-    kind = CONFIG_MAPPING[(family and family.read_as) or raw["model_type"]]
+    kind = config_class((family and family.read_as) or raw["model_type"])
     unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
     read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
     try:
