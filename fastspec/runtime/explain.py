@@ -193,12 +193,12 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
     layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
-    models = {"target": (layout.target, of_target)}
+    models = {"target": (layout.target, layout.target_dtype, of_target)}
     if layout.draft is not None:
-        models["draft"] = (layout.draft, of_draft)
+        models["draft"] = (layout.draft, layout.draft_dtype, of_draft)
     return {
-        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity)
-        for name, (spec, dtype) in models.items()
+        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity, cached.itemsize)
+        for name, (spec, dtype, cached) in models.items()
     }
 
 

@@ -122,10 +122,10 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 def described(tensor: torch.Tensor, block: list[int]) -> Any:
     """A tensor, contiguous and at a multiple of 16 bytes, as the copy engine of sm_90 takes it: block by block.
 
-    A block's last axis has 128 bytes, whose pieces of 16 come to lie in shared memory as warp groups read them.
+    A block's last axis has 128 bytes, or 64, whose pieces of 16 come to lie in shared memory as warp groups read them.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = NVMMASharedLayout(128, 8 * tensor.element_size(), tensor.dim())
+    layout = NVMMASharedLayout(block[-1] * tensor.element_size(), 8 * tensor.element_size(), tensor.dim())
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
