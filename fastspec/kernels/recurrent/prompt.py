@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.delta import block_of, sizes_of
-from fastspec.kernels.recurrent.parts import Weights, Where, advanced, conv, gates, span, unit
+from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, convs, gates, span, units
 from fastspec.shapes import DeltaRule
 
+_PREPARED = 16  # tokens of one program of `_prepare_kernel`
 _KEPT = 1024  # channels of one program of `_keep_kernel`
 
 
@@ -51,40 +52,45 @@ def _prepare_kernel(
     DIMS: tl.constexpr,  # of a key and of a value
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Programs by token, row, and head: key heads first, then value heads."""
+    """Programs by block of tokens, row, and head: key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
-    t, row, head = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, count = span(where.write_mask + row * num_tokens, num_tokens)
-    if (t >= first) & (t < first + count):
-        token = row * num_tokens + t
-        position, old = tl.load(where.positions + token).to(tl.int32), t - first + 1
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first that is not masked
+    there = token < count
+    if tl.program_id(0) * TOKENS < count:
+        start = tl.load(where.positions + row * num_tokens + first).to(tl.int32)
         inputs_ptr = where.inputs + tl.load(where.state_rows + row) * (PLACES * CHANNELS)
-        at = product_ptr + token * ROWS
+        at = product_ptr + (row * num_tokens + first) * ROWS
+        to = row * num_tokens + first + token
         if head < KEY_HEADS:  # the branches share no variable name: Triton wants one shape for a name
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
-            q, _ = conv(at, inputs_ptr, weights.conv, of_q, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-            k, _ = conv(at, inputs_ptr, weights.conv, of_k, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-            to = (token * KEY_HEADS + head) * KEY_DIM + key
-            tl.store(ready.q + to, unit(q) * KEY_DIM**-0.5, mask=has_key)
-            tl.store(ready.k + to, unit(k), mask=has_key)
+            q, _ = convs(at, inputs_ptr, weights.conv, of_q, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES)
+            k, _ = convs(at, inputs_ptr, weights.conv, of_k, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES)
+            to_key = ((to * KEY_HEADS + head) * KEY_DIM)[:, None] + key[None, :]
+            counts = there[:, None] & has_key[None, :]
+            tl.store(ready.q + to_key, units(q) * KEY_DIM**-0.5, mask=counts)
+            tl.store(ready.k + to_key, units(k), mask=counts)
         else:
             own = head - KEY_HEADS
             value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
             has_value, of_v = value < VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + own * VALUE_DIM + value
-            v, _newest = conv(
-                at, inputs_ptr, weights.conv, of_v, has_value, old, position, ROWS, CHANNELS, WIDTH, PLACES
+            v, _newest = convs(
+                at, inputs_ptr, weights.conv, of_v, has_value, token, there, start, ROWS, CHANNELS, WIDTH, PLACES
             )
-            tl.store(ready.v + (token * VALUE_HEADS + own) * VALUE_DIM + value, v, mask=has_value)
+            to_value = ((to * VALUE_HEADS + own) * VALUE_DIM)[:, None] + value[None, :]
+            tl.store(ready.v + to_value, v, mask=there[:, None] & has_value[None, :])
             rate, more = tl.exp(tl.load(weights.decay + own)), tl.load(weights.step + own)
-            beta, softplus = gates(at + (ROWS - 2 * VALUE_HEADS) + own, more, VALUE_HEADS)
-            tl.store(ready.beta + token * VALUE_HEADS + own, beta)
-            tl.store(ready.decay + token * VALUE_HEADS + own, tl.exp(-rate * softplus))
+            beta, softplus = gates(at + token * ROWS + (ROWS - 2 * VALUE_HEADS) + own, more, there, VALUE_HEADS)
+            tl.store(ready.beta + to * VALUE_HEADS + own, beta, mask=there)
+            tl.store(ready.decay + to * VALUE_HEADS + own, tl.exp(-rate * softplus), mask=there)
 
 
 @triton.jit
@@ -174,7 +180,7 @@ def _keep_kernel(
 def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is above the number of slots."""
     batch, tokens, _ = product.shape
-    places, block, sizes = where.inputs.shape[1], block_of(rule), sizes_of(rule)
+    places, block, sizes = where.inputs.shape[1], block_of(rule, TILE), sizes_of(rule)
 
     def room(*shape: int) -> Tensor:
         return torch.empty(batch, tokens, *shape, dtype=torch.float32, device=product.device)
@@ -183,7 +189,7 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
     ready = Prepared(room(*of_keys), room(*of_keys), room(rule.values), room(*gate), room(*gate))
     launch(
         _prepare_kernel,
-        (tokens, batch, rule.key_heads + rule.value_heads),
+        (triton.cdiv(tokens, _PREPARED), batch, rule.key_heads + rule.value_heads),
         product,
         weights,
         where,
@@ -192,7 +198,8 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
         **sizes,
         WIDTH=rule.width,
         PLACES=places,
-        num_warps=1,
+        TOKENS=_PREPARED,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     launch(
