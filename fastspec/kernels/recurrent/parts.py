@@ -11,7 +11,6 @@ from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
 _SCANNED = tl.constexpr(64)  # tokens whose mask is loaded at once
-TILE = 4096  # elements of the state that one program of a prompt holds
 
 
 class Weights(NamedTuple):

@@ -16,11 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.recurrent.delta import block_of, sizes_of
-from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, convs, gates, span, units
+from fastspec.kernels.recurrent.delta import sizes_of
+from fastspec.kernels.recurrent.parts import Weights, Where, convs, gates, span, units
 from fastspec.shapes import DeltaRule
 
 _PREPARED = 16  # tokens of one program of `_prepare_kernel`
+CHUNK, BLOCK = 64, 32
+PRECISION = "tf32x3"
+SOLVE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 _KEPT = 1024  # channels of one program of `_keep_kernel`
 
 
@@ -30,13 +33,23 @@ class Prepared(NamedTuple):
     Attributes:
         q, k: [B, Q, key_heads, key_dim].
         v: [B, Q, values].
-        beta, decay: [B, Q, value_heads].
+        beta: [B, Q, value_heads].
+        decay: [B, Q, value_heads], the logarithm.
     """
 
     q: Any
     k: Any
     v: Any
     beta: Any
+    decay: Any
+
+
+class Chunks(NamedTuple):
+    """Results of `_solve_kernel`, in fp32."""
+
+    keys: Any
+    values: Any
+    scores: Any
     decay: Any
 
 
@@ -90,69 +103,151 @@ def _prepare_kernel(
             rate, more = tl.exp(tl.load(weights.decay + own)), tl.load(weights.step + own)
             beta, softplus = gates(at + token * ROWS + (ROWS - 2 * VALUE_HEADS) + own, more, there, VALUE_HEADS)
             tl.store(ready.beta + to * VALUE_HEADS + own, beta, mask=there)
-            tl.store(ready.decay + to * VALUE_HEADS + own, tl.exp(-rate * softplus), mask=there)
+            tl.store(ready.decay + to * VALUE_HEADS + own, -rate * softplus, mask=there)
 
 
 @triton.jit
-def _loaded(ready, q_at, v_at, gate_at, has_key, has_value, there):
-    """q, k, v, beta and decay of one token; zeros unless `there`."""
-    q = tl.load(ready.q + q_at, mask=has_key & there, other=0.0)
-    k = tl.load(ready.k + q_at, mask=has_key & there, other=0.0)
-    v = tl.load(ready.v + v_at, mask=has_value & there, other=0.0)
-    beta = tl.load(ready.beta + gate_at, mask=there, other=0.0)
-    return q, k, v, beta, tl.load(ready.decay + gate_at, mask=there, other=0.0)
+def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a [CHUNK, CHUNK], CHUNK being 64 at most.
+
+    Its diagonal blocks of 16 are inverted row by row; what joins them is nilpotent: of N = D off the fourth power is 0,
+    so (I + N)^-1 = (I - N)(I + N^2).
+    """
+    BLOCKS: tl.constexpr = CHUNK // 16
+    block, line = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    own = tl.sum(tl.where(same, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), axis=2)
+    inverse = tl.where(line[:, None] == line[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(own)
+    for i in range(1, 16):
+        here = (line == i)[None, :, None]
+        factors = tl.sum(tl.where(here, own, 0.0), axis=1)
+        new = tl.sum(factors[:, :, None] * inverse, axis=1)
+        inverse = tl.where(here, inverse - new[:, None, :], inverse)
+    diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    at = tl.arange(0, CHUNK) // 16
+    off = tl.where(at[:, None] == at[None, :], 0.0, a)
+    joins = tl.dot(diagonal, off, input_precision=PRECISION)
+    twice = tl.dot(joins, joins, input_precision=PRECISION)
+    twice = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+    return twice - tl.dot(joins, twice, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _scan_kernel(
+def _solve_kernel(
     where,  # Where
     ready,  # Prepared
-    out_ptr,
+    chunks,  # Chunks
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs by chunk, value head and row."""
+    KEY_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
+    if begin < count:
+        line = tl.arange(0, CHUNK)
+        key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+        value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+        token = begin + line
+        there = (token >= 0) & (token < count)
+        at = row * num_tokens + first + token
+        of_key = ((at * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM)[:, None] + key[None, :]
+        has_key = there[:, None] & (key < KEY_DIM)[None, :]
+        k = tl.load(ready.k + of_key, mask=has_key, other=0.0)
+        beta = tl.load(ready.beta + at * VALUE_HEADS + head, mask=there, other=0.0)
+        decay = tl.cumsum(tl.load(ready.decay + at * VALUE_HEADS + head, mask=there, other=0.0), axis=0)
+        before = line[:, None] > line[None, :]
+        ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
+        inner = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        solved = _inverse(tl.where(before, beta[:, None] * ratio * inner, 0.0), CHUNK, PRECISION)
+        place = (row * tl.num_programs(0) + piece) * VALUE_HEADS + head
+        tl.store(chunks.decay + place * CHUNK + line, decay)
+        weighted = tl.dot(solved, (beta * tl.exp(decay))[:, None] * k, input_precision=PRECISION)
+        to_key = (place * CHUNK + line)[:, None] * KEY_DIM + key[None, :]
+        tl.store(chunks.keys + to_key, weighted, mask=(key < KEY_DIM)[None, :])
+        has_value = (value < VALUE_DIM)[None, :]
+        of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
+        v = tl.load(ready.v + of_value, mask=there[:, None] & has_value, other=0.0)
+        to_value = (place * CHUNK + line)[:, None] * VALUE_DIM + value[None, :]
+        tl.store(
+            chunks.values + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
+        )
+        q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
+        scores = tl.where(line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
+        tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pieces"])
+def _scan_kernel(
+    where,  # Where
+    ready,  # Prepared
+    chunks,  # Chunks
+    out_ptr,
+    num_tokens,
+    num_pieces,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
     SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Programs by row, value head, and block of its values."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
     value = tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
     first, count = span(where.write_mask + row * num_tokens, num_tokens)
     states_ptr = where.states + (tl.load(where.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
-    within = value[:, None] * KEY_DIM + key[None, :]
-    whole = has_value[:, None] & has_key[None, :]
+    within = key[:, None] + value[None, :] * KEY_DIM  # here a state is [keys, values]
+    whole = has_key[:, None] & has_value[None, :]
     start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     slot = (start + SLOTS - 1) % SLOTS
     state = tl.load(states_ptr + slot * (VALUE_HEADS * SIZE) + within, mask=known, other=0.0)
     base = row * num_tokens
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    stop = first + count
-    q_at, v_at = (base + first) * KEY_HEADS + key_head, (base + first) * VALUE_HEADS + head
-    q, k, v, beta, decay = _loaded(
-        ready, q_at * KEY_DIM + key, v_at * VALUE_DIM + value, v_at, has_key, has_value, count > 0
-    )
-    for t in range(first, stop):
-        q_at, v_at = (base + t + 1) * KEY_HEADS + key_head, (base + t + 1) * VALUE_HEADS + head
-        following = _loaded(
-            ready, q_at * KEY_DIM + key, v_at * VALUE_DIM + value, v_at, has_key, has_value, t + 1 < stop
-        )
-        state, out = advanced(state, q, k, v, decay, beta)
-        out_at = ((base + t) * VALUE_HEADS + head) * VALUE_DIM + value
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=has_value)
-        q, k, v, beta, decay = following
-    last = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
-    tl.store(states_ptr + last + within, state, mask=whole & (count > 0))
-    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
-    for t in range(0, num_tokens):
-        if (t < first) | (t >= stop):
-            tl.store(out_ptr + ((base + t) * VALUE_HEADS + head) * VALUE_DIM + value, nothing, mask=has_value)
+    begin = start // CHUNK * CHUNK - start
+    for piece in range(0, tl.cdiv(count - begin, CHUNK)):
+        token = begin + piece * CHUNK + line
+        there = (token >= 0) & (token < count)
+        at = base + first + token
+        of_key = ((at * KEY_HEADS + key_head) * KEY_DIM)[:, None] + key[None, :]
+        place = (row * num_pieces + piece) * VALUE_HEADS + head
+        lines = place * CHUNK + line
+        decay = tl.load(chunks.decay + lines)
+        last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
+        weighted = tl.load(chunks.keys + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
+        new = tl.load(chunks.values + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
+        new -= tl.dot(weighted, state, input_precision=PRECISION)
+        q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
+        scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
+        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)
+        out += tl.dot(scores, new, input_precision=PRECISION)
+        of_out = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
+        tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & has_value[None, :])
+        k = tl.load(ready.k + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
+        k = k * tl.exp(last - decay)[:, None]
+        state = state * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+    newest = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
+    tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
+    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
+    for begin_at in range(0, num_tokens, CHUNK):
+        t = begin_at + line
+        masked = ((t < first) | (t >= first + count)) & (t < num_tokens)
+        of_out = (((base + t) * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
+        tl.store(out_ptr + of_out, nothing, mask=masked[:, None] & has_value[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -180,7 +275,7 @@ def _keep_kernel(
 def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is above the number of slots."""
     batch, tokens, _ = product.shape
-    places, block, sizes = where.inputs.shape[1], block_of(rule, TILE), sizes_of(rule)
+    places, sizes = where.inputs.shape[1], sizes_of(rule)
 
     def room(*shape: int) -> Tensor:
         return torch.empty(batch, tokens, *shape, dtype=torch.float32, device=product.device)
@@ -202,18 +297,40 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
         num_warps=4,
         enable_fp_fusion=False,
     )
+    pieces = triton.cdiv(tokens + CHUNK - 1, CHUNK)
+
+    def of_chunk(*shape: int) -> Tensor:
+        return torch.empty(batch, pieces, rule.value_heads, CHUNK, *shape, dtype=torch.float32, device=product.device)
+
+    chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(CHUNK), of_chunk())
     launch(
-        _scan_kernel,
-        (batch, rule.value_heads, triton.cdiv(rule.value_dim, block)),
+        _solve_kernel,
+        (pieces, rule.value_heads, batch),
         where,
         ready,
-        out,
+        chunks,
         tokens,
         **sizes,
+        CHUNK=CHUNK,
+        PRECISION=PRECISION,
+        num_warps=SOLVE_WARPS,
+    )
+    launch(
+        _scan_kernel,
+        (batch, rule.value_heads, triton.cdiv(rule.value_dim, BLOCK)),
+        where,
+        ready,
+        chunks,
+        out,
+        tokens,
+        pieces,
+        **sizes,
         SLOTS=where.states.shape[1],
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,
+        CHUNK=CHUNK,
+        BLOCK=BLOCK,
+        PRECISION=PRECISION,
+        num_warps=SCAN_WARPS,
+        num_stages=SCAN_STAGES,
     )
     launch(
         _keep_kernel,
