@@ -352,7 +352,7 @@ class Scheduler:
             self._intake.adopt(request, row)
             chunks = lag_of(self.engine, request)
             if chunks:
-                self.engine.prefill_row(row, request.draft_length, chunks, draft=True)
+                self._intake.catch_up(request, row, chunks)
                 fed = request.draft_length + sum(chunks)
                 request.draft_length = min(fed, request.length - 2, proposer.max_length)
                 if self.engine.prefix is not None and not request.drafted:

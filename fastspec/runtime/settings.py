@@ -83,13 +83,14 @@ def settings_of(
     verification: object = BLOCK,
     proposer: object | None = None,
     kv_dtype: str | None = None,
+    prefix_cache: bool = True,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
     Args:
         target, draft: what they are is read here, not their weights.
         num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
-            proposer, kv_dtype: the generator's arguments.
+            proposer, kv_dtype, prefix_cache: the generator's arguments.
 
     Raises:
         ValueError: a value out of range.
@@ -110,6 +111,7 @@ def settings_of(
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
+        keeps_prefixes=bool(prefix_cache),
     )
     layout = replace(layout, kv_dtypes=_kv_dtypes(kv_dtype, layout, target, draft, on, compile))
     read, kept = _features(target, draft, proposer, drafts)

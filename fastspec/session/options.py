@@ -45,6 +45,7 @@ class PlanOptions(TypedDict, total=False):
     feature_layers: Sequence[int] | None
     draft_vocab: Sequence[int] | None
     kv_dtype: str | None
+    prefix_cache: bool
 
 
 def checked(

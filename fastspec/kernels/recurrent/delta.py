@@ -79,9 +79,15 @@ def _delta_kernel(
     if PDL:
         gdc_wait()  # the product comes from the previous kernel; states come from earlier passes
     # all tokens at once: their loads do not wait for each other
-    q, q_in = convs(product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES)
-    k, k_in = convs(product_ptr, inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES)
-    v, v_in = convs(product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES)
+    q, q_in = convs(
+        product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
+    k, k_in = convs(
+        product_ptr, inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
+    v, v_in = convs(
+        product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
     beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
     decay = tl.exp(-rate * softplus)
     q, k = units(q) * KEY_DIM**-0.5, units(k)

@@ -18,10 +18,11 @@ from torch import Tensor
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.delta import sizes_of
 from fastspec.kernels.recurrent.parts import Weights, Where, convs, gates, span, units
-from fastspec.shapes import DeltaRule
+from fastspec.kernels.reference.recurrent import KeptState
+from fastspec.shapes import DELTA_CHUNK, DeltaRule
 
 _PREPARED = 16  # tokens of one program of `_prepare_kernel`
-CHUNK, BLOCK = 64, 32
+CHUNK, BLOCK = DELTA_CHUNK, 32
 PRECISION = "tf32x3"
 SOLVE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 _KEPT = 1024  # channels of one program of `_keep_kernel`
@@ -85,8 +86,12 @@ def _prepare_kernel(
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
-            q, _ = convs(at, inputs_ptr, weights.conv, of_q, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES)
-            k, _ = convs(at, inputs_ptr, weights.conv, of_k, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES)
+            q, _ = convs(
+                at, inputs_ptr, weights.conv, of_q, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES
+            )
+            k, _ = convs(
+                at, inputs_ptr, weights.conv, of_k, has_key, token, there, start, ROWS, CHANNELS, WIDTH, PLACES
+            )
             to_key = ((to * KEY_HEADS + head) * KEY_DIM)[:, None] + key[None, :]
             counts = there[:, None] & has_key[None, :]
             tl.store(ready.q + to_key, units(q) * KEY_DIM**-0.5, mask=counts)
@@ -176,11 +181,11 @@ def _solve_kernel(
         of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         v = tl.load(ready.v + of_value, mask=there[:, None] & has_value, other=0.0)
         to_value = (place * CHUNK + line)[:, None] * VALUE_DIM + value[None, :]
-        tl.store(
-            chunks.values + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
-        )
+        tl.store(chunks.values + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value)
         q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
-        scores = tl.where(line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
+        scores = tl.where(
+            line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0
+        )
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
 
@@ -189,6 +194,7 @@ def _scan_kernel(
     where,  # Where
     ready,  # Prepared
     chunks,  # Chunks
+    kept,  # KeptState, if there is one
     out_ptr,
     num_tokens,
     num_pieces,
@@ -198,6 +204,7 @@ def _scan_kernel(
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Programs by row, value head, and block of its values."""
@@ -219,6 +226,8 @@ def _scan_kernel(
     base = row * num_tokens
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     begin = start // CHUNK * CHUNK - start
+    if KEEPS:
+        keep_at = tl.load(kept.at)
     for piece in range(0, tl.cdiv(count - begin, CHUNK)):
         token = begin + piece * CHUNK + line
         there = (token >= 0) & (token < count)
@@ -240,6 +249,10 @@ def _scan_kernel(
         k = tl.load(ready.k + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         k = k * tl.exp(last - decay)[:, None]
         state = state * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        if KEEPS:
+            ended = start + begin + (piece + 1) * CHUNK
+            reached = (ended == keep_at) & (ended <= start + count)
+            tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     newest = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
     tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
     nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
@@ -254,13 +267,19 @@ def _scan_kernel(
 def _keep_kernel(
     product_ptr,
     where,  # Where
+    kept,  # KeptState, if there is one
     num_tokens,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
-    """Stores the inputs of a row's last tokens: programs by row, token counted from the end, and block of channels."""
+    """Stores the inputs of a row's last tokens: programs by row, token counted from the end, and block of channels.
+
+    Those of the last tokens before `kept.at` as well.
+    """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(where.write_mask + row * num_tokens, num_tokens)
     t = first + count - 1 - tl.program_id(1)
@@ -270,9 +289,19 @@ def _keep_kernel(
         x = tl.load(product_ptr + (row * num_tokens + t) * ROWS + channel, mask=inside)
         place = tl.load(where.state_rows + row) * PLACES + position % PLACES
         tl.store(where.inputs + place * CHANNELS + channel, x, mask=inside)
+    if KEEPS:
+        start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0)
+        keep_at = tl.load(kept.at)
+        before = keep_at - 1 - tl.program_id(1)  # a position
+        if (before >= start) & (keep_at <= start + count) & (tl.program_id(1) < WIDTH):
+            lane = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+            old = tl.load(product_ptr + (row * num_tokens + first + before - start) * ROWS + lane, mask=lane < CHANNELS)
+            tl.store(kept.inputs + before % WIDTH * CHANNELS + lane, old, mask=lane < CHANNELS)
 
 
-def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
+def prompt_rule(
+    product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
+) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is above the number of slots."""
     batch, tokens, _ = product.shape
     places, sizes = where.inputs.shape[1], sizes_of(rule)
@@ -321,6 +350,7 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
         where,
         ready,
         chunks,
+        kept,
         out,
         tokens,
         pieces,
@@ -328,6 +358,7 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
         SLOTS=where.states.shape[1],
         CHUNK=CHUNK,
         BLOCK=BLOCK,
+        KEEPS=kept is not None,
         PRECISION=PRECISION,
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
@@ -337,10 +368,13 @@ def prompt_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, ru
         (batch, places, triton.cdiv(rule.channels, _KEPT)),
         product,
         where,
+        kept,
         tokens,
         ROWS=rule.rows,
         CHANNELS=rule.channels,
         PLACES=places,
+        WIDTH=rule.width,
         BLOCK=_KEPT,
+        KEEPS=kept is not None,
         num_warps=4,
     )

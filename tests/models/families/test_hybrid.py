@@ -237,6 +237,9 @@ def test_the_memory_plan_has_the_states(case: Case) -> None:
     for model, planned in ((engine.parts.target, "target_cache"), (proposer.model, "draft_cache")):
         cache = model.cache  # type: ignore[union-attr]
         assert cache.states is not None
-        held = (cache.keys, cache.values, cache.states.states, cache.states.inputs)
+        assert cache.states.kept is not None
+        kept = cache.states.kept.rows
+        held = (cache.keys, cache.values, cache.states.states, cache.states.inputs, kept.states, kept.inputs)
         assert sum(each.nbytes for each in held) == getattr(settings.memory, planned)
-    assert engine.prefix is None
+    without = settings_of(checkpoint, checkpoint, max_batch_size=2, max_length=64, device="cpu", prefix_cache=False)
+    assert without.layout.kept_states == 0
