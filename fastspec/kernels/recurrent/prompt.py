@@ -46,10 +46,17 @@ class Prepared(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Results of `_solve_kernel`, in fp32."""
+    """Results of `_solve_kernel`, in fp32, of C = CHUNK positions of a value head each; names as in the head of the file.
 
-    keys: Any
-    values: Any
+    Attributes:
+        erased: W, [B, chunks, value_heads, C, key_dim].
+        written: U, [B, chunks, value_heads, C, value_dim].
+        scores: P, [B, chunks, value_heads, C, C].
+        decay: g, [B, chunks, value_heads, C].
+    """
+
+    erased: Any
+    written: Any
     scores: Any
     decay: Any
 
@@ -132,9 +139,11 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     at = tl.arange(0, CHUNK) // 16
     off = tl.where(at[:, None] == at[None, :], 0.0, a)
     joins = tl.dot(diagonal, off, input_precision=PRECISION)
-    twice = tl.dot(joins, joins, input_precision=PRECISION)
-    twice = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
-    return twice - tl.dot(joins, twice, input_precision=PRECISION)
+    whole = diagonal
+    if BLOCKS > 2:  # else N^2 is 0 already
+        twice = tl.dot(joins, joins, input_precision=PRECISION)
+        whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+    return whole - tl.dot(joins, whole, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -176,12 +185,12 @@ def _solve_kernel(
         tl.store(chunks.decay + place * CHUNK + line, decay)
         weighted = tl.dot(solved, (beta * tl.exp(decay))[:, None] * k, input_precision=PRECISION)
         to_key = (place * CHUNK + line)[:, None] * KEY_DIM + key[None, :]
-        tl.store(chunks.keys + to_key, weighted, mask=(key < KEY_DIM)[None, :])
+        tl.store(chunks.erased + to_key, weighted, mask=(key < KEY_DIM)[None, :])
         has_value = (value < VALUE_DIM)[None, :]
         of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         v = tl.load(ready.v + of_value, mask=there[:, None] & has_value, other=0.0)
         to_value = (place * CHUNK + line)[:, None] * VALUE_DIM + value[None, :]
-        tl.store(chunks.values + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value)
+        tl.store(chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value)
         q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
         scores = tl.where(
             line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0
@@ -237,8 +246,8 @@ def _scan_kernel(
         lines = place * CHUNK + line
         decay = tl.load(chunks.decay + lines)
         last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
-        weighted = tl.load(chunks.keys + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
-        new = tl.load(chunks.values + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
+        weighted = tl.load(chunks.erased + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
+        new = tl.load(chunks.written + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
         new -= tl.dot(weighted, state, input_precision=PRECISION)
         q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
