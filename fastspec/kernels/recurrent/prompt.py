@@ -1,9 +1,23 @@
-"""The gated delta rule over the tokens of a prompt, in three launches.
+"""The gated delta rule over the tokens of a prompt, by chunks (Gated DeltaNet, arXiv 2412.06464, section 3.3).
 
-1. Prepare: the convolved q, k and v, beta and decay of all tokens in parallel, in fp32.
-2. Scan: a program goes through the tokens of a row with BLOCK values of one value head. It loads its part of the state
-   once, stores it once, and prefetches the next token while it computes one.
-3. Keep: the inputs of the last tokens are stored for the convolution of later passes.
+With the state S before a chunk, keys k_t, queries q_t, values v_t, factors beta_t, and g_t the logarithm of the product
+of all decays of the chunk up to token t, what token t writes to the state is u_t k_t^T, where
+
+    u_t = beta_t (v_t - e^g_t S k_t - sum over i < t of e^(g_t - g_i) (k_t . k_i) u_i)
+
+With A_ti = beta_t e^(g_t - g_i) (k_t . k_i) below the diagonal, that is
+
+    u   = U - W S^T       U = (I + A)^-1 (beta v), W = (I + A)^-1 (beta e^g k)
+    out = e^g q S^T + P u       P_ti = e^(g_t - g_i) (q_t . k_i) for i <= t
+    S'  = e^g_last S + sum over i of e^(g_last - g_i) u_i k_i^T
+
+1. Prepare: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
+2. Solve: U, W and P of all chunks in parallel.
+3. Scan: a program goes through the chunks of a row with BLOCK values of one value head and keeps its part of the state.
+4. Keep: the inputs of the last tokens are stored for the convolution of later passes.
+
+Chunks lie on a grid of positions, from position 0 on, whatever a pass begins with. So a token's bits do not depend on
+how a prompt was cut into passes, as long as each begins where a chunk does.
 """
 
 from __future__ import annotations
@@ -46,7 +60,7 @@ class Prepared(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Results of `_solve_kernel`, in fp32, of C = CHUNK positions of a value head each; names as in the head of the file.
+    """Results of `_solve_kernel`, in fp32, of C = CHUNK positions of a value head each; letters as above.
 
     Attributes:
         erased: W, [B, chunks, value_heads, C, key_dim].
@@ -190,7 +204,9 @@ def _solve_kernel(
         of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         v = tl.load(ready.v + of_value, mask=there[:, None] & has_value, other=0.0)
         to_value = (place * CHUNK + line)[:, None] * VALUE_DIM + value[None, :]
-        tl.store(chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value)
+        tl.store(
+            chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
+        )
         q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
         scores = tl.where(
             line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0
