@@ -33,10 +33,10 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.delta import sizes_of
 from fastspec.kernels.recurrent.parts import Weights, Where, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
-from fastspec.shapes import DELTA_CHUNK, DeltaRule
+from fastspec.shapes import DeltaRule
 
 _PREPARED = 16  # tokens of one program of `_prepare_kernel`
-CHUNK, BLOCK = DELTA_CHUNK, 32
+CHUNK, BLOCK = 32, 32  # positions of a chunk, a divisor of DELTA_CHUNK; values of one program of `_scan_kernel`
 PRECISION = "tf32x3"
 SOLVE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 _KEPT = 1024  # channels of one program of `_keep_kernel`
@@ -351,6 +351,7 @@ def prompt_rule(
         num_warps=4,
         enable_fp_fusion=False,
     )
+    precision = "ieee" if product.dtype == torch.float32 else PRECISION
     pieces = triton.cdiv(tokens + CHUNK - 1, CHUNK)
 
     def of_chunk(*shape: int) -> Tensor:
@@ -366,7 +367,7 @@ def prompt_rule(
         tokens,
         **sizes,
         CHUNK=CHUNK,
-        PRECISION=PRECISION,
+        PRECISION=precision,
         num_warps=SOLVE_WARPS,
     )
     launch(
@@ -384,7 +385,7 @@ def prompt_rule(
         CHUNK=CHUNK,
         BLOCK=BLOCK,
         KEEPS=kept is not None,
-        PRECISION=PRECISION,
+        PRECISION=precision,
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
     )
