@@ -37,7 +37,7 @@ from fastspec.shapes import DeltaRule
 
 _PREPARED = 16  # tokens of one program of `_prepare_kernel`
 CHUNK, BLOCK = 32, 32  # positions of a chunk, a divisor of DELTA_CHUNK; values of one program of `_scan_kernel`
-PRECISION = "tf32x3"
+PRECISION = "bf16x3"
 SOLVE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 _KEPT = 1024  # channels of one program of `_keep_kernel`
 
