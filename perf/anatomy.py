@@ -21,7 +21,7 @@ KINDS = (
     ("feed", ("_feed", "_embed")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
-    ("recurrent", ("_delta_kernel", "_prepare_kernel", "_solve_kernel", "_scan_kernel", "_keep_kernel")),
+    ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),
     ("experts", ("expert_kernel", "route_kernel")),
     ("exchange", ("_added_kernel", "_largest_kernel")),
     ("verify", ("verify", "_end_kernel")),

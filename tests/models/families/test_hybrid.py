@@ -21,7 +21,7 @@ from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
 from fastspec.runtime.build import build
-from fastspec.runtime.settings import settings_of
+from fastspec.runtime.settings import Caches, settings_of
 from fastspec.shapes import Tiling
 from tests.helpers.hybrid import KINDS, VOCAB, config_of, decoder, logits_of, make_hybrid, save_published
 from tests.helpers.quantised import fp8_blocks, write
@@ -241,5 +241,7 @@ def test_the_memory_plan_has_the_states(case: Case) -> None:
         kept = cache.states.kept.rows
         held = (cache.keys, cache.values, cache.states.states, cache.states.inputs, kept.states, kept.inputs)
         assert sum(each.nbytes for each in held) == getattr(settings.memory, planned)
-    without = settings_of(checkpoint, checkpoint, max_batch_size=2, max_length=64, device="cpu", prefix_cache=False)
+    without = settings_of(
+        checkpoint, checkpoint, max_batch_size=2, max_length=64, device="cpu", caches=Caches(prefix_cache=False)
+    )
     assert without.layout.kept_states == 0
