@@ -136,6 +136,7 @@ def compiled(ops: Ops) -> Ops:
         workspace=partial(_work_of, ops.workspace),
         embed=reference.embed,
         norm=reference.norm,
+        joined_norms=reference.joined_norms,
         linear=reference.linear,
         layer_tail=reference.layer_tail,
         keeps_experts=TORCH_OPS.keeps_experts,

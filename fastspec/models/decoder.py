@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.launch import is_compiling
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.layer import Reduce
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_kinds import one_of_each
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
 
@@ -61,6 +64,7 @@ class Decoder:
         self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
+        self._reduce: Reduce | None = None  # sums over devices that share the layers
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +93,7 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in range(len(layers)):
+        for index in one_of_each(self.spec.plans, layers) if is_compiling() and not features else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
@@ -109,7 +113,8 @@ class Decoder:
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
-            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, tiling)
+            eps = self.spec.rms_eps
+            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, eps, tiling, self._reduce)
         tail = self._tail if plan.experts is None else self._mixture
         x = tail(plan, attended, x, layer, tiling)
         return x, None if following is None else self._qkv(index + 1, x, tiling)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
@@ -119,6 +121,17 @@ def attention_cached_in_8_bits(arch: int) -> Calls:
         for queries in (5, 64):
             named = f"8 bits {width} {queries}"
             yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
+    for width in (64, 128) if arch >= 90 else ():
+        for variant in (PLAIN, (*FULL[:3], 0)):
+            for shape, blocks in (
+                ((2, 1), (0, 4)),
+                ((4, 24), (0, 16)),
+                ((6, 24), (0, 16)),
+                ((2, 1), DEEP),
+                ((4, 8), DEEP),
+            ):
+                named = f"8 bits {width} {shape} {blocks}"
+                yield named, partial(_attend, BF16, width, variant, shape, blocks, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
@@ -269,6 +282,20 @@ def products(layers: slice, arch: int) -> Calls:
             yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
 
 
+def tree(n: int, k: int, ranks: int) -> Weight:
+    """One rank's part of a weight [N, K] whose K is cut."""
+    return replace(packed(n, k // ranks), whole=(n, k), tree=True)
+
+
+def trees(arch: int) -> Calls:
+    """Products whose K ranks share, whole and cut."""
+    for n, k in ((4096, 4096), (4096, 14336), (2048, 8192)):
+        for ranks in (1, 2, 4):
+            for rows in (8, 40):
+                call = partial(multiplied, tree(n, k, ranks), "residual", rows, arch >= 90)
+                yield f"tree {n}x{k} {ranks} {rows}", call
+
+
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
     """What lies between two attentions on sm_90."""
     for rows in ROWS[plan.small_rows((9, 0)) :] if arch == 90 else ():
@@ -290,6 +317,24 @@ def quantised(arch: int) -> Calls:
         *(("int4 zeros", 2048, "residual", 32), ("nvfp4", 2048, "pick", 1)),
     ):
         yield f"{name} {k} {rows}", partial(_quantised, name, 3072, k, fused, rows, arch >= 90)
+
+
+def quantised_wide(arch: int) -> Calls:
+    """Many rows, on sm_90: by the TMA ring."""
+    for name, n, k, fused, rows in (
+        *(
+            ("int4", 28672, 4096, "norm+gated", 64),
+            ("int4", 4096, 14336, "residual", 32),
+            ("fp8", 4096, 4096, "bias", 64),
+        ),
+        *(
+            ("int4 zeros", 6144, 4096, "norm", 16),
+            ("int4 64", 3072, 2048, "pick", 32),
+            ("fp8 blocks", 6144, 4096, "norm", 64),
+        ),
+        *(("int8 with -128", 4096, 4096, "fp32", 64), ("int8", 28672, 4096, "gated", 32)),
+    ):
+        yield f"{name} {n} {k} {rows}", partial(_quantised, name, n, k, fused, rows, True)
 
 
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:
@@ -342,6 +387,9 @@ def prompts(arch: int) -> Calls:
     for rows in (64, 128, 256, 512, 4096):
         for n, fused in ((4096, ""), (4096, "gated"), (4096, "bias+residual"), (4112, "bias+residual"), (4112, "fp32")):
             yield f"prompt {n} {fused} {rows}", partial(_prompt, rows, n, fused)
+        for ranks in (1, 2) if arch == 90 else ():
+            x, weight = on_meta((rows, 4096 // ranks)), tree(4096, 4096, ranks)
+            yield f"prompt, tree of {ranks} {rows}", partial(prefill_linear, x, weight, out_dtype=F32)
 
 
 def _prompt(rows: int, n: int, fused: str) -> object:
@@ -385,7 +433,10 @@ def steps(arch: int) -> Calls:
             yield f"feed {queries}", partial(_feed, queries, counts)
     for dtype in (BF16, F32):
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
-            yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
+            ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
+            yield f"embed {dtype}", partial(embed, table, ids)
+            pdl = arch >= 90
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
@@ -411,6 +462,9 @@ def exchanges(arch: int) -> Calls:
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
+        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
+            parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
@@ -486,9 +540,11 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
         for start in range(0, len(LAYERS), AT_ONCE)
     },
     **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
+    "products_trees": trees,
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,
+    "quantised_wide": quantised_wide,
     "quantised_values": quantised_values,
 }
 

@@ -84,6 +84,8 @@ def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -
         raise TypeError(f"x is {x.dtype}; what quantised weights multiply must be bfloat16")
     if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
+    if weight.tree and norm is not None:
+        raise ValueError("weight's sum over K is a tree, which has no norm in front; norm x first")
     _, k = weight.shape
     if k % 128 != 0:
         raise ValueError(f"weight has K = {k}; packed products need a multiple of 128, see `packing.can_pack`")

@@ -21,7 +21,7 @@ from fastspec.kernels.reference.linear import (
 )
 from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
-from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, verify_commit
+from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
 
 __all__ = [
     "argmax",
@@ -35,6 +35,7 @@ __all__ = [
     "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "joined_norms",
     "keys_of",
     "largest_of",
     "layer_tail",
