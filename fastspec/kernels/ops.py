@@ -49,9 +49,12 @@ class Ops:
     embed: Callable[[Weight, Tensor], Tensor]
     norm: Callable[..., Tensor]
     joined_norms: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     route: Callable[..., tuple[Tensor, Tensor]]
+    route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
@@ -87,9 +90,12 @@ TORCH_OPS = Ops(
     embed=reference.embed,
     norm=reference.norm,
     joined_norms=reference.joined_norms,
+    add_norm=reference.add_norm,
+    gelu_tanh_mul=reference.gelu_tanh_mul,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     route=reference.route,
+    route_normed=reference.route_normed,
     experts=reference.experts,
     attend=reference.attend,
     store_heads=reference.store_heads,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import reference
+from fastspec.kernels import gelu, reference
 from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.attention.rope import store_heads
@@ -23,6 +23,7 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.experts import dispatch as mixtures
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
+from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -34,6 +35,7 @@ from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
+from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
@@ -171,9 +173,26 @@ def joined_norms(
     return torch.cat(parts[::-1] if x_first else parts, dim=-1)
 
 
+def add_norm(
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.add_norm`, which defines it."""
+    return add_norm_rows(added, x, weight, next_weight, eps, pdl=has_pdl(x.device))
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """As `reference.gelu_tanh_mul`, which defines it."""
+    return gelu.gelu_tanh_mul(gate_up, pdl=has_pdl(gate_up.device))
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
+
+
+def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.route_normed`, which defines it."""
+    return route_normed_rows(logits, *given, pdl=has_pdl(logits.device))
 
 
 def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
@@ -215,9 +234,12 @@ TRITON_OPS = Ops(
     embed=embed,
     norm=norm,
     joined_norms=joined_norms,
+    add_norm=add_norm,
+    gelu_tanh_mul=gelu_tanh_mul,
     linear=linear,
     layer_tail=layer_tail,
     route=route,
+    route_normed=route_normed,
     experts=experts,
     attend=attend,
     store_heads=store_heads,

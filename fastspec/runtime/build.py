@@ -17,8 +17,9 @@ from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.states import StateCache
+from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
-from fastspec.models.decoder import CompiledDecoder, Decoder
+from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.weights import HeadWeights
 from fastspec.models.hosted.admission import admit

@@ -474,6 +474,13 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
         yield SimpleNamespace(**loaded, plan=plan)
 
 
+def experts_in_mxfp4() -> Any:
+    """The kernel of experts/mxfp4.py, for `launch`."""
+    needed = ["linear/epilogue", "linear/small_m", "linear/quantised/conversion", "experts/mxfp4"]
+    with _loaded(needed) as modules:
+        return modules[-1].mxfp4_kernel
+
+
 def attention_by_tma() -> dict[str, Any]:
     """The kernels of decode_tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
     with _loaded([f"attention/{name}" for name in ATTENTION]) as modules:

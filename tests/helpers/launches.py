@@ -22,6 +22,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
@@ -29,7 +30,7 @@ from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
-from fastspec.kernels.norm import norm
+from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
@@ -189,10 +190,10 @@ LAYERS = [
     (16384, 2048, "norm+gated"),
     (2048, 8192, "residual"),
     (10240, 8192, "norm+bias"),
-    (1152, 896, "norm+bias"),
+    (5120, 2880, "norm+bias"),
     (9728, 896, "norm+gated"),
     (3584, 18944, "residual"),
-    (16, 128, "norm+bias"),
+    (16, 64, "norm+bias"),
     (1152, 896, "norm+pick"),
 ]
 AT_ONCE = 3  # layers of a group of calls
@@ -443,6 +444,8 @@ def steps(arch: int) -> Calls:
                 f"norm {dtype}",
                 partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
             )
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:

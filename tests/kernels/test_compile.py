@@ -29,7 +29,6 @@ SPILLS = {
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,
     ("_distribution_kernel", 64): 376,
-    ("expert_kernel", None): 40,  # of mxfp4 with a gate; not timed
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64

@@ -19,8 +19,8 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import spec_from_config
-from fastspec.models.decoder import CompiledDecoder
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
 from fastspec.models.weights.load import LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
