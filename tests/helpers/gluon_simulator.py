@@ -41,8 +41,8 @@ WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
 ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
 MODULES = [
-    "epilogue",
     "k_steps",
+    "epilogue",
     "small_m",
     "large_m",
     "tma_sm90",
