@@ -45,8 +45,8 @@ class Stats:
         k: drafts per step asked for; with "auto" the most that a step may have had.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
-        synthetic: what drafts were accepted by, when it was no rule that keeps the law; then the text is not the
-            model's. None for a real one.
+        synthetic: what drafts were accepted by, when it was a rule that changes the distribution; then the text is not
+            the model's. None for a real one.
         auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
             or why it did not. None where k was a number.
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).

@@ -27,6 +27,7 @@ _GRAMMARS = (
     "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
     "grammar forces and what the row repeats, not the draft's"
 )
+_NO_GRAMMARS = "none with several ranks, each of which would have to read every step; one GPU takes them"
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -47,7 +48,7 @@ def explain(
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
-        f"grammars   {_GRAMMARS}",
+        f"grammars   {_GRAMMARS if target.ranks == 1 else _NO_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
@@ -192,12 +193,12 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
     layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
-    models = {"target": (layout.target, of_target)}
+    models = {"target": (layout.target, layout.target_dtype, of_target)}
     if layout.draft is not None:
-        models["draft"] = (layout.draft, of_draft)
+        models["draft"] = (layout.draft, layout.draft_dtype, of_draft)
     return {
-        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity)
-        for name, (spec, dtype) in models.items()
+        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity, cached.itemsize)
+        for name, (spec, dtype, cached) in models.items()
     }
 
 

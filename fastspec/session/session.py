@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,13 +146,20 @@ class Session:
                 self.scheduler.check(request)
             self.loop.join(joining)
 
-    def warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
+    def warm_up(
+        self,
+        choice: Choice,
+        length: int,
+        loaded: Callable[[], None] = lambda: None,
+        compilers: Executor | None = None,
+    ) -> None:
         """Captures the steps that calls with such drafts may come to.
 
         Args:
             choice: drafts of the calls.
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
+            compilers: of `Engine.compile`.
         """
         with self.alone() as scheduler, self.ranks.guarded("warming up"):
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
@@ -164,6 +172,7 @@ class Session:
                     progress=self.progress,
                     prompts=not shortest,
                     loaded=lambda: self._all_ready(loaded),
+                    compilers=compilers,
                 )
 
     def run(self, call: Prepared) -> Iterator[Emitted]:

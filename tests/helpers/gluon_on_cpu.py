@@ -50,7 +50,7 @@ SAME = (
         "split",
         "static_range",
     ),
-    *("store", "sum", "uint32", "where"),
+    *("store", "sum", "uint32", "uint8", "where"),
 )
 
 

@@ -35,8 +35,7 @@ from tests.helpers.gluon_values import (
     rounded,
     widened,
 )
-
-WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
+from tests.helpers.limits import HANGS
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
 ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
@@ -52,7 +51,9 @@ MODULES = [
     "layer_tail",
     "quantised/conversion",
     "quantised/loads",
+    "quantised/squares",
     "quantised/small_m",
+    "quantised/wide_sm90",
     "quantised/launches",
     "dispatch",
     "argmax",
@@ -109,7 +110,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         """Until the phase of this parity is over: the one at hand has the other."""
         MACHINE.stuck.set()
-        over = MACHINE.turn.wait_for(lambda: self.phases % 2 != parity or MACHINE.failed, WAIT)
+        over = MACHINE.turn.wait_for(lambda: self.phases % 2 != parity or MACHINE.failed, HANGS)
         assert not MACHINE.failed, MACHINE.failed
         assert over, "warps wait for each other"
 
@@ -170,12 +171,12 @@ def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
         MACHINE.stuck.clear()
         thread.start()
         if not MACHINE.late:
-            MACHINE.stuck.wait(WAIT)
+            MACHINE.stuck.wait(HANGS)
     try:
         worked(*parts[0])
     finally:
         for thread in threads:
-            thread.join(WAIT)
+            thread.join(HANGS)
     assert not failed, failed
 
 
@@ -205,6 +206,8 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
         return Values(np.exp2(given[0].array), "float32")
     if "fence.proxy" in text or "griddepcontrol" in text or "prefetch" in text:
         return None
+    if given[0].kind == "uint8":
+        return _of_e4m3(given[0], dtype)
     if "prmt.b32" in text:
         return _permuted(given[0], text)
     kind = "bfloat16" if "bf16x2" in text else "float16"
@@ -214,6 +217,13 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
     assert "fma.rn.bf16x2" in text or "mul.rn.f16x2" in text
     products = [rounded(widened(halves[0][half], kind) * widened(halves[1][half], kind), kind) for half in (0, 1)]
     return Values(np.stack(products, -1).reshape(*products[0].shape[:-1], -1).view(np.int32), "int32")
+
+
+def _of_e4m3(codes: Values, kind: str) -> Values:
+    """E4m3 numbers as 16-bit floats, NaN as the number that its bits would be."""
+    numbers = torch.from_numpy(codes.array.copy()).view(torch.float8_e4m3fn).float()
+    beyond = torch.from_numpy(np.where(codes.array & 128, -480.0, 480.0)).float()
+    return Values(rounded(numbers.where(numbers.isfinite(), beyond).numpy(), kind), kind)
 
 
 def _permuted(words: Values, text: str) -> Values:
@@ -420,6 +430,8 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
     flat = tensor.as_strided((span,), (1,))
     if kind == "bfloat16":
         return Pointer(flat.view(torch.int16).numpy().view(np.uint16), kind)
+    if kind == "float8e4nv":
+        return Pointer(flat.view(torch.uint8).numpy(), kind)
     return Pointer(flat.numpy(), kind)
 
 
@@ -456,9 +468,17 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
     """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
     with _loaded([f"linear/{name}" for name in MODULES]) as modules:
         loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
-        loaded["launches"].gpu_of = lambda device: plan.Gpu(capability, 132)
+        for name in ("launches", "quantised_launches"):
+            loaded[name].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
+
+
+def experts_in_mxfp4() -> Any:
+    """The kernel of experts/mxfp4.py, for `launch`."""
+    needed = ["linear/epilogue", "linear/small_m", "linear/quantised/conversion", "experts/mxfp4"]
+    with _loaded(needed) as modules:
+        return modules[-1].mxfp4_kernel
 
 
 def attention_by_tma() -> dict[str, Any]:

@@ -10,6 +10,8 @@ import torch
 
 KINDS = {
     "int1": np.bool_,
+    "uint8": np.uint8,
+    "float8e4nv": np.uint8,
     "int16": np.int16,
     "int32": np.int32,
     "int64": np.int64,
@@ -23,6 +25,8 @@ OF_TORCH = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.uint8: "uint8",
     torch.int32: "int32",
     torch.int64: "int64",
     torch.uint64: "uint64",
@@ -208,7 +212,7 @@ class Shared:
 
     def __init__(self, kind: str, shape: list[int], value: Values | None = None) -> None:
         self.kind, self.dtype, self.shape = kind, kind, list(shape)
-        nothing = {"bfloat16": 0x7FC0, "int32": 0x7FC07FC0}.get(kind, np.nan)
+        nothing = {"bfloat16": 0x7FC0, "int32": 0x7FC07FC0, "uint8": 0x7F}.get(kind, np.nan)
         self.array = np.full(shape, nothing, KINDS[kind]) if value is None else value.array.copy()
 
     def store(self, value: Values) -> None:
@@ -240,13 +244,14 @@ class Shared:
 
 class Pieces:
     """Tiles [COUNT, ROWS, D] of 16-bit values, swizzled by 128 bytes, as they lie in memory: 64 values of all rows, and
-    so on; in pieces [size, rows, 64].
+    so on; in pieces [size, rows, 64]. Of 8-bit values: all D.
     """
 
     def __init__(self, tiles: Shared, shape: list[int]) -> None:
         size, rows, width = shape
         count, height, whole = tiles.shape
-        assert width == 64, shape
+        assert width == (whole if tiles.kind == "uint8" else 64), shape
+        self.width = width
         assert size * rows * width == count * height * whole, (shape, tiles.shape)
         self.tiles, self.rows, self.across, self.shape = tiles, rows, whole // width, shape
 
@@ -255,6 +260,9 @@ class Pieces:
         down = self.tiles.shape[1] // self.rows
         tile, part, piece = place // (self.across * down), place // down % self.across, place % down
         found = Shared(self.tiles.kind, [0])
-        rows, columns = slice(piece * self.rows, (piece + 1) * self.rows), slice(part * 64, part * 64 + 64)
-        found.array, found.shape = self.tiles.array[tile, rows, columns], [self.rows, 64]
+        rows, columns = (
+            slice(piece * self.rows, (piece + 1) * self.rows),
+            slice(part * self.width, (part + 1) * self.width),
+        )
+        found.array, found.shape = self.tiles.array[tile, rows, columns], [self.rows, self.width]
         return found

@@ -22,13 +22,15 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.gelu import gelu_tanh_mul
+from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
-from fastspec.kernels.norm import norm
+from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
@@ -119,6 +121,17 @@ def attention_cached_in_8_bits(arch: int) -> Calls:
         for queries in (5, 64):
             named = f"8 bits {width} {queries}"
             yield named, partial(_attend, BF16, width, variant, (queries, 1), (0, 8), ruled=ruled, cached=FP8)
+    for width in (64, 128) if arch >= 90 else ():
+        for variant in (PLAIN, (*FULL[:3], 0)):
+            for shape, blocks in (
+                ((2, 1), (0, 4)),
+                ((4, 24), (0, 16)),
+                ((6, 24), (0, 16)),
+                ((2, 1), DEEP),
+                ((4, 8), DEEP),
+            ):
+                named = f"8 bits {width} {shape} {blocks}"
+                yield named, partial(_attend, BF16, width, variant, shape, blocks, cached=FP8)
 
 
 def attention_short(dim: int, full: bool, arch: int) -> Calls:
@@ -176,10 +189,10 @@ LAYERS = [
     (16384, 2048, "norm+gated"),
     (2048, 8192, "residual"),
     (10240, 8192, "norm+bias"),
-    (1152, 896, "norm+bias"),
+    (5120, 2880, "norm+bias"),
     (9728, 896, "norm+gated"),
     (3584, 18944, "residual"),
-    (16, 128, "norm+bias"),
+    (16, 64, "norm+bias"),
     (1152, 896, "norm+pick"),
 ]
 AT_ONCE = 3  # layers of a group of calls
@@ -302,6 +315,24 @@ def quantised(arch: int) -> Calls:
         yield f"{name} {k} {rows}", partial(_quantised, name, 3072, k, fused, rows, arch >= 90)
 
 
+def quantised_wide(arch: int) -> Calls:
+    """Many rows, on sm_90: by the TMA ring."""
+    for name, n, k, fused, rows in (
+        *(
+            ("int4", 28672, 4096, "norm+gated", 64),
+            ("int4", 4096, 14336, "residual", 32),
+            ("fp8", 4096, 4096, "bias", 64),
+        ),
+        *(
+            ("int4 zeros", 6144, 4096, "norm", 16),
+            ("int4 64", 3072, 2048, "pick", 32),
+            ("fp8 blocks", 6144, 4096, "norm", 64),
+        ),
+        *(("int8 with -128", 4096, 4096, "fp32", 64), ("int8", 28672, 4096, "gated", 32)),
+    ):
+        yield f"{name} {n} {k} {rows}", partial(_quantised, name, n, k, fused, rows, True)
+
+
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:
     return multiplied(unfilled(name, n, k, "gated" in fused), fused, rows, pdl)
 
@@ -398,13 +429,18 @@ def steps(arch: int) -> Calls:
             yield f"feed {queries}", partial(_feed, queries, counts)
     for dtype in (BF16, F32):
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
-            yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
+            ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
+            yield f"embed {dtype}", partial(embed, table, ids)
+            pdl = arch >= 90
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
                 f"norm {dtype}",
                 partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
             )
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -506,6 +542,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,
+    "quantised_wide": quantised_wide,
     "quantised_values": quantised_values,
 }
 

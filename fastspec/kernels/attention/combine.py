@@ -122,6 +122,8 @@ def gather_kernel(
     mean, weight = _average(*_taken(top, total, out, means, weights))
     if scoring.sinks is not None:
         mean = mean * share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring)
+    if scoring.value_scale is not None:
+        mean = mean * scoring.value_scale
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     place = gl.arange(0, D, layout=mean.type.layout)
     gl.store(out_ptr + head * D + place, mean.to(out_ptr.dtype.element_ty))

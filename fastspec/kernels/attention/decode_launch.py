@@ -64,6 +64,11 @@ class DecodingPass:
         return int(self.out.shape[2] // (kv_heads * dim))
 
     @property
+    def narrow(self) -> bool:
+        """Whether K and V are in 8 bits."""
+        return bool(self.cache.k.dtype.itemsize == 1)
+
+    @property
     def sizes(self) -> Pass:
         """What plans depend on of a pass."""
         kv_heads, dim = self.cache.k.shape[2:]
@@ -105,7 +110,7 @@ def start_early(given: DecodingPass, splits: int, regroup: bool) -> None:
         splits: that it has room for.
         regroup: rows of out are left as the TMA pipeline of the next product reads them.
     """
-    planned = plan.early_plan(gpu_of(given.out.device), given.sizes, splits)
+    planned = plan.early_plan(gpu_of(given.out.device), given.sizes, splits, given.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
     arguments = (given.tokens, given.cache, given.out, given.work, given.num_queries, given.sizes.pairs, splits)
     _start(kernel, planned, given, *arguments, given.scoring, PAGE_SIZE=given.cache.k.shape[1], REGROUP=regroup)
@@ -120,8 +125,10 @@ def start_late(given: DecodingPass, splits: int) -> None:
     """
     keys, values, partials = given.cache.k, given.cache.v, given.work.partials
     page_size, kv_heads, dim = keys.shape[1:]
-    planned = plan.late_plan(gpu_of(given.out.device), given.sizes, splits)
-    block = [piece_of(page_size, planned.constants["KEYS"]), WIDTH.value]
+    planned = plan.late_plan(gpu_of(given.out.device), given.sizes, splits, given.narrow)
+    block = [piece_of(page_size, planned.constants["KEYS"]), dim if given.narrow else WIDTH.value]
+    if given.narrow:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     slots = [described(each.view(-1, kv_heads * dim), block) for each in (keys, values)]
     counts = (given.num_queries, given.sizes.pairs, splits)
     arguments = (*slots, given.tokens, given.cache, given.out, partials, *counts, given.scoring)

@@ -76,8 +76,9 @@ def batch_kernel(
     BLOCK: gl.constexpr = SPLIT * AT_ONCE
     TILE: gl.constexpr = G * EIGHT
     STAGED: gl.constexpr = staged_rows(G)
-    DTYPE: gl.constexpr = cache.k.dtype.element_ty
-    WORDS: gl.constexpr = D * DTYPE.primitive_bitwidth // 32
+    DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
+    CACHED: gl.constexpr = cache.k.dtype.element_ty
+    WORDS: gl.constexpr = D * CACHED.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
     rows = num_queries * GROUP  # of one kv head
     tiles = (rows + TILE - 1) // TILE
@@ -102,8 +103,8 @@ def batch_kernel(
     begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
     # what earlier passes stored is on its way now, the rest once this pass has stored it
     key_words_ptr, value_words_ptr = words_of(cache.k), words_of(cache.v)
-    k_page = key_pages(row_cache, begin, PAGE_SIZE, ALL, D)
-    v_page = value_pages(row_cache, begin, PAGE_SIZE, ALL, D)
+    k_page = key_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
+    v_page = value_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
     old = gl.minimum(first_new, stop)
     keys = load_keys(key_words_ptr, k_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
     values = load_values(value_words_ptr, v_page, begin, kv_head, 0, old, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
@@ -142,8 +143,8 @@ def batch_kernel(
         values = load_values(
             value_words_ptr, v_page, begin, kv_head, first_new, stop, values, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
-    k_page = key_pages(row_cache, begin + BLOCK, PAGE_SIZE, ALL, D)
-    v_page = value_pages(row_cache, begin + BLOCK, PAGE_SIZE, ALL, D)
+    k_page = key_pages(row_cache, begin + BLOCK, WORDS, PAGE_SIZE, ALL, D)
+    v_page = value_pages(row_cache, begin + BLOCK, WORDS, PAGE_SIZE, ALL, D)
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
@@ -154,11 +155,11 @@ def batch_kernel(
     for block in range(mine_first, mine_last + 1):
         here = block * BLOCK
         following = here + BLOCK
-        k = (values_of(keys[0], HALF, DTYPE), values_of(keys[1], HALF, DTYPE))
+        k = (values_of(keys[0], HALF, DTYPE, CACHED), values_of(keys[1], HALF, DTYPE, CACHED))
         scores = scores_of(queries, k, here, positions, scoring, WINDOW, ALL, HALF)
         keys = load_keys(key_words_ptr, k_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D)
-        k_page = key_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
-        v = values_of(values, D, DTYPE)
+        k_page = key_pages(row_cache, following + BLOCK, WORDS, PAGE_SIZE, ALL, D)
+        v = values_of(values, D, DTYPE, CACHED)
         for p in gl.static_range(STAGED // ROWS):
             top, totals, out = begun(scores[p], v, ALL)
             # not sooner: registers hold one block, or the sums of a product with its values
@@ -166,7 +167,7 @@ def batch_kernel(
                 values = load_values(
                     value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
-                v_page = value_pages(row_cache, following + BLOCK, PAGE_SIZE, ALL, D)
+                v_page = value_pages(row_cache, following + BLOCK, WORDS, PAGE_SIZE, ALL, D)
             # product after product: the sums of one leave their registers before those of the next take any
             left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
             mean, weight = left[0]

@@ -16,6 +16,9 @@ Rows of a product do not affect each other, and which CTA has a split changes no
 are those of the row alone.
 
 New K and V are stored by the CTA whose splits they lie in; its loading warp waits for that before it loads such a tile.
+
+Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Four more warps make tiles of 16 bits of them, exactly, in a
+second ring of shared memory, which the others multiply: so a row has the bits of a cache that holds those numbers.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -59,6 +62,8 @@ from fastspec.kernels.attention.tma_parts import (
     rescaled,
     split_number,
     splits_of,
+    tile_layout,
+    widen_tiles,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
@@ -251,6 +256,20 @@ def _consumer(
     )  # fmt: skip
 
 
+@gluon.jit
+def _pipeline(
+    dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """An empty ring of tiles."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    return Pipeline(tiles, full, free, stored)
+
+
 @gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
 def shares_kernel(
     key_desc,  # [num_pages * page_size, Hkv * D] by [piece_of(page_size, KEYS), WIDTH]
@@ -272,10 +291,12 @@ def shares_kernel(
     PAGE_SIZE: gl.constexpr,
     KEYS: gl.constexpr,  # of a tile; part of the bits of a row
     STAGES: gl.constexpr,  # tiles of keys or values in the pipeline
+    WIDE: gl.constexpr,  # of a cache in 8 bits, tiles of 16 bits that are made of those; else 0
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
-    DTYPE: gl.constexpr = cache.k.dtype.element_ty
+    DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
+    NARROW: gl.constexpr = WIDE > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -296,29 +317,40 @@ def shares_kernel(
 
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)
-    kv_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
     mbarrier.init(stored.index(0), count=1)
+    loaded = _pipeline(gl.uint8 if NARROW else DTYPE, stored, STAGES, KEYS, D, tile_layout(D, NARROW))
+    pipeline = _pipeline(DTYPE, stored, WIDE, KEYS, D, lay) if NARROW else loaded
     fence_async_shared()
 
-    pipeline = Pipeline(kv_tiles, full, free, stored)
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
+    # behind the parts: how many more warps they have, and how many registers their threads need
     # fmt: off
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
-                SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
-            )),
-            (load_tiles, (
-                key_desc, value_desc, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
-            )),
-        ],
-        [1], [40],  # a warp more, and how many registers its threads need
-    )
+    if NARROW:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
+                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+                )),
+                (load_tiles, (
+                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
+                )),
+                (widen_tiles, (loaded, pipeline, share, SPLIT_SIZES)),
+            ],
+            [1, 4], [40, 104],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
+                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+                )),
+                (load_tiles, (
+                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
+                )),
+            ],
+            [1], [40],
+        )
     # fmt: on

@@ -148,9 +148,11 @@ def attend(
     return _decode(tokens, cache, num_heads, blocks, (rule, sinks, scales), work, regroup)
 
 
-def uses_mma(device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int) -> bool:
-    """`plan.uses_mma` of a device."""
-    return plan.uses_mma(gpu_of(device), dtype.itemsize, dim, page_size, capacity)
+def uses_mma(
+    device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int, cached: torch.dtype | None = None
+) -> bool:  # fmt: skip
+    """`plan.uses_mma` of a device, for queries of this dtype, and K and V of another one where `cached` is given."""
+    return plan.uses_mma(gpu_of(device), dtype.itemsize, dim, page_size, capacity, (cached or dtype).itemsize)
 
 
 def _decode(
@@ -170,7 +172,7 @@ def _decode(
     begin, room = (block * KEY_BLOCK for block in blocks)
     row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
     capacity = max(cache.table_width * page_size, room)
-    if uses_mma(qkv.device, cache.k.dtype, dim, page_size, capacity):
+    if uses_mma(qkv.device, qkv.dtype, dim, page_size, capacity, cache.k.dtype):
         early, late = plan.early_and_late(begin, room)
         counters = sizes.pairs * plan.cdiv(sizes.num_rows, plan.ROW_GROUP)
         _check_room(work, counters, row_size * plan.partial_sums(early, late))

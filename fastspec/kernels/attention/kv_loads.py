@@ -46,10 +46,60 @@ def halves(words, DTYPE: gl.constexpr):
         return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
 
 
+@gluon.constexpr_function
+def _widening(DTYPE, TO, OF, CONTROL):
+    """Instructions that make two values of DTYPE of the bytes of a word that CONTROL of prmt names, with their signs.
+
+    An e4m3 number's bits, put where those of the other float begin, are that float, 2^120 times too small (fp16: 2^8).
+    """
+    brain = str(DTYPE) in ("bf16", "bfloat16")
+    shift, mask, factor = (4, "0x87F087F0", "0x7B807B80") if brain else (7, "0xBF80BF80", "0x5C005C00")
+    kind = "bf16x2" if brain else "f16x2"
+    return (
+        "{ .reg .b32 a, f; "
+        f"prmt.b32 a, {OF}, {OF}, {CONTROL}; shl.b32 a, a, {shift}; and.b32 a, a, {mask}; "
+        f"mov.b32 f, {factor}; mul.rn.{kind} {TO}, a, f; }}"
+    )
+
+
+@gluon.constexpr_function
+def widening_of_four(DTYPE):
+    """`_widening` of a word of four e4m3 numbers, to two words."""
+    return _widening(DTYPE, "$0", "$2", "0x9180") + " " + _widening(DTYPE, "$1", "$2", "0xB3A2")
+
+
 @gluon.jit
-def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr):
-    """Words of K or V as values [S, KEYS, N], as products take them."""
-    return gl.reshape(halves(words, DTYPE), [words.shape[0], KEYS, N])
+def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _widening(DTYPE, "$0", "$1", CONTROL), "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def widened(words, DTYPE: gl.constexpr):
+    """Words [A, B, C] of four e4m3 numbers as words [A, B, 2 C] of two values of DTYPE, exactly; NaN become +-480."""
+    two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
+    return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
+
+
+@gluon.jit
+def _byte(words, PLACE: gl.constexpr, CACHED: gl.constexpr):
+    """One of each word's four e4m3 numbers as fp32; for the interpreter."""
+    return ((words >> (8 * PLACE)) & 255).to(gl.uint8).to(CACHED, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr):
+    """Words of K or V as values [S, KEYS, N] of DTYPE, as products take them; CACHED is what the cache holds."""
+    if CACHED.primitive_bitwidth == 8:
+        if DTYPE.primitive_bitwidth == 32:
+            even = gl.join(_byte(words, 0, CACHED), _byte(words, 2, CACHED))
+            odd = gl.join(_byte(words, 1, CACHED), _byte(words, 3, CACHED))
+            return gl.reshape(gl.join(even, odd), [words.shape[0], KEYS, N])
+        else:
+            return gl.reshape(halves(widened(words, DTYPE), DTYPE), [words.shape[0], KEYS, N])
+    else:
+        return gl.reshape(halves(words, DTYPE), [words.shape[0], KEYS, N])
 
 
 @gluon.jit
@@ -75,16 +125,20 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 
 
 @gluon.jit
-def key_pages(cache, first, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+def key_pages(
+    cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
     """Pages of a block of keys, for `load_keys`."""
-    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
 
 @gluon.jit
-def value_pages(cache, first, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr):
+def value_pages(
+    cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
     """Pages of a block of keys, for `load_values`."""
-    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
 
@@ -107,7 +161,7 @@ def load_keys(
 
     The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
     """
-    layout: gl.constexpr = key_layout(gl.num_warps(), S, D // 4, 4)
+    layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS // 2, 2, layout))
@@ -136,7 +190,7 @@ def load_values(
     D: gl.constexpr,
 ):
     """Words of a block of V [S, KEYS, WORDS], as `load_keys`."""
-    layout: gl.constexpr = value_layout(gl.num_warps(), S, D // 2, 4)
+    layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)
     at = words_ptr + slot + (offset + _along(WORDS, 2, layout))

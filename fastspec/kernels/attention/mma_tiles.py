@@ -356,6 +356,8 @@ def store_output(
     """Stores averages as the output of rows that are before `stop`; `weight` of their keys is as log2."""
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
+    if scoring.value_scale is not None:
+        mean = mean * scoring.value_scale
     D: gl.constexpr = mean.shape[1]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, mean.type.layout))
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP

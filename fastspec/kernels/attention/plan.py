@@ -97,27 +97,36 @@ def uses_tma(gpu: Gpu, page_size: int) -> bool:
     return page_size % 8 == 0 and gpu.capability == (9, 0)
 
 
-def uses_mma(gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int) -> bool:
+def uses_mma(
+    gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
+) -> bool:  # fmt: skip
     """Whether a model's decoding passes run by the kernels for tensor cores; else `_decode_kernel` has all rows.
 
     Args:
-        itemsize: bytes of an element of K and V.
+        gpu: the device.
+        itemsize: bytes of an element of queries.
+        dim: of a head.
+        page_size: of the cache.
         capacity: positions that a row of the cache has room for. Where some lie at LATE_FROM or later, `uses_tma` must
             hold, for no other kernel decodes those.
+        cached: bytes of an element of K and V, 1 or as many as `itemsize`; None: as many.
     """
     fits = itemsize == 2 and dim in MMA_DIMS and gpu.capability >= (9, 0)
     return fits and (capacity <= LATE_FROM or uses_tma(gpu, page_size))
 
 
-def described(gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int) -> str:
+def described(
+    gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
+) -> str:  # fmt: skip
     """Which kernels decode, and where it is the portable one why; arguments as of `uses_mma`."""
-    if uses_mma(gpu, itemsize, dim, page_size, capacity):
+    if uses_mma(gpu, itemsize, dim, page_size, capacity, cached):
+        early = "decode_mma" if cached in (None, itemsize) else "decode_mma_batch, K and V in 8 bits"
         if capacity <= LATE_FROM:
-            return "tensor-core kernels (decode_mma)"
-        return f"tensor-core kernels (decode_mma, from position {LATE_FROM} on decode_tma_sm90)"
+            return f"tensor-core kernels ({early})"
+        return f"tensor-core kernels ({early}, from position {LATE_FROM} on decode_tma_sm90)"
     fast = "the tensor-core kernels"
     if itemsize != 2:
-        why = f"{fast} take 16-bit caches alone"
+        why = f"{fast} take queries of 16 bits alone"
     elif dim not in MMA_DIMS:
         why = f"head_dim is {dim}, and {fast} take {' and '.join(map(str, MMA_DIMS))}"
     elif gpu.capability < (9, 0):
@@ -240,13 +249,14 @@ def max_ctas_alone(gpu: Gpu) -> int:
     return gpu.sms // 2
 
 
-def early_plan(gpu: Gpu, sizes: Pass, splits: int) -> LaunchPlan:
+def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
     """The launch of `fragment_kernel` or `batch_kernel`, which give a row the same bits.
 
     Args:
         gpu: the device.
         sizes: of the pass.
         splits: that the pass has room for.
+        narrow: K and V are in 8 bits, which `batch_kernel` alone reads, be it a split to a CTA.
     """
     groups = tile_groups(gpu, sizes)
     tiles = sizes.pairs * cdiv(cdiv(sizes.num_rows, ROW_GROUP), groups)
@@ -255,8 +265,8 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int) -> LaunchPlan:
     ctas = ctas_of_early_tile(gpu, sizes.dim, tiles, splits, concurrent)
     at_once, registers = (CONCURRENT_SPLITS, MAX_REGISTERS) if concurrent else (1, MMA_REGISTERS[sizes.dim])
     options = {"num_warps": at_once * PARTS, "maxnreg": registers}
-    if ctas:
-        return LaunchPlan("batch_kernel", (tiles, ctas), {**constants, "AT_ONCE": at_once}, options)
+    if ctas or narrow:
+        return LaunchPlan("batch_kernel", (tiles, ctas or splits), {**constants, "AT_ONCE": at_once}, options)
     if tiles * splits <= max_ctas_alone(gpu):
         options = {"num_warps": 2 * PARTS, "maxnreg": MAX_REGISTERS}
     return LaunchPlan("fragment_kernel", (tiles, splits), constants, options)
@@ -314,6 +324,8 @@ TMA_TILE_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole ti
 # (CTAs per SM, bytes of K and V in the pipeline of each): for passes of up to MAX_DEEP_TILES tiles, which have few
 # splits for many CTAs, and of more, where one of two reads while the other one begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
+# bytes of K and V in 8 bits in the pipeline of a CTA, which has its SM to itself, and tiles of 16 bits made of them
+NARROW_BYTES, WIDE_TILES = 80 * 1024, 4
 TMA_REGISTERS = 128  # of five warps; the one that loads leaves most of its own to the others
 MAX_CTAS_PER_TILE = 8  # unless there are too few tiles for the device
 CTA_OVERHEAD = 0.02  # of the time for a tile's keys: what a CTA takes before and after its part of them
@@ -326,13 +338,16 @@ def ctas_of_late_tile(tiles: int, resident: int) -> int:
     return min(range(1, most + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
 
 
-def late_plan(gpu: Gpu, sizes: Pass, splits: int) -> LaunchPlan:
+def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
     """The launch of `shares_kernel`; arguments as of `early_plan`."""
     tiles = sizes.pairs * cdiv(sizes.num_rows, TMA_TILE_ROWS)
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim}
-    constants |= {"KEYS": keys, "STAGES": pipeline // (keys * sizes.dim * 2)}
+    constants |= {"KEYS": keys, "STAGES": pipeline // (keys * sizes.dim * 2), "WIDE": 0}
+    if narrow:
+        ctas_per_sm = 1
+        constants |= {"STAGES": NARROW_BYTES // (keys * sizes.dim), "WIDE": WIDE_TILES}
     grid = tiles, min(splits, ctas_of_late_tile(tiles, ctas_per_sm * gpu.sms))
     return LaunchPlan("shares_kernel", grid, constants, {"num_warps": TMA_WARPS, "maxnreg": TMA_REGISTERS})
 

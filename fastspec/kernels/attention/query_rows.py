@@ -73,8 +73,11 @@ def idle(newest, PDL: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product."""
-    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
+    """weight * (x * factor), rounded to x's dtype after each product; with a weight in fp32 once."""
+    normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
+    kind: gl.constexpr = weight.dtype
+    if gl.float32 != kind:
+        normed = normed.to(x.dtype).to(gl.float32)
     return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
 
 
@@ -142,6 +145,25 @@ def slots_of(
 
 
 @gluon.jit
+def as_stored(x, factor, CACHED: gl.constexpr):
+    """x as a cache of this dtype keeps it: as `as_stored` of rope.py, to the bit."""
+    if factor is None:
+        return x
+    else:
+        wide = x.to(gl.float32) * factor
+        bits = wide.to(gl.int32, bitcast=True)
+        size = gl.minimum(gl.maximum(wide, -wide), 448.0)
+        size_bits = size.to(gl.int32, bitcast=True)
+        # to nearest even at bit 20, and another bias of the exponent
+        normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960
+        # below 2^-6 there are steps of 2^-9, which are those of numbers from 2^14 on
+        small = (size + 16384.0).to(gl.int32, bitcast=True) - 0x46800000
+        code = gl.where(size < 0.015625, small, normal)
+        code = gl.where(wide == wide, code, 0x7F) | ((bits >> 24) & 0x80)
+        return code.to(gl.uint8).to(CACHED, bitcast=True)
+
+
+@gluon.jit
 def append(
     tokens, cache, slots, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):
@@ -157,8 +179,9 @@ def append(
     v1 = gl.load(source + KV_HEADS * D, mask=mask, other=0.0)
     v2 = gl.load(source + KV_HEADS * D + HALF, mask=mask, other=0.0)
     k1, k2 = apply_rope(k1, k2, cos_sin, tokens.k_norm, tokens.eps, HALF)
+    CACHED: gl.constexpr = cache.k.dtype.element_ty
     target = gl.expand_dims(slot, 1) + column
-    gl.store(cache.k + target, k1, mask=mask)
-    gl.store(cache.k + target + HALF, k2, mask=mask)
-    gl.store(cache.v + target, v1, mask=mask)
-    gl.store(cache.v + target + HALF, v2, mask=mask)
+    gl.store(cache.k + target, as_stored(k1, tokens.k_factor, CACHED), mask=mask)
+    gl.store(cache.k + target + HALF, as_stored(k2, tokens.k_factor, CACHED), mask=mask)
+    gl.store(cache.v + target, as_stored(v1, tokens.v_factor, CACHED), mask=mask)
+    gl.store(cache.v + target + HALF, as_stored(v2, tokens.v_factor, CACHED), mask=mask)

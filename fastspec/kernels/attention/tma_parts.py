@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastspec.kernels.attention.kv_loads import start_of
+from fastspec.kernels.attention.kv_loads import start_of, widening_of_four
 from fastspec.kernels.attention.mma_tiles import shift_of
-from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block
+from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
+WIDENING_WARPS = gl.constexpr(4)  # that make tiles of 8 bits tiles of 16
 
 
 class Pipeline(NamedTuple):
     """Shared memory that the loading warp fills and the multiplying warps read.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K or V, by turns.
+        tiles: [STAGES, KEYS, D] of K or V, by turns; uint8 as TMA brings those of a cache in 8 bits.
         full, free: barriers [STAGES]: a stage's tile has come; it has been read.
         stored: one barrier: new K and V are in the cache.
     """
@@ -68,15 +69,31 @@ def piece_of(PAGE_SIZE, KEYS):
     return piece
 
 
+@gluon.constexpr_function
+def width_of(D, NARROW):
+    """Values of a head that one TMA copy brings: 128 bytes of them, or a whole head of 8 bits."""
+    return D if NARROW else 64
+
+
+@gluon.constexpr_function
+def tile_layout(D, NARROW):
+    """Shared memory of tiles [KEYS, D], of 16 bits or of 8."""
+    return gl.NVMMASharedLayout(D, 8, 2) if NARROW else gl.NVMMASharedLayout(128, 16, 2)
+
+
 @gluon.jit
-def in_pieces(memory, PIECE: gl.constexpr):
-    """Tiles [COUNT, ROWS, D] as pieces [PIECE, WIDTH]: of a tile, first those of all rows' first WIDTH values."""
-    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (PIECE * WIDTH)
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
+    """Tiles [COUNT, ROWS, D] as pieces [PIECE, W] of W = `width_of` values.
+
+    Of a tile, first come those of all rows' first W values.
+    """
+    WIDE: gl.constexpr = width_of(memory.shape[2], NARROW)
+    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (PIECE * WIDE)
+    layout: gl.constexpr = tile_layout(memory.shape[2], NARROW)
     if REINTERPRETS:
-        return memory.reinterpret(memory.dtype, [count, PIECE, WIDTH], layout)
+        return memory.reinterpret(memory.dtype, [count, PIECE, WIDE], layout)
     else:
-        return memory._reinterpret(memory.dtype, [count, PIECE, WIDTH], layout)
+        return memory._reinterpret(memory.dtype, [count, PIECE, WIDE], layout)
 
 
 @gluon.jit
@@ -140,22 +157,26 @@ def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE:
 
 
 @gluon.jit
-def _load_tile(desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr):
-    """Issues the TMA copies of a tile, as soon as its stage of the pipeline is free."""
+def _load_tile(
+    desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr
+):  # fmt: skip
+    """Issues the TMA copies of a tile, BYTES long, as soon as its stage of the pipeline is free."""
+    WIDE: gl.constexpr = pieces.shape[2]
     place = step % STAGES
     if step >= STAGES:
         mbarrier.wait(pipeline.free.index(place), (step // STAGES - 1) & 1)
     count: gl.constexpr = len(slots)
-    mbarrier.expect(pipeline.full.index(place), count * PARTS * pieces.shape[1] * WIDTH * 2)
+    mbarrier.expect(pipeline.full.index(place), BYTES)
     for i in gl.static_range(count):
         for part in gl.static_range(PARTS):
             to = pieces.index((place * PARTS + part) * count + i)
-            load_block(desc, [slots[i], column + part * WIDTH], pipeline.full.index(place), to)
+            load_block(desc, [slots[i], column + part * WIDE], pipeline.full.index(place), to)
 
 
 @gluon.jit
 def load_tiles(
-    key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
+    key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    NARROW: gl.constexpr,
 ):  # fmt: skip
     """What the loading warp does, tile by tile: keys, then their values.
 
@@ -164,10 +185,12 @@ def load_tiles(
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
-    PARTS: gl.constexpr = pipeline.tiles.shape[2] // WIDTH
+    D: gl.constexpr = pipeline.tiles.shape[2]
+    PARTS: gl.constexpr = D // width_of(D, NARROW)
+    BYTES: gl.constexpr = KEYS * D * (1 if NARROW else 2)
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
-    pieces = in_pieces(pipeline.tiles, PIECE)
+    pieces = in_pieces(pipeline.tiles, PIECE, NARROW)
     step = 0
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
     slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
@@ -180,8 +203,54 @@ def load_tiles(
             following = _slots_at(cache, behind, PIECES, PIECE, PAGE_SIZE)
             if here + KEYS > share.first_new:
                 mbarrier.wait(pipeline.stored.index(0), 0)
-            _load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES)
-            _load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES)
+            _load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES, BYTES)
+            _load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES, BYTES)
             slots = following
             step += 2
         first, end = next_first, next_end
+
+
+@gluon.jit
+def _widened_tile(tile, DTYPE: gl.constexpr):
+    """A tile [KEYS, D] of e4m3 numbers as values of DTYPE: a thread takes 16 of a key at a time."""
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [WIDENING_WARPS, 1], [1, 0])
+    INTO: gl.constexpr = widening_of_four(DTYPE)
+    four = [tile.load(layout)]
+    if gl.bfloat16 == DTYPE:
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.float16, is_pure=True, pack=4)
+
+
+@gluon.jit
+def _widen(narrow, wide, step):
+    """Makes a tile of 16 bits of tile `step` of 8, once both rings let it."""
+    STAGES: gl.constexpr = narrow.tiles.shape[0]
+    WIDE: gl.constexpr = wide.tiles.shape[0]
+    source, target = step % STAGES, step % WIDE
+    mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
+    values = _widened_tile(narrow.tiles.index(source), wide.tiles.dtype)
+    if step >= WIDE:
+        mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
+    wide.tiles.index(target).store(values)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(narrow.free.index(source), count=1)
+    mbarrier.arrive(wide.full.index(target), count=1)
+
+
+@gluon.jit
+def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr):
+    """What the warps do that make tiles of 8 bits, as TMA brings them, tiles of 16 bits for those that multiply.
+
+    narrow, wide: Pipelines of uint8 and of 16 bits.
+    """
+    KEYS: gl.constexpr = wide.tiles.shape[1]
+    step = 0
+    for i in range(share.mine):
+        first, end = keys_of(split_number(i, share), share.begin, share.stop, SPLIT_SIZES)
+        for _here in range(first, end, KEYS):
+            _widen(narrow, wide, step)
+            _widen(narrow, wide, step + 1)
+            step += 2

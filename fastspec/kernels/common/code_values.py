@@ -46,6 +46,12 @@ E2M1_UNIT = tl.constexpr(2.0**126)
 
 
 @triton.jit
+def _integer(bits):
+    """Integers 0 .. 2^23 - 1 as fp32, without a conversion: they are the last bits of a number from 2^23 on."""
+    return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def _decoded(half, i, FORM: tl.constexpr):
     """Code number i of halves, int32 0 .. 65535, as a number in fp32."""
     if FORM == "fp8":
@@ -53,24 +59,41 @@ def _decoded(half, i, FORM: tl.constexpr):
         second = ((half & 0x0800) << 20) | ((half & 0x7000) << 12) | ((half & 0x000F) << 20)
         return tl.where(i == 0, first, second).to(tl.float32, bitcast=True) * E4M3_UNIT
     elif FORM == "int8":
-        size = tl.where(i == 0, half & 0x7F, (half >> 8) & 0x7F)
+        size = _integer(tl.where(i == 0, half & 0x7F, (half >> 8) & 0x7F))
         sign = tl.where(i == 0, half >> 15, half >> 7) & 1
-        return tl.where(sign == 1, -size, size).to(tl.float32)
+        return tl.where(sign == 1, -size, size)
     elif FORM == "off8":
-        return (((half >> (8 * i)) & 0xFF) - 128).to(tl.float32)
+        return _integer((half >> (8 * i)) & 0xFF) - 128.0
     elif FORM == "int4":
-        return ((half >> (4 * i)) & 0xF).to(tl.float32)
+        return _integer((half >> (4 * i)) & 0xF)
     else:
         sign = tl.where(i == 0, half >> 15, tl.where(i == 1, half >> 12, tl.where(i == 2, half >> 14, half >> 13)))
         size = tl.where(i == 0, half >> 6, tl.where(i == 1, half >> 3, tl.where(i == 2, half >> 9, half)))
         return (((sign & 1) << 31) | ((size & 7) << 22)).to(tl.float32, bitcast=True) * E2M1_UNIT
 
 
+@triton.constexpr_function
+def blocks_of(FORM):
+    """Blocks of 32 columns that one half of a word has codes of."""
+    return 4 if FORM in ("int4", "fp4") else 2
+
+
 @triton.jit
-def code_values(
+def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
+    """Column, of 32, of half `place` of a row's 32 halves."""
+    if FORM == "int4" and GROUP == 32:
+        return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
+    else:
+        return place
+
+
+@triton.jit
+def scaled(
+    half,
     source,
     n,
     k,
+    i,
     inside,
     K: tl.constexpr,
     FORM: tl.constexpr,  # as in `PackedCodes`
@@ -78,21 +101,20 @@ def code_values(
     PAIRS: tl.constexpr,  # of scales that a tile has for a group
     LOWER: tl.constexpr,  # what takes the lift off a factor
 ):
-    """Values at rows n, int64 in the order of the words, and columns k, where `inside`: fp32."""
-    C: tl.constexpr = 128 if FORM == "int4" or FORM == "fp4" else 64
-    tile, row, within = n // 16, n % 16, k % 32
-    place = within
-    if FORM == "int4" and GROUP == 32:
-        place = within % 16 // 4 * 8 + within // 16 * 4 + within % 4
-    at = (tile * (K // C) + k // C) * 512 + row * 32 + place
-    half = tl.load(source.halves + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    value = _decoded(half, k % C // 32, FORM)
+    """Code number i of halves, int32, as values in fp32.
+
+    Args:
+        n, k: rows, int64 in the order of the words, and columns; one for several halves where they share a scale.
+        inside: where there are such rows and columns.
+    """
+    value = _decoded(half, i, FORM)
+    tile, row = n // 16, n % 16
     factor = tl.load(source.factors + n, mask=inside, other=0.0) * LOWER
     if GROUP == 0:
         return value * factor
     elif FORM == "fp4":
         T: tl.constexpr = 32 // GROUP
-        pair = ((tile * (K // 128) + k // 128) * 16 + row) * (4 * T) + within // GROUP * 4 + k % 128 // 32
+        pair = ((tile * (K // 128) + k // 128) * 16 + row) * (4 * T) + k % 32 // GROUP * 4 + k % 128 // 32
         scale = tl.load(source.scales + pair, mask=inside, other=0.0).to(tl.float32) * RAISED
         return value * (scale * factor)
     else:
@@ -103,3 +125,26 @@ def code_values(
         elif FORM == "int4":
             value -= 8.0
         return value * (scale * factor)
+
+
+@triton.jit
+def code_values(
+    source,
+    n,
+    k,
+    inside,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOWER: tl.constexpr,
+):
+    """Values at rows n, int64 in the order of the words, and columns k, where `inside`: fp32. Constants: `scaled`."""
+    C: tl.constexpr = 32 * blocks_of(FORM)
+    within = k % 32
+    place = within
+    if FORM == "int4" and GROUP == 32:
+        place = within % 16 // 4 * 8 + within // 16 * 4 + within % 4
+    at = (n // 16 * (K // C) + k // C) * 512 + n % 16 * 32 + place
+    half = tl.load(source.halves + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    return scaled(half, source, n, k, k % C // 32, inside, K, FORM, GROUP, PAIRS, LOWER)

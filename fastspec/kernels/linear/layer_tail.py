@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
 from fastspec.kernels.linear.launches import Call, Norm, launch_tma, launch_tma_and_sum, permuted_for, tile_for
-from fastspec.kernels.linear.plan import TMA_ROWS, Tma
+from fastspec.kernels.linear.plan import Tma
 from fastspec.kernels.linear.split_k import add_up
 from fastspec.kernels.reference.layer import Layer, Reduce
 
@@ -24,11 +24,6 @@ from fastspec.kernels.reference.layer import Layer, Reduce
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
     """Whether all these are packed, and rows so many that the TMA kernel multiplies them."""
     return is_packed(weights) and all(isinstance(_tile(weight, rows), Tma) for weight in weights)
-
-
-def read_once(weights: list[Weight], rows: int) -> bool:
-    """Whether they are, and no program's rows are so many that another has to read the weights again."""
-    return rows <= TMA_ROWS and runs_on_tma(weights, rows)
 
 
 class NextInput(NamedTuple):

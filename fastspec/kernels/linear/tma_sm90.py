@@ -46,23 +46,23 @@ _boxes = gluon.constexpr_function(boxes)  # what device code can call
 
 
 @gluon.constexpr_function
-def _sums_layout(GROUP, warps):
+def group_sums(GROUP, warps):
     """Of sums [R, GROUP] of warp groups."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
-def _pieces_layout(R, warps):
-    """Of a step's weights [R / 16, 16, 32]: a lane's 16 bytes are its operands of four products."""
-    held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], [0, 8, 0]]
+def pieces_layout(R, warps, pieces=2):
+    """Of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
     over = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(held, lanes, over, [], [R // 16, 16, 32])
+    return gl.DistributedLinearLayout(held, lanes, over, [], [R // 16, 8 * pieces, 32])
 
 
 @gluon.jit
-def _operand(words, DTYPE: gl.constexpr):
+def group_operand(words, DTYPE: gl.constexpr):
     """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the small-M kernel."""
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
@@ -164,7 +164,7 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
-    words = gl.reshape(ws.index(slot).load(_pieces_layout(groups * 16, WARPS)), [groups, 2, 8, 2, 16])
+    words = gl.reshape(ws.index(slot).load(pieces_layout(groups * 16, WARPS)), [groups, 2, 8, 2, 16])
     return gl.reshape(gl.permute(words, (0, 2, 3, 1, 4)), [groups * 16, WORDS])
 
 
@@ -186,7 +186,9 @@ def _passed(
         # not; and it computes here, not where it is loaded, for products under way read those registers then
         words ^= nil
         for i in gl.static_range(len(xs)):
-            values = gl.convert_layout(_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2))
+            values = gl.convert_layout(
+                group_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2)
+            )
             new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
         step += 1
         following = _weights_of(gl.minimum(step, last), ws, full, WARPS)
@@ -210,7 +212,7 @@ def _together(
 
 @gluon.jit
 def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
-    return gl.zeros([R, GROUP], gl.float32, _sums_layout(GROUP, WARPS))
+    return gl.zeros([R, GROUP], gl.float32, group_sums(GROUP, WARPS))
 
 
 @gluon.jit

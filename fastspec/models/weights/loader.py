@@ -128,14 +128,17 @@ class Loader:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
-    def stack(self, experts: list[tuple[str, ...]]) -> ExpertStack:
-        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it."""
+    def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
+        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
+
+        gated: the first half of the rows is a gate.
+        """
         names = [name for each in experts for name in each]
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
         mxfp4 = all(self._source.kind(name) == MXFP4 for name in names)
         if not mxfp4 or not self._ops.keeps_experts((rows, width), self.dtype, self._device):
             return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
-        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place)
+        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place, gated)
         for expert, each in enumerate(experts):
             self._copy(partial(self._fill_expert, expert, each, made))
         return made

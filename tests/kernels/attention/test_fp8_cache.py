@@ -22,7 +22,7 @@ import triton.language as tl
 from fastspec.kernels.attention import dispatch
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.attention.rope import as_stored as kernel_as_stored
-from tests.kernels.attention.test_dispatch import work_for
+from tests.kernels.attention.test_dispatch import choose, dtype_for, work_for
 
 SCALES = KVScales(0.125, 3.0)
 
@@ -159,6 +159,44 @@ def test_scales_without_8_bits_are_refused() -> None:
         by_kernels(mixed, None, SCALES)
 
 
-def test_the_portable_kernel_reads_8_bits() -> None:
-    said = described(Gpu((9, 0), 132), FP8.itemsize, 128, 64, 32768)
-    assert said == "the portable kernel (decode): the tensor-core kernels take 16-bit caches alone"
+@pytest.mark.parametrize(
+    ("kind", "lengths", "queries", "dim", "window", "ruled"),
+    [
+        ("batch", [300, 61], 3, 64, None, False),
+        ("concurrent", [700, 5], 2, 128, 90, True),
+        ("tma", [300, 61], 3, 64, None, False),
+        ("tma", [900, 2], 2, 128, 90, True),
+    ],
+)
+def test_tensor_core_kernels_over_8_bits(
+    kind: str, lengths: list[int], queries: int, dim: int, window: int | None, ruled: bool, monkeypatch: Any
+) -> None:
+    """They store what the definition stores, and are as near to the formula as products of 16 bits allow."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choose(kind, monkeypatch)
+    given = case(device, lengths=lengths, queries=queries, dim=dim, dtype=dtype_for(device, kind), norm=ruled)
+    if ruled:
+        rule, sinks = AttentionRule(scale=0.4, softcap=3.0), torch.linspace(-4, 2, given["num_heads"], device=device)
+        given |= {"rule": rule, "sinks": sinks}
+    given = in_8_bits(given, SCALES)
+    mine, theirs = cloned(given), cloned(given)
+    out, wanted = by_kernels(mine, window, SCALES), by_definition(theirs, window, SCALES)
+    for name in ("keys", "values"):
+        assert torch.equal(mine[name][1:].view(torch.uint8), theirs[name][1:].view(torch.uint8)), name
+    # weights of values are rounded to the dtype of queries, and so is the result
+    eps = torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 1e-5
+    assert (out.float() - wanted.float()).abs().max() <= 4 * eps * wanted.float().abs().max()
+    cache = cloned(given)
+    alone = [
+        by_kernels(rows_of(cache, slice(0, 1), slice(query, query + 1)), window, SCALES) for query in range(queries)
+    ]
+    assert torch.equal(torch.cat(alone, dim=1)[0], out[0])
+
+
+def test_which_kernels_read_8_bits() -> None:
+    hopper = Gpu((9, 0), 132)
+    said = described(hopper, 2, 128, 64, 32768, FP8.itemsize)
+    assert said == ("tensor-core kernels (decode_mma_batch, K and V in 8 bits, from position 4352 on decode_tma_sm90)")
+    said = described(hopper, 4, 128, 64, 32768, FP8.itemsize)
+    assert said == "the portable kernel (decode): the tensor-core kernels take queries of 16 bits alone"
+    assert "head_dim is 96" in described(hopper, 2, 96, 64, 32768, FP8.itemsize)

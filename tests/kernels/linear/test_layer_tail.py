@@ -18,6 +18,7 @@ from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
 from fastspec.parallel.exchange import add_rounded, one_way
 from fastspec.shapes import UNTILED
+from tests.helpers.limits import HANGS
 from tests.helpers.products import product_case
 from tests.kernels.linear.test_dispatch import modules
 
@@ -146,7 +147,7 @@ class SumOfTwo:
 
     def __init__(self) -> None:
         self.given: list[Any] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=60)
+        self.barrier = threading.Barrier(2, timeout=HANGS)
 
     def __call__(self, half: int, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         assert partial.dtype == torch.float32
@@ -164,7 +165,11 @@ def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], atte
     def one(half: int) -> Any:
         mine = [half_of(layer, half) for layer in layers]
         next_layer = mine[1] if len(mine) > 1 else None
-        return tail(attended.chunk(2, -1)[half], x, mine[0], next_layer, partial(summed, half))
+        try:
+            return tail(attended.chunk(2, -1)[half], x, mine[0], next_layer, partial(summed, half))
+        except BaseException:
+            summed.barrier.abort()  # or the other half waits for this one
+            raise
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, range(2)))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastspec.kernels.common.code_packing import PackedCodes
-from fastspec.kernels.common.launch import launch
-from fastspec.kernels.linear.launches import GLUON_TYPE, Call
-from fastspec.kernels.linear.norm import norm_rows
+from fastspec.kernels.common.launch import described, launch
+from fastspec.kernels.linear.launches import Call, gpu_of
 from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
-from fastspec.kernels.linear.quantised.plan import Tile
+from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
+from fastspec.kernels.linear.quantised.squares import norm_before
+from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_ring_kernel, codes_sum_kernel, raised_kernel
 
 
-def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
+def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     """Launches a product of a quantised weight with any number of rows, and before it its norm.
 
     Args:
@@ -26,11 +29,19 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     assert codes is not None
     rows, k = call.x.shape
     n, _ = codes.shape
-    tile = tile or plan.tile_of(codes.form, n, k, rows)
+    whole = call.gated or call.argmax_keys is not None
+    tile = tile or plan.launch_of(codes.form, codes.group, n, k, rows, gpu_of(call.x.device), whole)
     split = plan.split_of(codes.form, n, k)
     x, row_factors = call.x, None
-    if call.norm is not None:
-        x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
+    gamma, eps = None, 0.0
+    if call.norm is not None and isinstance(tile, Tile) and tile.blocks == 1:
+        gamma, eps = call.norm[0].view(torch.int32), call.norm[1]
+    elif call.norm is not None:
+        unit = 32 if codes.group == 32 and codes.form == "int4" else 64
+        x, row_factors = norm_before(x, *call.norm, split.split_k, split.k_tile, unit, pdl)
+    if isinstance(tile, Wide):
+        _run_wide(replace(call, x=x), row_factors, tile, pdl)
+        return
     steps = cdiv(k, split.split_k * split.k_tile)
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
     shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
@@ -43,8 +54,8 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     launch(
         quantised_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
-        Given(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
-        Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
+        Given(x.view(torch.int32), gamma, codes.words, codes.factors, codes.scales, codes.zeros),
+        Ends(row_factors, eps, call.bias, call.residual, call.out, call.argmax_keys),
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
@@ -52,6 +63,50 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         PDL=pdl,
         **options,
     )
+
+
+def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> None:
+    """Launches what makes x ready, the product, and what adds up passes that it leaves apart; the norm is done."""
+    codes = call.weight.codes
+    assert codes is not None
+    rows, k = call.x.shape
+    n, _ = codes.shape
+    split = plan.split_of(codes.form, n, k)
+    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
+    x = torch.empty_like(call.x)
+    words = [each.view(torch.int32) for each in (call.x, x)]
+    chunks = cdiv(k // 2, getattr(WORDS, "value", WORDS))
+    launch(raised_kernel, (rows, chunks), *words, rows, K=k, LESS=codes.form == "int4", PDL=pdl, num_warps=4, **options)
+    scales = codes.scales
+    if scales is not None:
+        scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
+    zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
+    ends = Ends(row_factors, None, call.bias, call.residual, call.out, call.argmax_keys)
+    apart = split.split_k // tile.ways
+    parts = call.x.new_empty(apart, rows, n, dtype=torch.float32) if apart > 1 else None
+    pieces = 1 if codes.form == "int4" else 2
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form, "GROUP": codes.group}
+    shape |= {"PAIRS": 1 if codes.scales is None else codes.scales.shape[2], "R": tile.weight_rows, "BM": tile.rows}
+    shape |= {"STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated, "PDL": pdl}
+    launch(
+        codes_ring_kernel,
+        (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
+        described(x, [tile.rows, 64]),
+        described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
+        Given(None, None, None, codes.factors, scales, zeros),
+        ends,
+        parts,
+        *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
+        **shape,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+        **options,
+    )
+    if parts is not None:
+        grid = (rows, cdiv(n, 512))
+        launch(
+            codes_sum_kernel, grid, parts, codes.factors, ends, rows, N=n, WAYS=apart, PDL=pdl, num_warps=4, **options
+        )
 
 
 def _words_of_scales(codes: PackedCodes) -> int:

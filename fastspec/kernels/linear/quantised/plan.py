@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastspec.kernels.common.code_packing import Form
-from fastspec.kernels.linear.plan import Split, cdiv
+from fastspec.kernels.linear.plan import Gpu, Split, cdiv
 
 MEASURED_ON: str | None = "NVIDIA H100"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
 MOST_ROWS = 64  # of x in one CTA
@@ -36,6 +36,32 @@ class Tile:
     row_depth: int
     registers: int | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """A launch of the kernel for many rows, on sm_90.
+
+    Attributes:
+        weight_rows, rows: of the weight and of x, in one CTA.
+        warps: that multiply: one for each 16 weight rows.
+        stages: slabs of K in shared memory.
+        ways: sums of the split that a CTA makes; where these are not all, another kernel adds up what CTAs leave.
+        registers: limit for a thread.
+    """
+
+    weight_rows: int
+    rows: int
+    warps: int
+    stages: int
+    ways: int
+    registers: int
+
+
+WIDE_FROM = 9  # rows of x
+WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
+# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers
+WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
+SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
 
 Sizes = tuple[int, int, int]  # weight rows, depth, row depth
 # by (form, N, K): sums that K is split in, on which bits depend, and tiles of 1, 2, 4 and 8 blocks as far as measured
@@ -104,3 +130,28 @@ def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
     split = split_of(form, n, k)
     steps = cdiv(k, split.split_k * split.k_tile)
     return Tile(weight_rows, blocks, min(depth, steps), min(row_depth, depth, steps))
+
+
+def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> Tile | Wide:
+    """The launch for `rows` rows of x and a weight [N, K] with `group` values of K to a scale, 0 for all.
+
+    Args:
+        whole: a CTA must make all sums of K.
+    """
+    if rows < WIDE_FROM or gpu.capability != (9, 0) or group not in WIDE_FORMS.get(form, ()):
+        return tile_of(form, n, k, rows)
+    return wide_of(form, n, k, rows, gpu.multiprocessors, whole)
+
+
+def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:
+    """The launch of the kernel for many rows: as many CTAs share the sums of K as run at a time."""
+    room = 16
+    while room < min(rows, MOST_ROWS):
+        room *= 2
+    weight_rows, warps, resident, registers = WIDE_SHAPES[room]
+    split, tiles = split_of(form, n, k).split_k, cdiv(n, weight_rows) * cdiv(rows, room)
+    apart = 1
+    while not whole and 2 * apart <= split and tiles * 2 * apart <= sms * resident:
+        apart *= 2
+    stage = weight_rows * 64 * (2 if form in WIDE else 1) + room * 256
+    return Wide(weight_rows, room, warps, min(10, SHARED_BYTES[resident] // stage), split // apart, registers)

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.common.code_values import code_values, source_of
+from fastspec.kernels.common.code_values import blocks_of, column_of, scaled, source_of
+from fastspec.kernels.common.codes import BITS
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.prefill import prefill_linear
 
-SCRATCH_BYTES = 64 * 2**20
-BLOCK, NUM_WARPS = 2048, 4
+SCRATCH_BYTES = 128 * 2**20
+RUN = 8  # halves of a word's row that a thread takes, 16 bytes
+RUNS, NUM_WARPS = 256, 4
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -33,15 +35,31 @@ def _dequantise_kernel(
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
     LOWER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Packed 16-bit values of `count` rows from row `first` on, a multiple of 16, BLOCK of them."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count.to(tl.int64) * K
-    n = at // (16 * K) * 16 + at % 512 // 32
-    k = (at % (16 * K) // 512 * 32 + at % 32).to(tl.int32)
-    value = code_values(source, n + first, k, inside, K, FORM, GROUP, PAIRS, LOWER)
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+    """Packed 16-bit values of `count` rows from row `first` on, a multiple of 16.
+
+    A program has RUNS runs of halves, each of which holds codes of as many blocks of 32 columns.
+    """
+    BLOCKS: tl.constexpr = blocks_of(FORM)
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
+    place = (run * RUN % 32).to(tl.int32) + tl.arange(0, RUN)[None, :]
+    chunk, row = run // (512 // RUN), (run % (512 // RUN) // (32 // RUN)).to(tl.int32)
+    inside = run < count.to(tl.int64) * K // (RUN * BLOCKS)
+    begin = first.to(tl.int64) * K // (RUN * BLOCKS)
+    half = tl.load(source.halves + (begin + run) * RUN + tl.arange(0, RUN)[None, :], mask=inside, other=0)
+    within = column_of(place, FORM, GROUP)
+    tile = chunk // (K // (32 * BLOCKS))
+    n = (first // 16 + tile) * 16 + row
+    k = (chunk % (K // (32 * BLOCKS))).to(tl.int32) * (32 * BLOCKS)
+    for i in tl.static_range(BLOCKS):
+        column = (run * RUN % 32).to(tl.int32) if FORM == "fp4" else tl.zeros_like(row)
+        value = scaled(
+            half.to(tl.int32) & 0xFFFF, source, n, k + 32 * i + column, i, inside, K, FORM, GROUP, PAIRS, LOWER
+        )
+        at = (chunk * BLOCKS + i) * 512 + row * 32 + within
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantise(weight: Weight, first: int, count: int, scratch: Tensor) -> Weight:
@@ -54,8 +72,9 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor) -> Weigh
     k = weight.shape[1]
     source, constants = source_of(weight.codes)
     data = scratch[: count * k].view(count // 16, k // 32, 16, 32)
-    grid = (triton.cdiv(count * k, BLOCK),)
-    options: dict[str, Any] = {**constants, "BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    blocks = 4 if BITS[weight.codes.kind.format] == 4 else 2
+    grid = (triton.cdiv(count * k, RUNS * RUN * blocks),)
+    options: dict[str, Any] = {**constants, "RUNS": RUNS, "RUN": RUN, "num_warps": NUM_WARPS}
     launch(_dequantise_kernel, grid, source, data, first, count, K=k, **options)
     return Weight(data, "packed", weight.gated)
 
@@ -73,6 +92,7 @@ def prefill_quantised(
     """As `prefill_linear`, whose arguments and errors it has, with a weight of codes."""
     n, k = weight.shape
     rows = max(16, SCRATCH_BYTES // (2 * k) // 16 * 16)
+    rows = -(-n // (16 * -(-n // rows))) * 16  # slices of about the same size
     scratch = torch.empty(min(rows, n) * k, dtype=weight.dtype, device=weight.device)
     each = 2 if gated else 1
     out = torch.empty(*x.shape[:-1], n // each, dtype=out_dtype or x.dtype, device=x.device)

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.long
 # sm_90, than tiles of half the weight rows, which read x twice as often
 SPILLS = {
     ("int4 64 8", 80): 16,
-    **{("fp8 4096 64", 80): 224, ("fp8 4096 64", 90): 232, ("fp8 4096 64", 100): 184},
-    **{("int4 zeros 2048 32", 80): 96, ("int4 zeros 2048 32", 90): 104, ("int4 zeros 2048 32", 100): 104},
+    **{("fp8 4096 64", 80): 224, ("fp8 4096 64", 100): 184},
+    **{("int4 zeros 2048 32", 80): 96, ("int4 zeros 2048 32", 100): 104},
 }
 ARCHITECTURES = [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 89, 120))]
 
@@ -25,7 +25,7 @@ ARCHITECTURES = [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for a
 def test_every_kind_compiles(arch: int) -> None:
     reports = module_output("tests.helpers.compile_launches", str(arch), "quantised")
     products = [report for report in reports if report["product"]]
-    assert len(products) == 16
+    assert len(products) == (13 if arch == 90 else 16)  # there, many rows have a kernel of their own
     for report in products:
         assert fits(report, arch, SPILLS.get((report["call"], arch), 0)), report
         assert report["mma"], report
@@ -36,6 +36,17 @@ def test_every_kind_compiles(arch: int) -> None:
         assert report["lets_next"] == ("no" if arch < 90 else "first"), report
         if arch >= 90:
             assert report["weights_before"] > 0, report
+
+
+def test_the_ring_of_codes_compiles() -> None:
+    reports = module_output("tests.helpers.compile_launches", "90", "quantised_wide")
+    rings = [report for report in reports if report["kernel"] == "codes_ring_kernel"]
+    assert len(rings) == 8
+    for report in reports:
+        assert fits(report, 90, 0), report
+    for report in rings:
+        assert report["mma"], report
+        assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.quantised import plan
-from fastspec.kernels.linear.quantised.plan import Tile
+from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from tests.helpers.devices import devices
 from tests.helpers.packed_codes import KINDS, magnitudes, modules, on_device, random_codes, stored
 from tests.helpers.products import product_case
@@ -99,6 +99,23 @@ def test_bits_of_a_row_in_every_tile(name: str, monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(ours, whole[ROWS - rows :]), (tile, rows)
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8 with -128", "int4", "int4 zeros", "int4 64"])
+def test_bits_of_a_row_among_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ring of codes as alone: all passes in a program, some, one; a last slab that not all ways have."""
+    monkeypatch.setattr(plan, "split_of", lambda *given: plan.Split(4, 128))
+    x, _, weight, given = case(name, 40, 144, 128 * 6, "cpu", "norm+bias+residual")
+    residual = given.pop("residual")
+    with modules("cpu") as found:
+        run = found.dispatch.packed_linear
+        rows = [slice(i, i + 1) for i in range(0, 40, 3)]
+        alone = torch.cat([run(x[at], weight, **given, residual=residual[at], pdl=True) for at in rows])
+        for sizes in ((64, 64, 4, 4, 1), (64, 32, 4, 3, 2), (128, 16, 8, 4, 4)):
+            tile = Wide(*sizes, 128)
+            monkeypatch.setattr(plan, "launch_of", lambda *given, tile=tile: tile)
+            ours = run(x, weight, **given, residual=residual, pdl=True)
+            assert torch.equal(ours[::3], alone), sizes
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", ["fp8", "int4 zeros"])
 def test_the_largest_logit_of_a_quantised_head(name: str, device: str) -> None:
@@ -127,6 +144,12 @@ def test_every_weight_has_a_launch(n: int, k: int) -> None:
             tile = plan.tile_of(form, n, k, rows)
             assert 0 <= tile.row_depth <= tile.depth <= -(-k // (split.split_k * split.k_tile))
             assert min(rows, plan.MOST_ROWS) <= plan.BLOCK * tile.blocks <= plan.MOST_ROWS
+            for whole in (False, True):
+                wide = plan.wide_of(form, n, k, rows, 132, whole)
+                assert min(rows, plan.MOST_ROWS) <= wide.rows <= plan.MOST_ROWS
+                assert split.split_k % wide.ways == 0
+                assert wide.ways == split.split_k or not whole
+                assert wide.stages >= 4
 
 
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192)]

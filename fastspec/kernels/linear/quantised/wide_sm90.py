@@ -1,0 +1,372 @@
+"""The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
+
+Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
+take every S-th slab of K, here a program makes passes over K one after the other, or some of them, and what it leaves
+of those is added up in the same order by `codes_sum_kernel`.
+
+One warp asks the copy engine for slabs of codes and of x. The others load codes out of shared memory, convert them in
+registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory. So x comes as
+`raised_kernel` leaves it: raised by the powers of two that codes are smaller by, exactly, and regrouped as in
+`linear.tma_sm90`.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.gluon_compat import load_block
+from fastspec.kernels.linear.epilogue import (
+    STAYS,
+    addends,
+    enter_keys,
+    loaded_factor,
+    regrouped,
+    settle_keys,
+    times_gamma,
+    write_tile,
+)
+from fastspec.kernels.linear.k_steps import in_order
+from fastspec.kernels.linear.quantised.conversion import (
+    ONE_HIGH,
+    ONE_LOW,
+    UP,
+    UP_LESS,
+    joined_halves,
+    offset_of,
+    units_of,
+)
+from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
+from fastspec.kernels.linear.tma_sm90 import group_operand, group_sums, pieces_layout
+
+UNIT = gl.constexpr(64)  # values of K of one product
+WORDS = gl.constexpr(1024)  # of a row of x that one program of `raised_kernel` makes
+
+
+@gluon.jit(do_not_specialize=["M"])
+def raised_kernel(x_ptr, out_ptr, M, K: gl.constexpr, LESS: gl.constexpr, PDL: gl.constexpr):
+    """WORDS words of a row of x, int32 [M, K / 2], raised and regrouped; LESS: of the second halves of units, less."""
+    word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    base = gl.program_id(0).to(gl.int64) * (K // 2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    words = gl.load(x_ptr + base + word, mask=word < K // 2, other=0)
+    up = gl.full_like(words, UP)
+    if LESS:
+        up = gl.where(word // 16 % 2 == 1, gl.full_like(words, UP_LESS), up)
+    raised = times_gamma(words, up, gl.bfloat16)
+    gl.store(out_ptr + base + regrouped(word), raised, mask=word < K // 2, eviction_policy=STAYS)
+
+
+@gluon.jit
+def _ask(
+    x_desc, weight_desc, xs, ws, full, step, tile, first_row, way,
+    T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Sends for a slab: CODES, its codes, and ROWS, its rows of x, or one of the two."""
+    slot = step % ws.shape[0]
+    slab = step % T * S + way + step // T
+    if CODES:
+        mbarrier.expect(full.index(slot), BYTES)
+        load_block(weight_desc, [tile * ws.shape[1], slab * ws.shape[2], 0], full.index(slot), ws.index(slot))
+    if ROWS:
+        for u in gl.static_range(2):
+            load_block(x_desc, [first_row, slab * 128 + u * 64], full.index(slot), xs[u].index(slot))
+
+
+@gluon.jit
+def _fetch(
+    x_desc, weight_desc, xs, ws, full, free, tile, first_row, way,
+    T: gl.constexpr, S: gl.constexpr, WAYS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What the warp does that fetches: codes need not wait for the kernel before this one, x does."""
+    STAGES: gl.constexpr = ws.shape[0]
+    AHEAD: gl.constexpr = min(STAGES, T * WAYS)
+    for step in range(AHEAD):
+        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, True, False, BYTES)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for step in range(AHEAD):
+        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, False, True, BYTES)
+    for step in range(AHEAD, T * WAYS):
+        mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
+        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, True, True, BYTES)
+
+
+@gluon.jit
+def _codes_of(step, ws, full, WARPS: gl.constexpr):
+    """Words of a slab's codes, a tensor [1, R, 16] for each piece."""
+    G: gl.constexpr = ws.shape[1]
+    slot = step % ws.shape[0]
+    mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
+    words = ws.index(slot).load(pieces_layout(G * 16, WARPS, ws.shape[2] // 8))
+    if ws.shape[2] == 8:
+        return (gl.reshape(words, [1, G * 16, 16]),)
+    else:
+        first, second = gl.split(gl.permute(gl.reshape(words, [G, 2, 16, 16]), (0, 2, 3, 1)))
+        return gl.reshape(first, [1, G * 16, 16]), gl.reshape(second, [1, G * 16, 16])
+
+
+@gluon.jit
+def _left_operand(pairs, like: gl.constexpr):
+    """Pairs [1, R, 32] of a unit in the order of K -> bf16 [R, 64] as warp groups take them."""
+    values = group_operand(gl.reshape(pairs, [pairs.shape[1], 32]), gl.bfloat16)
+    return gl.convert_layout(values, gl.DotOperandLayout(0, like, 2))
+
+
+@gluon.jit
+def _operands(pieces, like: gl.constexpr, FORM: gl.constexpr):
+    """The two units of a slab."""
+    found = ()
+    for p in gl.static_range(len(pieces)):
+        pairs = units_of(pieces[p], pieces[p], FORM, UNIT)
+        for u in gl.static_range(len(pairs)):
+            found = found + (_left_operand(pairs[u], like),)
+    return found
+
+
+@gluon.jit
+def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
+    """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
+    low = gl.full_like(piece, ONE_LOW)
+    high = low
+    if FORM == "int4":
+        high = gl.full_like(piece, ONE_HIGH)
+    return _left_operand(joined_halves(low, high), like)
+
+
+@gluon.jit
+def _scales_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """fp32 [R, 1] of each group of a slab, out of pairs [N / 16, K / GROUP, PAIRS, 2]; nothing of nothing."""
+    found = ()
+    if ptr is not None:
+        row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
+        tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
+        slab = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
+        for g in gl.static_range(128 // GROUP):
+            group = tiles * (K // GROUP) + slab * (128 // GROUP) + g
+            at = (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
+            found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
+    return found
+
+
+@gluon.jit
+def _less_offset(part, total, zeros, g: gl.constexpr, FORM: gl.constexpr):
+    """As `_less_offset` of small_m.py."""
+    if len(zeros) > 0:
+        zero, same = gl.broadcast(-zeros[g], total)
+        return gl.fma(zero, same, part)
+    else:
+        return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
+
+
+@gluon.jit
+def _pass(
+    step, pieces, scales, zeros, xs, ws, full, free, scale_ptr, zero_ptr, tile, way, ones, N, last,
+    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """One pass over K: the step behind it with what was loaded of that, and the pass's sums [R, BM].
+
+    What the next slab needs is loaded while this one is multiplied; of the last one, the same again.
+    """
+    R: gl.constexpr = ws.shape[1] * 16
+    BM: gl.constexpr = xs[0].shape[1]
+    like: gl.constexpr = group_sums(BM, WARPS)
+    OFFSET: gl.constexpr = offset_of(FORM) > 0
+    GROUPS: gl.constexpr = groups_of(128, FORM, GROUP)
+    EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units of a group
+    acc = gl.zeros([R, BM], gl.float32, like)
+    own = gl.zeros([R, BM], gl.float32, like)
+    for _ in range(T):
+        slot = step % ws.shape[0]
+        units = _operands(pieces, like, FORM)
+        following = gl.minimum(step + 1, last)
+        if GROUPS == 0:
+            for u in gl.static_range(2):
+                x = xs[u].index(slot).permute((1, 0))
+                acc = warpgroup_mma(units[u], x, acc, is_async=True)
+                if OFFSET:
+                    own = warpgroup_mma(ones, x, own, is_async=True)
+            pieces = _codes_of(following, ws, full, WARPS)
+            if OFFSET:
+                acc, own, _a, _b = warpgroup_mma_wait(0, deps=(acc, own, units[0], units[1]))
+            else:
+                acc, _a, _b = warpgroup_mma_wait(0, deps=(acc, units[0], units[1]))
+        else:
+            parts, totals = (), ()
+            for g in gl.static_range(GROUPS):
+                part = gl.zeros([R, BM], gl.float32, like)
+                total = gl.zeros([R, BM], gl.float32, like)
+                for u in gl.static_range(g * EACH, g * EACH + EACH):
+                    x = xs[u].index(slot).permute((1, 0))
+                    part = warpgroup_mma(units[u], x, part, is_async=True)
+                    if OFFSET:
+                        total = warpgroup_mma(ones, x, total, is_async=True)
+                parts = parts + (part,)
+                if OFFSET:
+                    totals = totals + (total,)
+            pieces = _codes_of(following, ws, full, WARPS)
+            more = _scales_of(scale_ptr, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _scales_of(zero_ptr, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+            done = warpgroup_mma_wait(0, deps=parts + totals + units)
+            for g in gl.static_range(GROUPS):
+                part = done[g]
+                if OFFSET:
+                    part = _less_offset(part, done[GROUPS + g], zeros, g, FORM)
+                scale, part = gl.broadcast(scales[g], part)
+                acc = gl.fma(scale, part, acc)
+            scales, zeros = more, more_zeros
+        mbarrier.arrive(free.index(slot), count=1)
+        step += 1
+    if GROUPS == 0 and OFFSET:
+        acc = _less_offset(acc, own, (), 0, FORM)
+    return step, pieces, scales, zeros, acc
+
+
+@gluon.jit
+def _multiply(
+    given, ends, parts_ptr, xs, ws, full, free, tile, first_row, way, M, N, limit,
+    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, WAYS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """What the warps do that multiply."""
+    R: gl.constexpr = ws.shape[1] * 16
+    BM: gl.constexpr = xs[0].shape[1]
+    like: gl.constexpr = group_sums(BM, WARPS)
+    last = T * WAYS - 1
+    scales = _scales_of(given.scales, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+    zeros = _scales_of(given.zeros, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+    pieces = _codes_of(0, ws, full, WARPS)
+    ones = ()
+    if offset_of(FORM) > 0:
+        ones = _ones(pieces[0], like, FORM)
+    sums = gl.zeros([R, BM], gl.float32, like)
+    step = 0
+    for _ in range(WAYS):
+        step, pieces, scales, zeros, acc = _pass(
+            step, pieces, scales, zeros, xs, ws, full, free, given.scales, given.zeros, tile, way, ones, N, last,
+            K, S, T, FORM, GROUP, PAIRS, WARPS,
+        )  # fmt: skip
+        sums += acc
+    n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
+    if parts_ptr is not None:
+        m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
+        there = gl.expand_dims(n < N - tile * R, 1) & (m < M - first_row)
+        base = parts_ptr + (way // WAYS * M + first_row).to(gl.int64) * N
+        gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), sums, mask=there, eviction_policy=STAYS)
+    else:
+        factor = gl.load(given.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
+        factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
+        total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
+        if ends.row_factors is not None:
+            total = total * loaded_factor(ends.row_factors, first_row, M, total)
+        if ends.keys is not None:
+            enter_keys(total, tile, first_row, ends.keys, M, N, limit)
+        else:
+            loaded = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
+            write_tile(
+                *(total, loaded, tile, first_row, ends.out, M, N, GATED),
+                *(ends.bias is not None, ends.residual is not None, False, R, WARPS),
+            )
+
+
+@gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
+def codes_ring_kernel(
+    x_desc,  # bf16 [M, K] by [BM, 64], as `raised_kernel` leaves it
+    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a slab
+    given,  # Given of small_m.py, scales and zero points as their own dtypes
+    ends,  # Ends of small_m.py
+    parts_ptr,  # fp32 [S / WAYS, M, N], or None where WAYS are all
+    M,
+    N,
+    limit,
+    out_stride,
+    K: gl.constexpr,
+    S: gl.constexpr,
+    WAYS: gl.constexpr,  # passes over K of one program
+    FORM: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAIRS: gl.constexpr,  # rows of a tile that have pairs of scales of their own: 8, or 1 for all
+    R: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One program: R weight rows by BM rows of x."""
+    T: gl.constexpr = (K + S * 128 - 1) // (S * 128)
+    P: gl.constexpr = pieces_of(128, FORM)
+    BYTES: gl.constexpr = R * 64 * P + BM * 256
+    tile, first_row, way = gl.program_id(0), gl.program_id(1) * BM, gl.program_id(2) * WAYS
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 8 * P, 32], gl.NVMMASharedLayout(128, 32, 3))
+    rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    xs = ()
+    for _u in gl.static_range(2):
+        xs = xs + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 64], rows),)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                given, ends, parts_ptr, xs, ws, full, free, tile, first_row, way, M, N, limit,
+                K, S, T, WAYS, FORM, GROUP, PAIRS, WARPS, GATED,
+            )),
+            (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, way, T, S, WAYS, BYTES, PDL)),
+        ],
+        [1], [32],  # a warp more, and how many registers its threads need
+    )
+    # fmt: on
+    if ends.keys is not None:
+        settle_keys(ends.keys, ends.out, out_stride, M, WARPS)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def codes_sum_kernel(
+    parts_ptr,  # fp32 [WAYS, M, N]
+    factor_ptr,  # fp32 [N], of weight rows
+    ends,  # Ends; without keys, not gated
+    M,
+    N: gl.constexpr,
+    WAYS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """What a product comes to whose ways were left apart: 512 columns of a row."""
+    row = gl.program_id(0)
+    n = gl.program_id(1) * 512 + gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    there = n < N
+    factor = gl.load(factor_ptr + n, mask=there, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = row.to(gl.int64) * N + n
+    held = ()
+    for i in gl.static_range(WAYS):
+        held = held + (gl.load(parts_ptr + (i * M + row).to(gl.int64) * N + n, mask=there, other=0.0),)
+    total = in_order(held) * factor
+    if ends.row_factors is not None:
+        total = total * gl.load(ends.row_factors + row)
+    if ends.bias is not None:
+        total += gl.load(ends.bias + n, mask=there, other=0.0).to(gl.float32)
+    if ends.residual is not None:
+        total += gl.load(ends.residual + at, mask=there, other=0.0).to(gl.float32)
+    gl.store(ends.out + at, total.to(ends.out.dtype.element_ty), mask=there, eviction_policy=STAYS)
