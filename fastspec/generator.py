@@ -26,7 +26,7 @@ from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import announce, check_range
-from fastspec.runtime.warmup import filling
+from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
 from fastspec.session.handle import Handle
@@ -144,33 +144,36 @@ class FastSpecGenerator:
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
         how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
-        self._target, self._draft, self._settings = checked(target, draft, options, **how)
-        announce_synthetic(verification)
-        if progress:
-            announce(self._settings)
-        self.device, self.max_length = self._settings.device, self._settings.max_length
-        self.memory_plan: MemoryPlan = self._settings.memory
-        self._drafting = DraftPlan(self._settings.auto, self._settings.layout.max_drafts, self._settings.verification)
-        self.num_speculative_tokens = self._drafting.default
-        self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._grammars = Grammars(self.vocab_size)
-        engine, weights = build(
-            self._settings,
-            self._target,
-            self._draft,
-            proposer=proposer,
-            shared_vocab=self._shared_vocab,
-            release_source=release_source,
-            nvtx=nvtx,
-            progress=progress,
-            prefix_cache=prefix_cache,
-            prefill_budget=prefill_budget,
-            ranks=ranks,
-        )
-        self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
-        with filling(weights, self.device) as loaded:
-            self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded)
+        with compilers_for(target, device, graphs, ranks.size) as compilers:  # it may take longest
+            self._target, self._draft, self._settings = checked(target, draft, options, **how)
+            announce_synthetic(verification)
+            if progress:
+                announce(self._settings)
+            self.device, self.max_length = self._settings.device, self._settings.max_length
+            self.memory_plan: MemoryPlan = self._settings.memory
+            self._drafting = DraftPlan(
+                self._settings.auto, self._settings.layout.max_drafts, self._settings.verification
+            )
+            self.num_speculative_tokens = self._drafting.default
+            self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
+            self._tokenizer: PreTrainedTokenizerBase | None = None
+            self._grammars = Grammars(self.vocab_size)
+            engine, weights = build(
+                self._settings,
+                self._target,
+                self._draft,
+                proposer=proposer,
+                shared_vocab=self._shared_vocab,
+                release_source=release_source,
+                nvtx=nvtx,
+                progress=progress,
+                prefix_cache=prefix_cache,
+                prefill_budget=prefill_budget,
+                ranks=ranks,
+            )
+            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
+            with filling(weights, self.device) as loaded:
+                self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:

@@ -45,13 +45,14 @@ class Stats:
         k: drafts per step asked for; with "auto" the most that a step may have had.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
-        synthetic: what drafts were accepted by, when it was no rule that keeps the law; then the text is not the
-            model's. None for a real one.
+        synthetic: what drafts were accepted by, when it was a rule that changes the distribution; then the text is not
+            the model's. None for a real one.
         auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
             or why it did not. None where k was a number.
         exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
         threads: of torch's that worked on the last step on the CPU; None on CUDA.
         cached_tokens: as in RowStats, summed.
+        same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
     """
 
     steps: int
@@ -68,6 +69,7 @@ class Stats:
     exact: bool = True
     threads: int | None = None
     cached_tokens: int = 0
+    same_text_on: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class Stats:
         auto: str | None = None,
         exact: bool = True,
         threads: int | None = None,
+        same_text_on: tuple[int, ...] | None = None,
     ) -> Stats:
         """Sums the rows."""
 
@@ -87,7 +90,7 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         steps, plain, drafted, accepted, emitted, dropped = map(total, names)
-        told = synthetic, auto, exact, threads, total("cached_tokens")
+        told = synthetic, auto, exact, threads, total("cached_tokens"), same_text_on
         return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property

@@ -198,7 +198,7 @@ class ForwardBatch:
 
 
 def keep_draft_probs(shape: StepShape) -> bool:
-    """Whether a proposer that draws must leave the laws it drew from in draft_probs."""
+    """Whether a proposer that draws must leave the distributions it drew from in draft_probs."""
     return shape.sampler != GREEDY and needs_draft_probs(shape.verification)
 
 

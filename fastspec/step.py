@@ -62,12 +62,12 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
             if shape.grammars is not None:
                 take_given(parts, state, shape)
     with parts.mark("score"):
-        logits, features = _scored(parts, state, shape)
+        logits, features, rows = _scored(parts, state, shape)
     with parts.mark("verify and commit"):
         verify_and_commit(parts, state, shape, draws, logits)
     if features is not None:
         with parts.mark("take in"):
-            hand_over_step(parts.proposer, state, shape, features, parts.features)
+            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
     if shape.grammars is not None:
         pause(state)
 
@@ -83,8 +83,11 @@ def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     return _scored(parts, state, shape)[0]
 
 
-def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None]:
-    """As `score`, and the hidden states that the proposer reads, [B, k+1, layers, hidden]; None where it reads none."""
+def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None, ForwardBatch]:
+    """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
+
+    None in place of hidden states where it reads none.
+    """
     ids, positions, write_mask = parts.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -97,7 +100,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
     )
     rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
     hidden, features = _fed(parts, rows)
-    return parts.target.logits(hidden, shape.tiling), features
+    return parts.target.logits(hidden, shape.tiling), features, rows
 
 
 def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
@@ -217,15 +220,17 @@ def prefill(
     chunk: int,
     kept: Tensor | None = None,
 ) -> None:
-    """Feeds the target the prompt tokens of positions start..start+chunk-1 of one row, all but the last.
+    """Feeds the target the prompt tokens of positions start..start+chunk-1 of a row, all but the last.
 
-    `start` is a number, or int64 [1] where it is read on the device; `kept` [1, ..] is the row's part of what
+    `start` is a number, or int64 [B] where it is read on the device; `kept` [1, ..] is the row's part of what
     `StepModules.features` holds.
 
     The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
-    chunk, so that a prompt's K/V bits depend on that prompt alone.
+    chunk, so that a prompt's K/V bits depend on that prompt alone. Where they do not depend on what else a pass feeds,
+    it may be a state of several rows.
     """
-    positions = (start + torch.arange(chunk, device=state.lengths.device))[None]
+    positions = torch.arange(chunk, device=state.lengths.device)[None]
+    positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
     write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)

@@ -18,15 +18,15 @@ from perf.trace import analyse, faults, steps_of
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
     ("norm", ("norm", "given_kernel", "raised_kernel")),
-    ("feed", ("_feed", "_embed")),
+    ("feed", ("_feed", "_embed", "_joined")),
+    ("exchange", ("_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "_scan_kernel", "_keep_kernel")),
     ("experts", ("expert_kernel", "route_kernel")),
-    ("exchange", ("_added_kernel", "_largest_kernel")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
-    ("sampler", ("_laws", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
+    ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
     ("product", ("quantised", "dequantise")),
     ("product", ("narrow", "wide", "ring", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
 from fastspec.inputs.row_options import NUMBERS
+from fastspec.inputs.values import whole
 from fastspec.models.pairs import natural_pairs
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
@@ -102,6 +104,7 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         typer.BadParameter: a flag that cannot be read, or that would have no effect.
     """
     options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags.get(name) is not None}
+    _check_numbers(flags)
     for name in ("allowed_token_ids", "suppress_tokens"):
         if flags[name] is not None:
             options[name] = _ids(flags[name], _flag(name))
@@ -131,6 +134,19 @@ def proposer_of(flag: str | None) -> NGram | None:
         return NGram(*map(int, found.groups())) if found[1] else NGram()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--proposer") from None
+
+
+def _check_numbers(flags: Mapping[str, Any]) -> None:
+    """Refuses numbers out of their range before models are loaded, which takes long."""
+    least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
+    checks: dict[str, Callable[[Any], object]] = {each.name: each.read for each in NUMBERS}
+    checks |= {name: partial(whole, name, low=low) for name, low in least.items()}
+    for name, check in checks.items():
+        try:
+            if flags.get(name) is not None:
+                check(flags[name])
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=_flag(name)) from None
 
 
 def _flag(name: str) -> str:

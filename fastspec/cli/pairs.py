@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fastspec.cli.output import write_text
-from fastspec.models.pairs import FAMILIES, natural_pairs
+from fastspec.models.pairs import GROUPS, natural_pairs
 
 
 def pairs(
@@ -15,12 +15,12 @@ def pairs(
 ) -> None:
     """Names small models that have the tokenizer of a larger one, to be its draft. Nothing is downloaded."""
     if model is None:
-        for family in FAMILIES:
-            write_text(f"{family.name}: {', '.join(name for name, _ in family.models)}\n")
+        for group in GROUPS:
+            write_text(f"{group.name}: {', '.join(name for name, _ in group.models)}\n")
         return
     found = natural_pairs(model)
     if found is None:
-        known = ", ".join(family.name for family in FAMILIES)
+        known = ", ".join(group.name for group in GROUPS)
         typer.echo(
             f"fastspec: no pair is known for {model}; the table has {known}. Any smaller model with the same tokenizer "
             "fits, and so does --proposer ngram, which needs none",

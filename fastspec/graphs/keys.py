@@ -26,10 +26,12 @@ class PromptKey(NamedTuple):
     Attributes:
         tokens: size of the chunk.
         draft: the pass is the draft model's, not the target's.
+        rows: prompts that go through together, each with a chunk of that size.
     """
 
     tokens: int
     draft: bool
+    rows: int = 1
 
 
 class PartKey(NamedTuple):
@@ -49,7 +51,8 @@ def describe(key: Hashable) -> str:
     if isinstance(key, StepKey):
         return _step(key.rows, key.shape)
     if isinstance(key, PromptKey):
-        return f"prompt, {key.tokens} tokens" + (", of the draft" if key.draft else "")
+        prompts = "prompt" if key.rows == 1 else f"{key.rows} prompts"
+        return f"{prompts}, {key.tokens} tokens" + (", of the draft" if key.draft else "")
     if isinstance(key, PartKey):
         return f"{key.part}: {describe(key.step)}"
     return str(key)

@@ -21,7 +21,7 @@ import torch
 from fastspec.graphs.failures import device_failed
 from fastspec.graphs.keys import describe
 
-_WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' work areas; the second finds them there
+_WARM_UPS = 1  # compiles and loads kernels, and takes the libraries' work areas
 
 
 class Runner(Protocol):

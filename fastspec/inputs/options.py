@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig
@@ -252,7 +253,9 @@ def _merge(
     known = set(vars(GenerationConfig())) | set(merged._get_default_generation_params())
     for name in keywords:
         if name not in known:
-            raise UnsupportedOption(f"unknown option {name!r}; supported: {', '.join((*SUPPORTED, *OWN))}")
+            near = get_close_matches(name, (*SUPPORTED, *OWN), 1)
+            meant = f"; did you mean {near[0]}?" if near else ";"
+            raise UnsupportedOption(f"unknown option {name!r}{meant} supported: {', '.join((*SUPPORTED, *OWN))}")
     # set one by one: update() would validate combinations (temperature without sampling) that are checked here
     for name, value in keywords.items():
         setattr(merged, name, value)

@@ -158,6 +158,8 @@ def _list_row(row: Any, index: int) -> list[int]:
         if row.dim() != 1:
             raise ValueError(f"prompt {index} must be 1-D, got shape {list(row.shape)}")
         return _tensor_rows(row, f"prompt {index}")[0]
+    if type(row) is list and set(map(type, row)) == {int}:
+        return list(row)
     ids = [scalar(token) for token in listed(row)]
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):
@@ -194,6 +196,8 @@ def _check(rows: list[list[int]], vocab_size: int) -> None:
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the BOS token")
+        if min(row) >= 0 and max(row) < vocab_size:
+            continue
         for position, token in enumerate(row):
             if not 0 <= token < vocab_size:
                 raise ValueError(

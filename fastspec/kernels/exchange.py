@@ -7,6 +7,7 @@
 | argument | shape, dtype                             | notes                                                    |
 |----------|------------------------------------------|----------------------------------------------------------|
 | x        | [M, N] of 4 bytes an element             | contiguous, at most `Room.elements` in all               |
+|          | [WAYS, M, N] fp32, of added alone        | ways are added first, as a tree; 1, 2 or 4 of them       |
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
@@ -14,6 +15,9 @@ Ranks are added as one binary tree, neighbours first, by every rank for itself: 
 elements has a flag for each rank and a number that counts its exchanges, its epoch. It pushes its elements, then its
 epoch, and waits for the epochs of the others: nobody waits for a whole tensor. Two halves of the room take turns: a
 rank that is one exchange ahead cannot overwrite what another still reads, for it has waited for that one's next push.
+
+Many elements go in two turns: each block has one rank that adds it and gives the others what it comes to, in 16 bits.
+In either way no rank ends an exchange of a block before all others have begun it, which is what the halves stand on.
 
 A program that waits for longer than LIMIT stops the device with an error, so that nothing spins for ever.
 """
@@ -32,6 +36,11 @@ from fastspec.kernels.common.launch import has_pdl, launch
 
 BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
 LIMIT = 120_000_000_000  # nanoseconds
+ALL = 2**62
+EARLY = False
+# elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
+# if all ranks get all partial sums, and a second wait
+TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,22 @@ def _stop_after(start, limit):
 
 
 @triton.jit
+def _signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
+    """Tells a peer that all this program has stored so far is there."""
+    flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
+    _store_release(flag, epoch)
+
+
+@triton.jit
+def _awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
+    """Waits for a peer's signal."""
+    flag = tl.load(flags_ptr + RANK) + (peer * blocks + tl.program_id(0)).to(tl.int64) * 4
+    start = _now(epoch)
+    while _load_acquire(flag) < epoch:
+        _stop_after(start, limit)
+
+
+@triton.jit
 def _push_and_wait(
     value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
@@ -111,15 +136,10 @@ def _push_and_wait(
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flag = tl.load(flags_ptr + peer) + (RANK * blocks + pid).to(tl.int64) * 4
-            _store_release(flag, epoch)
-    own_flags = tl.load(flags_ptr + RANK)
-    start = _now(pid)
+            _signalled(flags_ptr, peer, epoch, blocks, RANK)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flag = own_flags + (peer * blocks + pid).to(tl.int64) * 4
-            while _load_acquire(flag) < epoch:
-                _stop_after(start, limit)
+            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     tl.store(epochs_ptr + pid, epoch)
     return tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
@@ -146,17 +166,36 @@ def _tree(own, mine, at, there, elements, FIRST: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
-def _added_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One block of the sum."""
-    if PDL:
+def _way(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of COUNT ways from FIRST on: 1, 2 or 4 of them."""
+    if COUNT == 1:
+        return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
+    else:
+        left = _way(x_ptr, at, there, count, FIRST, COUNT // 2)
+        right = _way(x_ptr, at, there, count, FIRST + COUNT // 2, COUNT // 2)
+        return left + right
+
+
+@triton.jit
+def _begun(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr):
+    """Once x is there: a block's places, whether there is something, and what this rank has."""
+    if PDL == 2:
+        gdc_launch_dependents()
+        gdc_wait()
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    return at, at < count, _way(x_ptr, at, at < count, count, 0, WAYS)
+
+
+@triton.jit
+def _added_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """One block of the sum."""
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
     mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
     total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
     if bias_ptr is not None:
@@ -167,17 +206,76 @@ def _added_kernel(
 
 
 @triton.jit
+def _handed_out(
+    own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """This rank adds the block, and gives the others what it comes to."""
+    buffers_ptr, flags_ptr, _epochs_ptr = room
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+    tl.debug_barrier()
+    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
+    total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
+    total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
+    rounded = total.to(out_ptr.dtype.element_ty)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+            tl.store(theirs.to(out_ptr.dtype) + at, rounded, mask=there)
+    tl.store(out_ptr + at, rounded, mask=there)
+    tl.debug_barrier()
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _signalled(flags_ptr, peer, epoch, blocks, RANK)
+
+
+@triton.jit
+def _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK: tl.constexpr):
+    """Another rank adds the block; this one gives it its part, and gets what it comes to."""
+    buffers_ptr, flags_ptr, _epochs_ptr = room
+    theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+    tl.store(theirs + at, own, mask=there)
+    tl.debug_barrier()
+    _signalled(flags_ptr, owner, epoch, blocks, RANK)
+    _awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
+    tl.debug_barrier()
+    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
+    tl.store(out_ptr + at, tl.load(mine.to(out_ptr.dtype) + at, mask=there, other=0.0, volatile=True), mask=there)
+
+
+@triton.jit
+def _handed_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """One block of the sum, in two turns: one rank adds it, by the block's number, and hands it out rounded."""
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
+    pid = tl.program_id(0)
+    epoch = tl.load(room[2] + pid) + 1
+    half = (epoch % 2).to(tl.int64) * SIZE * elements
+    owner = pid % SIZE
+    if owner == RANK:
+        _handed_out(
+            own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+            RANK, SIZE,
+        )  # fmt: skip
+    else:
+        _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK)
+    tl.debug_barrier()
+    tl.store(room[2] + pid, epoch)
+
+
+@triton.jit
 def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """One block of every rank's part."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    own = tl.load(x_ptr + at, mask=there, other=0.0)
+    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
     mine = _push_and_wait(own, at, there, room, elements, limit, blocks, RANK, SIZE)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
     for rank in tl.static_range(SIZE):
@@ -194,15 +292,11 @@ def _half(base, at, there):
 @triton.jit
 def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The best of half a block of keys, which travel as two elements each, low half first."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(keys_ptr + at, mask=at < count, other=0.0)
-    mine = _push_and_wait(own, at, at < count, room, elements, limit, blocks, RANK, SIZE)
+    at, entered, own = _begun(keys_ptr, count, BLOCK, PDL, WAYS)
+    mine = _push_and_wait(own, at, entered, room, elements, limit, blocks, RANK, SIZE)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     there = row < count // 2
     best = tl.zeros([BLOCK // 2], tl.int64)
@@ -216,13 +310,18 @@ def _largest_kernel(
 def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
+    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first.
+
     Raises:
         ValueError: x is not contiguous fp32, or has no room.
     """
-    _check(x, room)
-    out = torch.empty_like(x if residual is None else residual)
+    ways = len(x) if residual is not None and x.dim() > residual.dim() else 1
+    some = x[0] if ways > 1 else x
+    _check(some, room)
+    out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    _launch(_added_kernel, x, (x, bias, residual, out), room)
+    turns = residual is not None and out.element_size() == 2 and x.numel() // ways >= TWO_TURNS.get(room.size, ALL)
+    _launch(_handed_kernel if turns else _added_kernel, some, (x, bias, residual, out), room, ways=ways)
     return out
 
 
@@ -257,6 +356,7 @@ def _launch(
     tensors: tuple[Tensor | None, ...],
     room: Room,
     numbers: tuple[int, ...] | None = None,
+    ways: int = 1,
 ) -> None:
     pdl = has_pdl(x.device)
     launch(
@@ -269,7 +369,8 @@ def _launch(
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=BLOCK,
-        PDL=pdl,
+        PDL=(2 if EARLY else 1) if pdl else 0,
+        WAYS=ways,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=False,

@@ -1,4 +1,4 @@
-"""A norm of rows, on its own: RMSNorm or LayerNorm, in one launch.
+"""A norm of rows, on its own: RMSNorm or LayerNorm, in one launch. Or two with a sum between them: `add_norm`.
 
 | argument     | shape, dtype                          | notes                                              |
 |--------------|---------------------------------------|----------------------------------------------------|
@@ -20,7 +20,16 @@ from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch, pdl_options
 
 MAX_WIDTH = 65536
-ELEMENTS = 2048  # of a row to a warp, at most
+ELEMENTS = 512  # of a row to a warp, until there are 16
+
+
+@triton.jit
+def normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of a row in fp32, before its last rounding."""
+    normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
+    if ROUND_FIRST:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return normed * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -47,13 +56,45 @@ def _norm_kernel(
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
-    normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
-    if ROUND_FIRST:
-        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    normed = normed * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    normed = normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
     if BIAS:
         normed = normed + tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_norm_kernel(
+    added_ptr,
+    x_ptr,
+    weight_ptr,
+    next_ptr,  # or None
+    sum_ptr,
+    out_ptr,
+    eps,
+    width,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    start = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    kind: tl.constexpr = sum_ptr.dtype.element_ty
+    added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+    x += normed_row(added, weight_ptr, at, inside, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
+    tl.store(sum_ptr + start + at, x.to(kind), mask=inside)
+    if next_ptr is not None:
+        normed = normed_row(x.to(kind).to(tl.float32), next_ptr, at, inside, width, eps, ROUND_FIRST, kind)
+        tl.store(out_ptr + start + at, normed.to(kind), mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // ELEMENTS))
 
 
 def norm(
@@ -90,8 +131,44 @@ def norm(
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
-        num_warps=min(16, max(1, block // ELEMENTS)),
+        num_warps=_warps(block),
         enable_fp_fusion=False,
         **pdl_options(pdl),
     )
     return out
+
+
+def add_norm(
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float, *, pdl: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.add_norm`, which defines it.
+
+    Args:
+        added, x, weight, next_weight, eps: as there.
+        pdl: launch programmatically dependent (sm_90 on).
+
+    Raises:
+        ValueError: a tensor is not as above, or two of them do not fit each other.
+    """
+    width, added, x = x.shape[-1], added.contiguous(), x.contiguous()
+    if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or added.shape != x.shape or added.dtype != x.dtype:
+        raise ValueError(
+            f"added is {told(added)}, x {told(x)}, weight {told(weight)}; wanted [..., K] twice and [K], K up to "
+            f"{MAX_WIDTH}"
+        )
+    if next_weight is not None and (next_weight.shape != weight.shape or next_weight.dtype != weight.dtype):
+        raise ValueError(f"next_weight is {told(next_weight)}; wanted it as the weight, {told(weight)}")
+    total, out = torch.empty_like(x), None if next_weight is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    launch(
+        _add_norm_kernel,
+        (x.numel() // width,),
+        *(added, x, weight.contiguous(), None if next_weight is None else next_weight.contiguous(), total, out),
+        *(eps, width),
+        ROUND_FIRST=weight.dtype == x.dtype,
+        BLOCK=block,
+        num_warps=_warps(block),
+        enable_fp_fusion=False,
+        **pdl_options(pdl),
+    )
+    return total, out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Ops:
         sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
         record_work: (batch, max_drafts, vocab, device) -> what log-probabilities are recorded in.
         record_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
-        compiling: a context in which ops compute nothing, and their kernels are compiled.
+        compiling: (executor) -> a context in which ops compute nothing, and it compiles their kernels.
     """
 
     name: str
@@ -47,9 +48,13 @@ class Ops:
     feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     embed: Callable[[Weight, Tensor], Tensor]
     norm: Callable[..., Tensor]
+    joined_norms: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
     route: Callable[..., tuple[Tensor, Tensor]]
+    route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
     store_heads: Callable[..., Tensor]
@@ -65,7 +70,7 @@ class Ops:
     record_work_bytes: Callable[[int, int, int], int]
     commit: Callable[..., None]
     publish: Callable[..., None]
-    compiling: Callable[[], AbstractContextManager[object]] = nullcontext
+    compiling: Callable[[Executor | None], AbstractContextManager[object]] = nullcontext
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
         """The `Weight` of rows [N, K] in the format wanted. Gated: the first N/2 rows are a gate, the others go up."""
@@ -84,9 +89,13 @@ TORCH_OPS = Ops(
     feed_rows=reference.feed_rows,
     embed=reference.embed,
     norm=reference.norm,
+    joined_norms=reference.joined_norms,
+    add_norm=reference.add_norm,
+    gelu_tanh_mul=reference.gelu_tanh_mul,
     linear=reference.linear,
     layer_tail=reference.layer_tail,
     route=reference.route,
+    route_normed=reference.route_normed,
     experts=reference.experts,
     attend=reference.attend,
     store_heads=reference.store_heads,

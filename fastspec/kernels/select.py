@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -16,3 +18,12 @@ def ops_for(device: torch.device) -> Ops:
     from fastspec.kernels.triton_ops import TRITON_OPS
 
     return TRITON_OPS
+
+
+def compilers(sharing: int) -> AbstractContextManager[Executor | None]:
+    """What compiles Triton's kernels; begun at once where none ever was. `sharing` ranks do so on this machine."""
+    if find_spec("triton") is None:
+        return nullcontext()
+    from fastspec.kernels.common.compilers import Compilers, nothing_compiled, of_this_machine
+
+    return Compilers(of_this_machine(sharing), now=nothing_compiled())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.kernels import reference
+from fastspec.kernels import gelu, reference
 from fastspec.kernels.attention.dispatch import MAX_SPLIT_QUERIES, AttendWork, attend_work, attend_work_bytes
 from fastspec.kernels.attention.dispatch import attend as attend_paged
 from fastspec.kernels.attention.rope import store_heads
@@ -23,16 +23,19 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.experts import dispatch as mixtures
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
+from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
-from fastspec.kernels.linear.layer_tail import read_once, runs_on_tma
+from fastspec.kernels.linear.layer_tail import runs_on_tma
 from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
+from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
@@ -107,10 +110,11 @@ def attend(
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling = UNTILED, **options: Any) -> Tensor:
     """As `reference.linear`, which defines it, for what `store` returned.
 
-    A packed or quantised weight has kernels for the passes of steps, which are faster for short chunks of prompts, too,
-    and one for longer ones. For other weights a library's product is as good for a prompt's many rows. In fp32 it is
-    better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a step may
-    have.
+    A packed or quantised weight has kernels for the passes of steps, and one for prompts: a prompt's passes of any
+    number of tokens leave the same bits. With quantised weights passes of up to MOST_ROWS tokens take the steps'
+    kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows. In fp32
+    it is better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a
+    step may have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
@@ -118,7 +122,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
     prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
     if weight.format != "rows":
         rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
-        prompt = prompt and not (rows <= MOST_ROWS if quantised else read_once([weight], rows))
+        prompt = prompt and not (quantised and rows <= MOST_ROWS)
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
             return (prefill_quantised if quantised else prefill_linear)(x, weight, bias, **options)
@@ -141,16 +145,13 @@ def layer_tail(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.layer_tail`, which defines it: products of many rows as one chain, others one by one.
-
-    Those of a prompt are a chain as far as weights are read once.
+    """As `reference.layer_tail`, which defines it: a step's products of many rows as one chain, others one by one.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
     """
     weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
-    chained = read_once if x.shape[1] > MAX_SPLIT_QUERIES else runs_on_tma
-    if chained(weights, x.shape[0] * x.shape[1]):
+    if x.shape[1] <= MAX_SPLIT_QUERIES and runs_on_tma(weights, x.shape[0] * x.shape[1]):
         return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device), reduce)
     if attended.dim() == 4:
         attended = packing.in_order(attended)
@@ -162,9 +163,36 @@ def norm(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
     return norm_rows(x, weight, eps, pdl=has_pdl(x.device), **options)
 
 
+def joined_norms(
+    table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
+) -> Tensor:
+    """As `reference.joined_norms`, which defines it; a quantised table is read by a kernel of its own."""
+    if table.codes is None:
+        return join_rows(table, ids, x.contiguous(), norms, eps, x_first=x_first, pdl=has_pdl(x.device))
+    parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
+    return torch.cat(parts[::-1] if x_first else parts, dim=-1)
+
+
+def add_norm(
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.add_norm`, which defines it."""
+    return add_norm_rows(added, x, weight, next_weight, eps, pdl=has_pdl(x.device))
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """As `reference.gelu_tanh_mul`, which defines it."""
+    return gelu.gelu_tanh_mul(gate_up, pdl=has_pdl(gate_up.device))
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
+
+
+def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.route_normed`, which defines it."""
+    return route_normed_rows(logits, *given, pdl=has_pdl(logits.device))
 
 
 def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
@@ -205,9 +233,13 @@ TRITON_OPS = Ops(
     feed_rows=feed_rows,
     embed=embed,
     norm=norm,
+    joined_norms=joined_norms,
+    add_norm=add_norm,
+    gelu_tanh_mul=gelu_tanh_mul,
     linear=linear,
     layer_tail=layer_tail,
     route=route,
+    route_normed=route_normed,
     experts=experts,
     attend=attend,
     store_heads=store_heads,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.launch import is_compiling
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.layer import Reduce
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_kinds import one_of_each
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.shapes import UNTILED, AttentionRule, ForwardBatch, Tiling
+from fastspec.shapes import AttentionRule, ForwardBatch, Tiling
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
 HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"  # of queries and of keys, each [D], and their epsilon
@@ -61,6 +62,7 @@ class Decoder:
         self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
+        self._reduce: Reduce | None = None  # sums over devices that share the layers
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +91,7 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in range(len(layers)):
+        for index in one_of_each(self.spec.plans, layers) if is_compiling() and not features else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
@@ -109,7 +111,10 @@ class Decoder:
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
-            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, self.spec.rms_eps, tiling)
+            eps = self.spec.rms_eps
+            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, eps, tiling, self._reduce)
+        if plan.sandwiched and self._reduce is None:
+            return self._sandwich(index, attended, x, tiling)
         tail = self._tail if plan.experts is None else self._mixture
         x = tail(plan, attended, x, layer, tiling)
         return x, None if following is None else self._qkv(index + 1, x, tiling)
@@ -117,6 +122,20 @@ class Decoder:
     def _fuses(self, plan: LayerPlan) -> bool:
         """Whether what follows attention in a layer is one op."""
         return plan.fused_tail
+
+    def _sandwich(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+        """As `_behind`, of a layer with norms before and behind attention and MLP: two of them and a sum are one op."""
+        layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
+        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+
+        def joined(added: Tensor, norm: Tensor | None, next_norm: Tensor | None) -> tuple[Tensor, Any]:
+            return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
+
+        x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
+        inner = self._activated(plan, linear(h, layer.mlp[0], layer.gate_up_bias, tiling))
+        next_norm = None if following is None else following.input_norm
+        x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
+        return x, None if following is None else linear(h, following.qkv, following.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling) -> Tensor:
         """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
@@ -162,9 +181,15 @@ class Decoder:
         assert layer.post_norm is not None
         linear = self.ops.linear
         x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
-        h = self._norm(plan, x, layer.post_norm)
-        logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
-        ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
+        if plan.fused_norm:
+            norm = (layer.post_norm, self.spec.rms_eps)
+            logits = linear(x, weights.router, weights.router_bias, tiling, norm=norm, out_dtype=torch.float32)
+            chosen = self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
+            ids, factors, h = chosen
+        else:
+            h = self._norm(plan, x, layer.post_norm)
+            logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
+            ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
         shared: dict[str, Tensor] = {}
         if experts.shared:
             gate_up, down = layer.mlp
@@ -186,7 +211,10 @@ class Decoder:
         """x and what a part of a layer adds to it, by its last product. With several ranks, the place of a sum."""
         if plan.residual_scale == 1.0 and norm is None:
             return self.ops.linear(given, weight, bias, tiling, residual=x)
-        return x + self._to_add(plan, self.ops.linear(given, weight, bias, tiling), norm)
+        added = self.ops.linear(given, weight, bias, tiling)
+        if plan.residual_scale == 1.0 and plan.norm != "layer":
+            return self.ops.add_norm(added, x, norm, None, self.spec.rms_eps)[0]
+        return x + self._to_add(plan, added, norm)
 
     def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
         """What a part of a layer adds to x: its norm, if there is one, times the plan's factor."""
@@ -212,7 +240,7 @@ class Decoder:
         """The MLP's activation of gate and up, where no product has it."""
         if plan.fused_gate:
             return reference.silu_mul(inner)
-        return reference.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
+        return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
@@ -275,7 +303,7 @@ class Decoder:
     def _norms(self, index: int) -> HeadNorms | None:
         """The norms of heads that `attend` applies; None where there are none, or none that it has."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
-        if plan.qk_norm != "head" or plan.norm != "rms" or layer.q_norm is None or layer.k_norm is None:
+        if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None or layer.k_norm is None:
             return None
         return layer.q_norm, layer.k_norm, self.spec.rms_eps
 
@@ -337,50 +365,3 @@ class Decoder:
         at = positions.clamp(max=factors.shape[0] - 1)
         query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)
         return torch.cat([query, qkv[..., heads:]], dim=-1)
-
-
-class CompiledDecoder(Decoder):
-    """A Decoder whose passes in a step run through torch.compile, each as one graph; its ops must be `compiled(ops)`.
-
-    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, of more
-    tokens, run as they are: their sizes are many, and their products take most of their time.
-
-    Args:
-        *args, **options: as for Decoder.
-        backend: of torch.compile.
-    """
-
-    def __init__(self, *args: Any, backend: str | Callable[..., Any] = INDUCTOR, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._compiled_hidden = PerShape(_hidden, backend)
-        self._compiled_logits = PerShape(_logits, backend)
-        self._compiled_pick = PerShape(_pick, backend)
-
-    def hidden(self, rows: ForwardBatch) -> Tensor:
-        """As Decoder's."""
-        if rows.ids.shape[1] > MAX_QUERIES:
-            return super().hidden(rows)
-        return self._compiled_hidden(self, rows.ids, rows.positions, rows.write_mask, rows.block_table)
-
-    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """As Decoder's; any number of rows at once."""
-        return self._compiled_logits(self, hidden)
-
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As Decoder's; any number of rows at once."""
-        # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
-        out.copy_(self._compiled_pick(self, hidden, limit))
-
-
-def _hidden(model: Decoder, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> Tensor:
-    return Decoder.hidden(model, ForwardBatch(ids, positions, write_mask, block_table, 0, UNTILED))
-
-
-def _logits(model: Decoder, hidden: Tensor) -> Tensor:
-    return Decoder.logits(model, hidden, UNTILED)
-
-
-def _pick(model: Decoder, hidden: Tensor, limit: int) -> Tensor:
-    chosen = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    Decoder.argmax(model, hidden, limit, UNTILED, chosen)
-    return chosen

@@ -15,15 +15,15 @@ LARGEST_SHARE: Final = 0.35
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TokenizerGroup:
     """Published models that share one tokenizer.
 
     Attributes:
         name: for people.
-        tokenizer: its name; families with the same one mix.
+        tokenizer: its name; groups with the same one mix.
         types: `model_type` of their configs.
         vocab_sizes: rows of their embeddings, which may be padded differently.
-        marker: an id and its text that no family of the same type and size has, to recognise a tokenizer file by.
+        marker: an id and its text that no group of the same type and size has, to recognise a tokenizer file by.
         models: Hub ids, with parameters in billions (of a mixture all experts'), ascending. Each may be the draft of a
             larger one.
     """
@@ -49,22 +49,23 @@ _PREFIX: Final = {
     "R1 Qwen": "deepseek-ai/DeepSeek-R1-Distill-Qwen-",
     "R1 Llama": "deepseek-ai/DeepSeek-R1-Distill-Llama-",
     "Gemma 3": "google/gemma-3-",
+    "Gemma 2": "google/gemma-2-",
     "SmolLM2": "HuggingFaceTB/SmolLM2-",
     "OLMo 2": "allenai/OLMo-2-",
 }
 
 
-def _family(
+def _group(
     name: str, tokenizer: str, types: str, sizes: tuple[int, ...], marker: tuple[int, str] | None, models: str
-) -> Family:
+) -> TokenizerGroup:
     """A row of the table: `models` are names, each with its billions behind a blank."""
     words = models.split()
     named = [(f"{_PREFIX.get(name, '')}{one}", float(size)) for one, size in zip(words[::2], words[1::2], strict=True)]
-    return Family(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
+    return TokenizerGroup(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
 
 
-FAMILIES: Final[tuple[Family, ...]] = (
-    _family(
+GROUPS: Final[tuple[TokenizerGroup, ...]] = (
+    _group(
         "Llama 3",
         "llama3",
         "llama",
@@ -72,7 +73,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (128000, "<|begin_of_text|>"),
         "3.2-1B-Instruct 1.2 3.2-3B-Instruct 3.2 3.1-8B-Instruct 8 3.1-70B-Instruct 70.6 3.3-70B-Instruct 70.6",
     ),
-    _family(
+    _group(
         "R1 Llama",
         "r1-llama",
         "llama",
@@ -80,7 +81,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (128000, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
         "8B 8 70B 70.6",
     ),
-    _family(
+    _group(
         "Qwen3",
         "qwen2",
         "qwen3 qwen3_moe",
@@ -88,7 +89,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (151644, "<|im_start|>"),
         "0.6B 0.6 1.7B 1.7 4B 4 8B 8.2 14B 14.8 30B-A3B 30.5 32B 32.8 235B-A22B 235",
     ),
-    _family(
+    _group(
         "Qwen2.5",
         "qwen2",
         "qwen2",
@@ -97,7 +98,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "0.5B-Instruct 0.5 1.5B-Instruct 1.5 3B-Instruct 3.1 7B-Instruct 7.6 Coder-7B-Instruct 7.6 "
         "14B-Instruct 14.8 32B-Instruct 32.8 Coder-32B-Instruct 32.8 72B-Instruct 72.7",
     ),
-    _family(
+    _group(
         "R1 Qwen",
         "r1-qwen",
         "qwen2",
@@ -105,7 +106,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (151646, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
         "1.5B 1.8 7B 7.6 14B 14.8 32B 32.8",
     ),
-    _family(
+    _group(
         "Gemma 3",
         "gemma3",
         "gemma3_text gemma3",
@@ -113,7 +114,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (105, "<start_of_turn>"),
         "270m-it 0.27 1b-it 1 4b-it 4.3 12b-it 12.2 27b-it 27.4",
     ),
-    _family(
+    _group(
+        "Gemma 2",
+        "gemma2",
+        "gemma2",
+        (256000,),
+        (106, "<start_of_turn>"),
+        "2b-it 2.6 9b-it 9.2 27b-it 27.2",
+    ),
+    _group(
         "SmolLM2",
         "smollm2",
         "llama",
@@ -121,7 +130,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (1, "<|im_start|>"),
         "135M-Instruct 0.135 360M-Instruct 0.36 1.7B-Instruct 1.7",
     ),
-    _family(
+    _group(
         "OLMo 2",
         "olmo2",
         "olmo2",
@@ -129,7 +138,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
         (100257, "<|endoftext|>"),
         "0425-1B-Instruct 1.5 1124-7B-Instruct 7.3 1124-13B-Instruct 13.7 0325-32B-Instruct 32.2",
     ),
-    _family(
+    _group(
+        "gpt-oss",
+        "o200k_harmony",
+        "gpt_oss",
+        (201088,),
+        (200006, "<|start|>"),
+        "openai/gpt-oss-20b 20.9 openai/gpt-oss-120b 116.8",
+    ),
+    _group(
         "EXAONE 4",
         "exaone4",
         "exaone4",
@@ -137,7 +154,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         None,
         "LGAI-EXAONE/EXAONE-4.0-1.2B 1.3 LGAI-EXAONE/EXAONE-4.0-32B 32",
     ),
-    _family(
+    _group(
         "Ministral 3",
         "tekken",
         "ministral3 mistral3",
@@ -146,7 +163,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "mistralai/Ministral-3-3B-Instruct-2512 3.8 mistralai/Ministral-3-8B-Instruct-2512 8.8 "
         "mistralai/Ministral-3-14B-Instruct-2512 13.9",
     ),
-    _family(
+    _group(
         "Qwen3.5",
         "qwen3.5",
         "qwen3_5 qwen3_5_text qwen3_5_moe",
@@ -164,19 +181,19 @@ class Found:
 
     Attributes:
         model: as it was named.
-        family: that it belongs to.
+        group: that it belongs to.
         drafts: drafts that fit it, the smallest first; empty: the table has none that is small enough.
         by: how the model was recognised.
     """
 
     model: str
-    family: Family
+    group: TokenizerGroup
     drafts: tuple[str, ...]
     by: str
 
     def __str__(self) -> str:
         """A few lines for people."""
-        head = f"{self.model}: {self.family.name} ({self.by})"
+        head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
             return f"{head}; the table has no draft small enough for it"
         return "\n".join([head, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts)])
@@ -193,10 +210,10 @@ def natural_pairs(model: str) -> Found | None:
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
-        family = _by_files(directory)
-        if family is None:
+        group = _by_files(directory)
+        if group is None:
             return None
-        return Found(model, family, tuple(family.drafts(_billions(directory))), "by its vocabulary")
+        return Found(model, group, tuple(group.drafts(_billions(directory))), "by its vocabulary")
     known = _by_name(model)
     return None if known is None else Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
 
@@ -226,35 +243,35 @@ def refuse_strangers(target: str, draft: str) -> None:
         )
 
 
-def _by_name(model: str, *, exact: bool = False) -> tuple[Family, float | None] | None:
-    """The family of a Hub id and its billions of parameters; unless `exact`, of a name that extends one, too."""
+def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
+    """The group of a Hub id and its billions of parameters; unless `exact`, of a name that extends one, too."""
     asked = model.lower()
-    for family in FAMILIES:
-        for name, billions in family.models:
+    for group in GROUPS:
+        for name, billions in group.models:
             if asked == name.lower():
-                return family, billions
+                return group, billions
     if exact:
         return None
     # names of quantised copies extend the known name; names of base models lack its "-Instruct" or "-it"
     bare = asked.rpartition("/")[2]
-    best: tuple[int, Family, float] | None = None
-    for family in FAMILIES:
-        for name, billions in family.models:
+    best: tuple[int, TokenizerGroup, float] | None = None
+    for group in GROUPS:
+        for name, billions in group.models:
             core = name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-it")
             goes_on = bare.startswith(core) and not bare[len(core) :][:1].isalnum()
             if goes_on and (best is None or len(core) > best[0]):
-                best = len(core), family, billions
+                best = len(core), group, billions
     return None if best is None else (best[1], best[2])
 
 
-def _by_files(directory: Path) -> Family | None:
-    """The family of a local checkpoint: by model_type and vocabulary, then by a token that only one family has."""
+def _by_files(directory: Path) -> TokenizerGroup | None:
+    """The group of a local checkpoint: by model_type and vocabulary, then by a token that only one group has."""
     config = _json(directory / "config.json")
     text = config.get("text_config")
     inner: dict[str, Any] = text if isinstance(text, dict) else {}
     size = config.get("vocab_size", inner.get("vocab_size"))
     kinds = {config.get("model_type"), inner.get("model_type")}
-    found = [each for each in FAMILIES if kinds.intersection(each.types) and size in each.vocab_sizes]
+    found = [each for each in GROUPS if kinds.intersection(each.types) and size in each.vocab_sizes]
     if len(found) > 1:
         added = _json(directory / "tokenizer.json").get("added_tokens")
         texts = {each.get("id"): each.get("content") for each in added} if isinstance(added, list) else {}

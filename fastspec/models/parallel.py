@@ -59,8 +59,10 @@ class ParallelDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
-        self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size)
-        self._head = _head(weights, spec, sliced.share)
+        self._reduce = exchange.added
+        shared_codes = weights.head is weights.embed and weights.head.codes is not None  # which are not taken apart
+        self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
+        self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
         self._pieces: dict[int, Pieces] = {}
         for layer in weights.layers:
             self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, _rows_of_qkv(sliced))
@@ -86,7 +88,7 @@ class ParallelDecoder(Decoder):
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in cuts))
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        return False  # a sum over ranks lies between
+        return plan.fused_tail and not self._share.one_tree  # which is made of products in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows
@@ -185,11 +187,12 @@ def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:
     """This rank's rows of the head, which are views where it is tied to the embedding."""
     if weights.head is not weights.embed:
         return weights.head
-    if share.size == 1 or not share.splits_vocab(spec.vocab_size):
+    if share.size == 1:
         return Weight(weights.head.data, weights.head.format)
     cut = share.vocab_cut(spec.vocab_size)
     each = 16 if weights.head.format == "packed" else 1
-    return Weight(weights.head.data[cut.start // each : cut.stop // each], weights.head.format)
+    part = weights.head.data[cut.start // each : cut.stop // each]
+    return Weight(part, weights.head.format, whole=weights.head.shape)
 
 
 def _rows_of_qkv(sliced: Sliced) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastspec.kernels.reference import largest_of
-from fastspec.parallel.exchange import add_rounded, tree_sum
+from fastspec.parallel.exchange import add_rounded, one_way, tree_sum
 from fastspec.parallel.world import World
 
 if TYPE_CHECKING:  # it needs Triton, which is not everywhere
@@ -54,8 +54,9 @@ class OverDevices:
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """As in `Exchange`."""
-        if (room := self._room_for(partial)) is not None:
+        if (room := self._room_for(residual)) is not None and partial.is_contiguous():
             return self._kernels.exchange_added(partial, bias, residual, room)
+        partial = one_way(partial, residual)
         rows, size = partial.view(-1, partial.shape[-1]), self._world.size
         if len(rows) % size:
             return add_rounded(tree_sum(self._gathered(partial)), bias, residual)

@@ -28,7 +28,7 @@ class Exchange(Protocol):
         """residual + sum over ranks [+ bias], rounded once, in residual's dtype.
 
         Args:
-            partial: fp32, of residual's shape.
+            partial: fp32, of residual's shape, or with an axis more in front, which is added as a tree first.
             bias: [N], of the last axis.
         """
 
@@ -53,6 +53,11 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     return level[0]
 
 
+def one_way(partial: Tensor, residual: Tensor) -> Tensor:
+    """A partial sum of residual's shape; see `Exchange.added`."""
+    return tree_sum(partial.unbind()) if partial.dim() > residual.dim() else partial
+
+
 def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """residual + (total [+ bias]) in fp32, rounded to residual's dtype."""
     if bias is not None:
@@ -73,7 +78,7 @@ class Alone:
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """As in `Exchange`."""
-        return add_rounded(partial, bias, residual)
+        return add_rounded(one_way(partial, residual), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
         """As in `Exchange`."""
@@ -100,7 +105,7 @@ class OverHosts:
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """As in `Exchange`."""
-        return add_rounded(self.sum(partial), bias, residual)
+        return add_rounded(self.sum(one_way(partial, residual)), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
         """As in `Exchange`."""

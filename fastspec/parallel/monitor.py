@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
 
 BEAT = 0.25  # seconds between two signs of life
-LOST = 3.0  # seconds without one after which a rank counts as dead
+LOST = 10.0  # seconds without one after which a rank counts as dead: a busy host may keep a live one for some
 _ABORT = "abort"
 
 
@@ -69,9 +69,9 @@ class Monitor:
         """Why the group cannot go on; None while all is well."""
         if self._cause is None:
             now = time.monotonic()
-            for rank, (status, since) in list(self._seen.items()):
-                if now - since > LOST:
-                    return f"rank {rank} gave no sign of life for {LOST:.0f} s; it was {status.doing}"
+            lost = next(((rank, said) for rank, (said, since) in list(self._seen.items()) if now - since > LOST), None)
+            if lost is not None:  # which the others may not have seen, and wait for this rank then
+                self.abort(f"rank {lost[0]} gave no sign of life for {LOST:.0f} s; it was {lost[1].doing}")
         return self._cause
 
     def wait_for_cause(self, seconds: float) -> str | None:

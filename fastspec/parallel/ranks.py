@@ -38,11 +38,13 @@ class Ranks:
         world: them all, or this process alone.
         asked: tensor_parallel was given, so that sums have the order that they have on any number of ranks.
         split_draft: the draft model is cut as well; else every rank has all of it. None: not decided yet.
+        same_text_on: the numbers of ranks that give this text, to the bit; None: nothing is known of it.
     """
 
     world: World
     asked: bool = False
     split_draft: bool | None = False
+    same_text_on: tuple[int, ...] | None = None
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -177,9 +179,14 @@ class Ranks:
         if share is None:
             return "1: as without tensor_parallel"
         same = (
-            f"the same text on 1 to {share.parts} ranks"
-            if share.one_tree
-            else "text may differ from that of another number of ranks in the last bits of sums"
+            f"the same text on {_numbers(self.same_text_on)} ranks"
+            if self.same_text_on is not None and len(self.same_text_on) > 1
+            else "text may differ from that of another number of ranks, by the last bits of sums"
         )
         head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"
-        return f"{self.size}, this is {self.world.rank}; sums in {share.parts} parts: {same}; draft {draft}{head}"
+        return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
+
+
+def _numbers(sizes: Sequence[int]) -> str:
+    """Numbers as people write them."""
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

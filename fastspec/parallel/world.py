@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastspec.errors import RankFailed, UnsupportedOption
-from fastspec.parallel.monitor import Monitor
+from fastspec.parallel.monitor import LOST, Monitor
 
 PATIENCE = 20.0  # seconds that a rank may come later to an exchange than the others
 STARTING = 600.0  # seconds that it may come later to the construction of a generator
 _SLICE = 0.25  # seconds between two looks at the others while an exchange is waited for
-_TELLING = 4.5  # seconds in which a rank whose connection broke off may still be told why
+_TELLING = LOST + 1.5  # seconds in which a rank whose connection broke off may still be told why
 
 
 class World:

@@ -14,7 +14,7 @@ from fastspec.models.heads.spec import HeadSpec
 from fastspec.proposers.draft_model import take
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import GREEDY, NO_LIMIT, ForwardBatch, StepShape, Tiling
+from fastspec.shapes import GREEDY, ForwardBatch, StepShape, Tiling
 from fastspec.state import DecodeState
 
 
@@ -32,11 +32,17 @@ class ChainHead(Protocol):
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
         """g [B, Q, hidden], made of the target's hidden states [B, Q, layers, target's hidden]."""
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of g at the positions of `rows`, whose ids are the next tokens (i + 1 at position i)."""
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V of g at the positions of `rows`, whose ids are the next tokens (i + 1 at position i).
+
+        Returns what `resumed` goes on from, [B, Q, *head.kept].
+        """
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """As `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
+        """Writes K and V as `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
 
     def feature(self, x: Tensor) -> Tensor:
         """g of the next position, made of what `drafted` returned."""
@@ -89,10 +95,8 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """As `FeatureReader.take_features`; g of every position is returned, that of the newest is kept."""
-        g = self.model.condense(features, rows.tiling)
-        self.model.absorb(g, rows)
-        return g
+        """As `FeatureReader.take_features`; what the first draft behind a position goes on from is returned."""
+        return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
     def propose(
         self,
@@ -108,42 +112,42 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         Args:
             state, shape, draws: as there.
             given: as `DraftModel.propose` has it.
-            features: [B, hidden], what `take_features` left of each row's newest position.
+            features: [B, *kept], what `take_features` left of each row's newest position: there the first draft needs
+                no more than attention and what is behind it.
         """
-        state.draft_counts.copy_(torch.where(state.lengths > 1, shape.num_drafts, 0))
-        g = features[:, None]
-        for j in range(shape.num_drafts):
+        k, model = shape.num_drafts, self.model
+        known = state.lengths > 1
+        torch.mul(known, k, out=state.draft_counts)
+        known = (known & state.running)[:, None]
+        places = torch.arange(-2, k - 2, device=known.device)[:, None] + state.lengths
+        places = places.clamp_min_(0)[..., None]
+        # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+        picks = torch.zeros_like(places[..., 0])
+        x = features[:, None]
+        for j in range(k):
             with self._mark(f"draft[{j}]"):
-                x = self.model.drafted(g, self._fed(state, shape, j))
-                self._draw(state, shape, draws, x, j)
+                rows = self._fed(state, shape, j, places[j], known)
+                x = model.drafted(model.feature(x), rows) if j else model.resumed(x, rows)
+                self._draw(state, shape, draws, x, j, picks[j])
                 if given is not None:
                     take(state, shape, given[0][:, j], j < given[1], j)
-                g = self.model.feature(x)
 
-    def _fed(self, state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
-        """Position lengths - 2 + j of every row, and the token that follows it."""
-        ids, positions, write_mask = self.ops.feed_rows(
-            state.tokens,
-            state.lengths,
-            state.finish,
-            state.draft_tokens,
-            first=j - 1,
-            queries=1,
-            limit=NO_LIMIT,
-            vocab=self._target.vocab_size,
-        )
-        known = write_mask & (state.lengths > 1)[:, None]
-        return shape.fed(ids, (positions - 1).clamp_min(0), known, state.block_table)
+    def _fed(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
+        """Position lengths - 2 + j of every row, and the draft that follows it; of the first position no token."""
+        ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
+        return shape.fed(ids, positions, known, state.block_table)
 
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution."""
+    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
+        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution.
+
+        Args:
+            picks: int64 [B], all 0: where to pick ids of the head.
+        """
         model = self.model
-        if shape.sampler == GREEDY:
-            drafts = state.draft_tokens[:, j]
-            # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
-            picks = drafts if self._map is None else torch.zeros_like(drafts)
+        if shape.sampler != GREEDY:
+            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
+        elif self._map is None:
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=state.draft_tokens[:, j])
+        else:
             model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
-            if self._map is not None:
-                drafts.copy_(self._target_ids(picks))
-            return
-        self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
+            torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])

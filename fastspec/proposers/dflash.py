@@ -27,8 +27,8 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
     A block has the last token and as many masks as the step wants drafts, as vLLM runs it. The publishers' own code
     runs the whole block: there rows see masks behind those, too, so with fewer drafts they may be others.
 
-    No draft is fed to the head before all are drawn: the law of a draft depends on the text before the block alone, and
-    on what the row's options make of the drafts before it.
+    No draft is fed to the head before all are drawn: a draft's distribution depends on the text before the block alone,
+    and on what the row's options make of the drafts before it.
 
     Args:
         model, ops, vocab_map, mark, work: as for `LearnedDrafts`.

@@ -13,18 +13,30 @@ from fastspec.state import DecodeState
 
 
 def hand_over_step(
-    proposer: Proposer | None, state: DecodeState, shape: StepShape, features: Tensor, buffer: Tensor | None
+    proposer: Proposer | None,
+    state: DecodeState,
+    shape: StepShape,
+    features: Tensor,
+    rows: ForwardBatch,
+    buffer: Tensor | None,
 ) -> None:
     """Hands over what a step found, after its commit.
+
+    Positions that are committed now are told with the tokens that follow them, which are those that the step emitted;
+    of rows that the step has ended as well, because their pages may be kept for prompts to come.
 
     Args:
         proposer: with `features`.
         state: the step's rows.
         features: [B, k+1, layers, hidden] of the positions that the step fed.
+        rows: what it fed.
         buffer: as `feature_buffer` makes it, of at least these rows.
     """
     if takes_features(proposer):
-        _tell(proposer, state, shape, features, _emitted(state, shape), buffer)
+        count = state.emitted  # 0 of rows that did not step
+        committed = torch.arange(features.shape[1], device=count.device) < count[:, None]
+        following = state.block[:, : features.shape[1]].contiguous()
+        _tell(proposer, state, shape, features, replace(rows, ids=following, write_mask=committed), count, buffer)
     elif buffer is not None:
         kept = buffer[: state.batch, : features.shape[1]]
         kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
@@ -45,22 +57,9 @@ def hand_over_prompt(
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
-        _tell(proposer, state, shape, features, replace(rows, ids=following), buffer)
+        _tell(proposer, state, shape, features, replace(rows, ids=following), rows.write_mask.sum(dim=1), buffer)
     elif buffer is not None:
-        _keep_newest(features, rows.write_mask, buffer[:, 0])
-
-
-def _emitted(state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """Positions of a step that are committed, and the tokens that follow them.
-
-    Those of rows that the step has ended, too: their pages may be kept for prompts to come.
-    """
-    places = torch.arange(shape.num_drafts + 1, device=state.lengths.device)
-    at = (state.lengths - state.emitted)[:, None] + places  # of the tokens that were emitted
-    write_mask = places < state.emitted[:, None]  # none of rows that did not step
-    ids = state.tokens.gather(1, at.clamp(max=state.tokens.shape[1] - 1))
-    positions = torch.where(write_mask, at - 1, 0)
-    return shape.fed(ids, positions, write_mask, state.block_table)
+        _keep_newest(features, rows.write_mask.sum(dim=1), buffer[:, 0])
 
 
 def _tell(
@@ -69,16 +68,18 @@ def _tell(
     shape: StepShape,
     features: Tensor,
     rows: ForwardBatch,
+    count: Tensor,
     buffer: Tensor | None,
 ) -> None:
     found = proposer.take_features(state, shape, features, rows)  # type: ignore[attr-defined]
     if buffer is not None:
-        _keep_newest(found, rows.write_mask, buffer[: state.batch])
+        _keep_newest(found, count, buffer[: state.batch])
 
 
-def _keep_newest(found: Tensor, known: Tensor, buffer: Tensor) -> None:
-    """The entry [..] of found [B, Q, ..] at the last place that `known` bool [B, Q] has replaces buffer's."""
-    newest = (known.sum(dim=1) - 1).clamp_min(0)
-    rows = torch.arange(len(known), device=known.device)
-    some = known.any(dim=1).view(-1, *[1] * (buffer.dim() - 1))
-    buffer.copy_(torch.where(some, found[rows, newest], buffer))
+def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
+    """Of rows with `count` [B] entries in found [B, Q, ..], from the first on, the last one replaces buffer's."""
+    wide = [1] * (found.dim() - 2)
+    if found.shape[1] > 1:
+        newest = (count - 1).clamp_min(0).view(-1, 1, *wide)
+        found = found.gather(1, newest.expand(-1, 1, *found.shape[2:]))
+    torch.where((count > 0).view(-1, *wide), found[:, 0], buffer, out=buffer)

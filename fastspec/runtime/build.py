@@ -19,8 +19,9 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.states import StateCache
+from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
-from fastspec.models.decoder import CompiledDecoder, Decoder
+from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.weights import HeadWeights
 from fastspec.models.hosted.admission import admit
@@ -45,7 +46,11 @@ from fastspec.state import DecodeState
 from fastspec.step import StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
-_ALIKE_FROM = 256  # tokens of a pass: from here on one kernel multiplies packed weights, with one order of sums
+# tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
+_TOGETHER = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+_ALIKE_FROM = {(9, 0): 64}
+_ALIKE_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
+_ALIKE_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
 _MOST_BUDGET = 2**31 - 1
 
 
@@ -186,6 +191,10 @@ def build(
         if ranks.size > 1:
             ring.watch = ranks.world
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
+    alike = _alike(chunks, models, matrices, device)
+    # what a pass over a prompt makes lies in the pages of its row and nowhere else
+    paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
+    apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, models))
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -206,7 +215,8 @@ def build(
         runner=runner,
         ring=ring,
         verification=settings.verification,
-        alike=_alike(chunks, models, matrices),
+        alike=alike,
+        together=_TOGETHER if apart and alike == chunks else 0,
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
@@ -220,16 +230,20 @@ def build(
 
 
 def _alike(
-    chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight]
+    chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
     """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
 
     One kernel sums products with packed weights in the same order for any number of rows. A library's order may depend
     on the number of rows, and so may that of sums over several GPUs.
     """
-    sizes = tuple(size for size in chunks if size >= _ALIKE_FROM)
-    ours = all(type(model) is Decoder for model in models) and all(matrix.format != "rows" for matrix in matrices)
-    return sizes or None if ours else None
+    formats = {matrix.format for matrix in matrices}
+    if not all(type(model) is Decoder for model in models) or "rows" in formats:
+        return None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    least = _ALIKE_FROM.get(capability, _ALIKE_ELSEWHERE)
+    least = max(least, _ALIKE_CODES) if "codes" in formats else least
+    return tuple(size for size in chunks if size >= least) or None
 
 
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,7 +59,8 @@ class Engine:
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
         threads: that work on a step, on the CPU; None: nobody has chosen.
-        prefill_slot: where prompts pass through.
+        together: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
+        slots: where prompts pass through, by how many of them at once.
     """
 
     parts: StepModules
@@ -75,11 +78,24 @@ class Engine:
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
-    prefill_slot: PrefillSlot = field(init=False)
+    together: int = 0
+    slots: dict[int, PrefillSlot] = field(init=False)
 
     def __post_init__(self) -> None:
         with self.on_device():
-            object.__setattr__(self, "prefill_slot", PrefillSlot.beside(self.state, self.parts.features))
+            sizes = {1, *map(self.rows_together, self.chunks)}
+            slots = {rows: PrefillSlot.beside(self.state, self.parts.features, rows) for rows in sizes}
+        object.__setattr__(self, "slots", slots)
+
+    @property
+    def prefill_slot(self) -> PrefillSlot:
+        """The slot of a prompt that has a pass to itself."""
+        return self.slots[1]
+
+    def rows_together(self, chunk: int) -> int:
+        """Prompts that go through together, each with a chunk of that size; 1: they do not."""
+        rows = self.together // chunk
+        return rows if 1 < rows <= self.state.batch else 1
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -154,14 +170,21 @@ class Engine:
         """Makes the runner ready for such a step."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
 
-    def compile(self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool) -> None:
-        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed."""
-        with self.parts.ops.compiling(), self._idle(self.state.batch):
+    def compile(
+        self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
+    ) -> None:
+        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed.
+
+        Args:
+            steps: rows and shape of each. prompts: as well.
+            compilers: run Triton's compiler; None: threads do.
+        """
+        with self.parts.ops.compiling(compilers), self._idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
-                for draft in self._fed:
-                    self._pass(chunk, chunk, draft)()
+                for draft, rows in itertools.product(self._fed, {1, self.rows_together(chunk)}):
+                    self._pass(chunk, chunk, draft, rows)()
 
     def capture_prompts(self) -> None:
         """Makes the passes over prompts ready that are replayed."""
@@ -207,17 +230,37 @@ class Engine:
             kept.zero_()  # those of the prompt that was here before
         for chunk in chunks:
             start += chunk
-            key, body = PromptKey(chunk, draft), self._pass(start, chunk, draft)
-            if self.runner.static and chunk > _CAPTURED:
-                body()
-            elif self.runner.ready(key):
-                self.runner.run(key, body)
-            else:
-                body()
-                self.runner.capture(key, body, self.prefill_slot.row.all_idle, warm=True)
+            self._run_pass(start, chunk, draft)
         if kept is not None and self.parts.features is not None:
             self.parts.features[row].copy_(kept[0])
         self.prefill_slot.leave(self.state, row)
+
+    def prefill_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
+        """Queues one pass over a chunk of each of several rows, as many as go through together at most.
+
+        Args:
+            starts: row of the state -> position of its first token.
+            chunk: tokens of each row.
+            draft, running: as of `prefill_row`.
+        """
+        rows = self.rows_together(chunk) if len(starts) > 1 else 1
+        slot = self.slots[rows]
+        for place, (row, start) in enumerate(starts.items()):
+            slot.enter(self.state, row, start, running=running, place=place)
+        self._run_pass(max(starts.values()) + chunk, chunk, draft, rows)
+        for place, row in enumerate(starts):
+            slot.leave(self.state, row, place)
+
+    def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
+        """Replays such a pass, or launches and then captures it."""
+        key, body = PromptKey(chunk, draft, rows), self._pass(upto, chunk, draft, rows)
+        if self.runner.static and chunk > _CAPTURED:
+            body()
+        elif self.runner.ready(key):
+            self.runner.run(key, body)
+        else:
+            body()
+            self.runner.capture(key, body, self.slots[rows].row.all_idle, warm=True)
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`, in its pages and all buffers."""
@@ -227,22 +270,27 @@ class Engine:
             self.parts.features[place].copy_(self.parts.features[source])
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether what drafts reads prompts by passes of its own, as a draft model does."""
+        return self.parts.proposer is not None and self.parts.proposer.max_length > 0
+
+    @property
     def _fed(self) -> tuple[bool, ...]:
         """Whose passes over prompts there are: the target's, and the draft's."""
-        return (False, True) if self.parts.proposer and self.parts.proposer.max_length else (False,)
+        return (False, True) if self.reads_prompts else (False,)
 
-    def _pass(self, upto: int, chunk: int, draft: bool) -> Callable[[], None]:
-        """A pass over the next `chunk` tokens of the prefill slot, which end before position `upto`."""
-        shape, prefill_slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.prefill_slot, self.parts.proposer
+    def _pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> Callable[[], None]:
+        """A pass over the next `chunk` tokens of each row of a slot, which end before position `upto`."""
+        shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.parts.proposer
 
         def feed() -> None:
-            prefill(self.parts, prefill_slot.row, shape, prefill_slot.start, chunk, prefill_slot.features)
-            prefill_slot.start.add_(chunk)
+            prefill(self.parts, slot.row, shape, slot.start, chunk, slot.features)
+            slot.start.add_(chunk)
 
         if not draft:
             return feed
         assert proposer is not None, "there is something to feed"
-        return lambda: proposer.catch_up(prefill_slot.row, shape, chunk)
+        return lambda: proposer.catch_up(slot.row, shape, chunk)
 
     def choose_threads(self) -> None:
         """Chooses once how many threads work on a step on the CPU, by what a plain pass over one row takes."""

@@ -9,7 +9,7 @@ first step feeds that token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from fastspec.kv_cache.prefix import Node, PrefixCache
@@ -18,6 +18,9 @@ from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
 from fastspec.shapes import chunks_of
 from fastspec.state import PAUSED, RUNNING
+
+_PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
+_LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
 
 
 @dataclass(slots=True)
@@ -41,6 +44,22 @@ class Passes:
 
 
 @dataclass(slots=True)
+class ShortPass:
+    """The last pass of a prompt, short enough to go through with those of other prompts.
+
+    Attributes:
+        request: whose prompt it is.
+        start: its first position. chunk: tokens.
+        draft: first position of the draft's pass, which has as many tokens; None: it has none now.
+    """
+
+    request: Request
+    start: int
+    chunk: int
+    draft: int | None = None
+
+
+@dataclass(slots=True)
 class Intake:
     """Prefill of requests, from the queue into a row.
 
@@ -55,6 +74,7 @@ class Intake:
     waiting: deque[Request] = field(default_factory=deque)
     request: Request | None = None
     row: int = 0
+    _short: dict[int, ShortPass] = field(default_factory=dict)  # row -> its last pass, which goes with those of others
     _target: Passes = field(default_factory=lambda: Passes(0))
     _draft: Passes | None = None  # passes of the draft; None: steps let it catch up later
     _refused: tuple[Request, int] | None = None  # request that did not fit, and how many pages were free or idle then
@@ -101,53 +121,97 @@ class Intake:
         self._draft = None
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
-            self._draft = Passes(start, deque(engine.passes(stop, start, most)))
+            self._draft = Passes(start, deque(engine.passes(stop, start, most and _LIGHTER * most)))
 
     def feed(self, limit: int | None, *, some: bool) -> int:
-        """Queues passes over at most `limit` tokens, and lets the row run after the last one.
+        """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
+
+        The draft's passes are long and rare, for a pass costs its weights however few tokens it feeds: they come where
+        the draft is that far behind, and behind the last pass of the target.
 
         Args:
             limit: tokens; None: all that are left.
             some: at least one pass, however long it is.
 
         Returns:
-            The number of tokens that passes of the target feed.
+            What the passes take, in tokens of the target.
         """
-        request = self.request
+        request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
-        taken = self._target.take(limit, some=some)
         with self.engine.parts.mark("prefill"):
+            if draft is not None and limit is not None and self._target.at - draft.at >= _LIGHTER * limit:
+                fed += self._feed_draft(request, draft, limit, some=some)
+            taken = self._target.take(None if limit is None else limit - fed, some=some and not fed)
+            if self._waits(request, taken):
+                return fed + sum(taken)
             if taken or len(request.prompt) == 1:
                 first = self._target.at == request.cached
                 self.engine.prefill_row(self.row, self._target.at, taken, draft=False, running=False, first=first)
             self._target.at += sum(taken)
-            if self._draft is not None:
-                self._feed_draft(request, self._draft)
-        if not self._target.left:
-            self._finish(request)
-        return sum(taken)
+            fed += sum(taken)
+            if draft is not None and not self._target.left:
+                fed += self._feed_draft(request, draft, None if limit is None else limit - fed, some=some and not fed)
+        if not self._target.left and not (draft and draft.left):
+            self._finish(request, self.row)
+            self.request = None
+        return fed
 
-    def _feed_draft(self, request: Request, passes: Passes) -> None:
-        """Queues the draft's passes up to where the target is; all that are left once the target is done."""
-        chunks = passes.take(self._target.at - passes.at if self._target.left else None, some=False)
+    def _waits(self, request: Request, taken: list[int]) -> bool:
+        """Whether the pass just taken is a prompt's last and waits for those of other prompts; `flush` queues them."""
+        draft, rows = self._draft, self.engine.rows_together(taken[0]) if len(taken) == 1 else 1
+        if rows == 1 or self._target.left or (draft is not None and list(draft.left) not in ([], taken)):
+            return False
+        if any(each.chunk != taken[0] for each in self._short.values()):
+            self.flush()
+        start = draft.at if draft is not None and draft.left else None
+        self._short[self.row] = ShortPass(request, self._target.at, taken[0], start)
+        self.request = None
+        if len(self._short) == rows:
+            self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Queues the passes of short prompts that wait for each other, as one; their rows run after it."""
+        if not self._short:
+            return
+        short, self._short = self._short, {}
+        chunk = next(iter(short.values())).chunk
+        with self.engine.parts.mark("prefill"):
+            starts = {row: each.start for row, each in short.items()}
+            self.engine.prefill_rows(starts, chunk, draft=False, running=False)
+            drafts = {row: each.draft for row, each in short.items() if each.draft is not None}
+            if drafts:
+                self.engine.prefill_rows(drafts, chunk, draft=True, running=False)
+        for row, each in short.items():
+            if each.draft is not None:
+                self._drafted(each.request, each.draft + chunk)
+            self._finish(each.request, row)
+
+    def _drafted(self, request: Request, upto: int) -> None:
+        """The draft has read a request's tokens up to that position, but for the last two."""
+        proposer = self.engine.parts.proposer
+        assert proposer is not None, "it is fed"
+        request.draft_length = min(upto, request.length - 2, proposer.max_length)
+
+    def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, some: bool) -> int:
+        """Queues the draft's next passes; arguments and result as of `feed`."""
+        chunks = passes.take(None if limit is None else _LIGHTER * limit, some=some)
         if chunks:
             self.engine.prefill_row(self.row, passes.at, chunks, draft=True, running=False)
             passes.at += sum(chunks)
-            proposer = self.engine.parts.proposer
-            assert proposer is not None, "it is fed"
-            request.draft_length = min(passes.at, len(request.prompt) - 2, proposer.max_length)
+            self._drafted(request, passes.at)
+        return -(-sum(chunks) // _LIGHTER)
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, row: int) -> None:
         """The prompt is prefilled: the row runs, and later prompts may share its pages."""
         prefix = self.engine.prefix
         if prefix is not None:
-            pages = self.engine.pages.pages_of(self.row)
+            pages = self.engine.pages.pages_of(row)
             request.nodes = prefix.insert(request.nodes, request.prompt, pages, self._shareable(request))
             mark_drafted(prefix, request)
         state = self.engine.state
-        state.emitted[self.row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
-        state.finish[self.row].fill_(RUNNING if request.grammar is None else PAUSED)
-        self.request = None
+        state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
+        state.finish[row].fill_(RUNNING if request.grammar is None else PAUSED)
 
     def drop(self, request: Request) -> None:
         """Forgets a request that has ended while it waited or while its prompt was being prefilled."""
@@ -158,12 +222,36 @@ class Intake:
             self.waiting.remove(request)
 
     def reset(self) -> None:
-        """Forgets the prompt that was being prefilled and clears the prefix cache; waiting requests stay."""
+        """Forgets prompts that were being prefilled and clears the prefix cache; waiting requests stay."""
         self.request = self._refused = None
+        self._short.clear()
         if self.engine.prefix is not None:
             self.engine.prefix.clear()
 
-    def adopt(self, request: Request, row: int) -> None:
+    def catch_up(self, rows: Mapping[int, Request]) -> float:
+        """Lets the draft take in what it has not read of these rows; returns the passes that takes."""
+        passes, short = 0.0, dict[int, dict[int, int]]()  # chunk -> row -> start
+        for row, request in sorted(rows.items()):
+            self._adopt(request, row)
+            chunks, start = lag_of(self.engine, request), request.draft_length
+            passes += passes_of(chunks)
+            request.draft_lag = False
+            if len(chunks) == 1 and self.engine.rows_together(chunks[0]) > 1:
+                together = short.setdefault(chunks[0], {})
+                together[row] = start
+                if len(together) == self.engine.rows_together(chunks[0]):
+                    self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
+            elif chunks:
+                self.engine.prefill_row(row, start, chunks, draft=True)
+            if chunks:
+                self._drafted(request, start + sum(chunks))
+                if self.engine.prefix is not None and not request.drafted:
+                    mark_drafted(self.engine.prefix, request)
+        for chunk, starts in short.items():
+            self.engine.prefill_rows(starts, chunk, draft=True)
+        return passes
+
+    def _adopt(self, request: Request, row: int) -> None:
         """Counts K/V of the draft that another row has meanwhile written to pages which this row shares."""
         prefix, proposer = self.engine.prefix, self.engine.parts.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
@@ -199,6 +287,11 @@ def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
     """The number of positions, from 0 on, whose pages hold the draft's K/V, too."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
+
+
+def passes_of(chunks: list[int]) -> float:
+    """What feeding these chunks costs, in passes over a few rows."""
+    return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
 def lag_of(engine: Engine, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""The prefill slot: one extra row that prompts pass through, so that launches do not depend on a prompt's row."""
+"""Prefill slots: extra rows that prompts pass through, so that launches do not depend on a prompt's row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of one row, and the position up to which its prompt was passed.
+    """Buffers of one row or of several, and the positions up to which their prompts were passed.
 
     Attributes:
-        row: a state of one row. Its K/V lies in the pages of the row that it stands for.
-        start: int64 [1], the position of the target's next pass.
+        row: a state of so many rows. The K/V of each lies in the pages of the row that it stands for.
+        start: int64 [rows], the positions of the target's next pass.
         features: [1, ..], its row of `StepModules.features`; None where nothing is kept.
     """
 
@@ -25,24 +25,32 @@ class PrefillSlot:
     features: Tensor | None = None
 
     @classmethod
-    def beside(cls, state: DecodeState, features: Tensor | None = None) -> PrefillSlot:
-        """An idle slot with room for any row of `state`, and of `features` [B, ..]."""
-        row = state.one_row()
-        return cls(row, torch.zeros_like(row.lengths), None if features is None else torch.zeros_like(features[:1]))
+    def beside(cls, state: DecodeState, features: Tensor | None = None, rows: int = 1) -> PrefillSlot:
+        """An idle slot with room for any `rows` rows of `state`, and one of `features` [B, ..].
 
-    def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True) -> None:
-        """The slot stands for row `row` of `state` from now on; passes begin at position `start`.
+        Of several rows only what passes over prompts read has memory of its own.
+        """
+        one = state.one_row()
+        if rows > 1:
+            wide = {name: getattr(one, name) for name in BUFFERS}
+            wide = {name: each.expand(rows, *each.shape[1:]) for name, each in wide.items()}
+            own = [name for name, each in BUFFERS.items() if each.prefill or name == "emitted"]
+            one = DecodeState(**{**wide, **{name: wide[name].clone() for name in own}})
+        return cls(one, torch.zeros_like(one.lengths), None if features is None else torch.zeros_like(features[:1]))
+
+    def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True, place: int = 0) -> None:
+        """Row `place` of the slot stands for row `row` of `state` from now on; passes begin at position `start`.
 
         A row whose prompt is not in yet idles (`running` is False); the slot runs all the same.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
-                getattr(self.row, name)[0].copy_(getattr(state, name)[row])
+                getattr(self.row, name)[place].copy_(getattr(state, name)[row])
         if not running:
-            self.row.finish.fill_(RUNNING)
-        self.start.fill_(start)
+            self.row.finish[place].fill_(RUNNING)
+        self.start[place].fill_(start)
 
-    def leave(self, state: DecodeState, row: int) -> None:
+    def leave(self, state: DecodeState, row: int, place: int = 0) -> None:
         """Gives back what passes of a draft changed, and idles."""
-        state.draft_lengths[row].copy_(self.row.draft_lengths[0])
-        self.row.finish.fill_(IDLE)
+        state.draft_lengths[row].copy_(self.row.draft_lengths[place])
+        self.row.finish[place].fill_(IDLE)

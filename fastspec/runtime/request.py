@@ -19,6 +19,8 @@ from fastspec.runtime.step_timer import DraftLengthPolicy
 from fastspec.shapes import FULL
 from fastspec.state import RUNNING, STOPPED
 
+LONG_PROMPT = 1024  # tokens: what drafts reads a longer prompt only after the first new token
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -190,6 +192,26 @@ def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[
     """The rows that may run in the next step: all but those with a grammar whose last step was not read yet."""
     waiting = {request for step in in_flight for request in step.requests.values() if request.grammar is not None}
     return {row: request for row, request in rows.items() if request not in waiting}
+
+
+def may_draft(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep], *, reads: bool) -> list[int]:
+    """The rows that the next step may draft for: those that have not opted out.
+
+    The first token of a long prompt comes from a plain step, so that it does not wait for the draft's passes over the
+    prompt. Whether it does depends on the prompt alone, so that a seed repeats its text beside any other rows.
+
+    Args:
+        rows: row -> request, those of the step.
+        in_flight: steps that were launched and not read yet.
+        reads: what drafts reads prompts by passes of its own.
+    """
+    begun = {request for step in in_flight for request in step.requests.values()}
+    return [
+        row
+        for row, request in rows.items()
+        if request.options.draft_limit != 0
+        and not (reads and len(request.prompt) > LONG_PROMPT and not request.steps and request not in begun)
+    ]
 
 
 def constrained(rows: Mapping[int, Request]) -> bool:

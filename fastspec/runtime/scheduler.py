@@ -21,13 +21,11 @@ from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.intake import Intake, lag_of, mark_drafted
-from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, turns_of
+from fastspec.runtime.intake import Intake, lag_of, passes_of
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
 from fastspec.state import IDLE, RUNNING
-
-_PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
 
 
 class Scheduler:
@@ -182,7 +180,7 @@ class Scheduler:
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
-            passes = self._catch_up(drafting)
+            passes = self._intake.catch_up({row: self._rows[row] for row in drafting})
         drafted, (k, turns) = k, turns_of(requests, self._calls, k)
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
@@ -237,12 +235,12 @@ class Scheduler:
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
-        willing = [row for row, request in requests.items() if request.options.draft_limit != 0]
+        willing = may_draft(requests, self._in_flight, reads=self.engine.reads_prompts)
         if not willing:
-            return 0, frozenset()  # where every row has opted out the step is a plain one
+            return 0, frozenset()  # a plain step
         if call.policy is None:
             return call.choose_k(call.steps), frozenset(willing)
-        passes = {row: _passes(lag_of(self.engine, requests[row])) for row in willing}
+        passes = {row: passes_of(lag_of(self.engine, requests[row])) for row in willing}
         nearest = sorted(willing, key=lambda row: (passes[row], row))
         remaining = max(request.limit - request.length for request in requests.values())
         behind = tuple(passes[row] for row in nearest)
@@ -278,8 +276,9 @@ class Scheduler:
             fed += intake.feed(None if patience is None else patience - fed, some=not fed)
             self._disturbed = True
             if intake.request is not None:
-                return
+                break
             self._rows[intake.row] = request
+        intake.flush()
 
     def _patience(self, call: Call) -> int | None:
         """Prompt tokens of a call that running rows wait for in a step; None: all, for they came with it."""
@@ -304,8 +303,7 @@ class Scheduler:
 
     def _draft_follows(self, call: Call) -> bool:
         """Whether the next steps of a call are going to draft."""
-        proposer = self.engine.parts.proposer
-        if proposer is None or not proposer.max_length:
+        if not self.engine.reads_prompts:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
@@ -342,25 +340,6 @@ class Scheduler:
             self.engine.move(source, place)
             self._disturbed = True
 
-    def _catch_up(self, drafting: frozenset[int]) -> float:
-        """Lets the draft take in what it has not seen of these rows; returns the passes that takes."""
-        proposer = self.engine.parts.proposer
-        assert proposer is not None, "k > 0 needs a proposer"
-        passes = 0.0
-        for row in sorted(drafting):
-            request = self._rows[row]
-            self._intake.adopt(request, row)
-            chunks = lag_of(self.engine, request)
-            if chunks:
-                self.engine.prefill_row(row, request.draft_length, chunks, draft=True)
-                fed = request.draft_length + sum(chunks)
-                request.draft_length = min(fed, request.length - 2, proposer.max_length)
-                if self.engine.prefix is not None and not request.drafted:
-                    mark_drafted(self.engine.prefix, request)
-            passes += _passes(chunks)
-            request.draft_lag = False
-        return passes
-
     def _collect(self, step: InFlightStep) -> dict[Request, list[int]]:
         """Reads a step's results; frees the rows that finished."""
         waited = self.engine.runner.depth == 1 or not self.engine.ring.ready(step.sequence)
@@ -392,8 +371,3 @@ class Scheduler:
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)
         policy.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
-
-
-def _passes(chunks: list[int]) -> float:
-    """What feeding these chunks costs, in passes over a few rows."""
-    return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)

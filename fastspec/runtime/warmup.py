@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from fastspec.kernels.select import compilers
 from fastspec.models.interface import Pending
 from fastspec.proposers.readings import settle_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.request import LONG_PROMPT, Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 
@@ -28,6 +31,7 @@ def warm_up_for(
     progress: bool,
     prompts: bool = False,
     loaded: Callable[[], None] = lambda: None,
+    compilers: Executor | None = None,
 ) -> None:
     """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
 
@@ -39,15 +43,17 @@ def warm_up_for(
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
         loaded: waits for weights that another thread still fills; kernels are compiled before.
+        compilers: of `Engine.compile`.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
     """
     lengths = longest, shortest
-    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
+    plain = {0} if engine.reads_prompts and longest > LONG_PROMPT else set()  # the first steps of long prompts
+    missing = engine.missing(rows, {*choice.ks, *plain}, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
         with engine.on_device():
-            engine.compile(missing, prompts=prompts)
+            engine.compile(missing, prompts=prompts, compilers=compilers)
     loaded()
     _settle_reading(engine)
     engine.choose_threads()
@@ -68,6 +74,22 @@ def _settle_reading(engine: Engine) -> None:
     with engine.on_device():
         free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
         settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
+
+
+def compilers_for(
+    target: Any, device: Any, graphs: bool | None, sharing: int
+) -> AbstractContextManager[Executor | None]:
+    """What compiles the kernels of a generator, begun before its arguments are checked; None where nothing does.
+
+    Args:
+        target, device, graphs: of the constructor. sharing: ranks, on one machine.
+    """
+    there = torch.cuda.is_available() and graphs is not False
+    if there and device is None and isinstance(target, torch.nn.Module):
+        there = any(parameter.is_cuda for parameter in islice(target.parameters(), 1))
+    elif there and device is not None:
+        there = str(device).startswith("cuda")
+    return compilers(sharing) if there else nullcontext()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The sampler's law and its randomness.
+"""The sampler's distribution and its randomness.
 
 Randomness is counter-based (Philox4x32-10, Salmon et al., SC 2011): every number is a pure function of
 (row seed, absolute position, purpose, token), never of a slot, a batch or a step. So a row's text does not

@@ -1,4 +1,4 @@
-"""What stands between a model's logits and its law: biases, penalties, and ids that may not come yet.
+"""What stands between a model's logits and its distribution: biases, penalties, and ids that may not come yet.
 
 The order is that of transformers' `LogitsProcessorList`: bias (`SequenceBiasLogitsProcessor`), repetition penalty
 (`RepetitionPenaltyLogitsProcessor`), ids that are banned, stop ids before the least number of new tokens
@@ -95,11 +95,11 @@ def invalid(logits: Tensor) -> Tensor:
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Accepted drafts int64 [B], or -1 - place in rows that would emit something chosen at a broken place.
+    """Accepted drafts int64 [B], or -1 - place in rows that would emit something chosen at an invalid place.
 
     Args:
         accepted: int64 [B]; a row's tokens are chosen at places 0..accepted.
-        places: bool [B, k+1], which are broken.
+        places: bool [B, k+1], which are invalid.
     """
     index = torch.arange(places.shape[1], device=places.device)
     first = torch.where(places, index, places.shape[1]).amin(dim=1)

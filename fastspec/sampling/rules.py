@@ -14,7 +14,7 @@ MODES = REJECTION, COUPLED, BLOCK = "rejection", "coupled", "block"
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accepts drafts by fiat, for benchmarks alone: the text is neither the model's nor of its law.
+    """Accepts drafts by fiat, for benchmarks alone: the text is neither the model's nor of its distribution.
 
     Args:
         rate: each draft, until the first that is refused, is accepted with this probability, whatever it is.
@@ -63,12 +63,12 @@ def checked(verification: object) -> Verification:
 
 
 def needs_draft_probs(verification: Verification) -> bool:
-    """Whether the rule judges a draft by the law that it was drawn from."""
+    """Whether the rule judges a draft by the distribution that it was drawn from."""
     return verification in (REJECTION, BLOCK)
 
 
 def synthetic_name(verification: Verification) -> str | None:
-    """What drafts are accepted by, when the text is not the model's; None for a rule that keeps the law."""
+    """What drafts are accepted by, when the text is not the model's; None for a rule that keeps the distribution."""
     return str(verification) if isinstance(verification, SyntheticAcceptance) else None
 
 

@@ -1,17 +1,17 @@
 """Acceptance of drafted tokens: the definition of correct, and the op the step runs where no kernel does.
 
-p is the target's law, q the draft's; drafts x_1..x_k were drawn from q. Three rules, after each of which the emitted
-tokens follow p exactly:
+p is the target's distribution, q the draft's; drafts x_1..x_k were drawn from q. Three rules, after each of which the
+emitted tokens follow p exactly:
 
 - `rejection`: draft j is accepted with probability min(1, p(x)/q(x)); the first rejected place is filled from the
   residual norm(max(p - q, 0)); after k acceptances one more token comes from p (Leviathan et al., arXiv 2211.17192,
   theorem 3.5; Chen et al., arXiv 2302.01318).
-- `block`: the drafts are judged together, which accepts at least as many on average as any rule that keeps the law
-  (Sun et al., arXiv 2403.10444, algorithm 2).
+- `block`: the drafts are judged together, which accepts at least as many on average as any rule that keeps the
+  distribution (Sun et al., arXiv 2403.10444, algorithm 2).
 - `coupled`: the target picks with the numbers that the draft picked with, and its pick is what is emitted; a draft is
   accepted where the two agree (Daliri, Musco and Suresh, arXiv 2408.07978).
 
-Every function but `commit` is pure; coins and draws are arguments.
+Every function but `commit` is pure; uniform numbers and draws are arguments.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def rejection(
     """Lossless rejection sampling of k drafts a row.
 
     Args:
-        p: [B, k+1, V], the target's law at each place.
-        q: [B, k, V], the law each draft was drawn from; None: drafts were certain.
+        p: [B, k+1, V], the target's distribution at each place.
+        q: [B, k, V], the distribution each draft was drawn from; None: drafts are deterministic.
         drafts: int64 [B, k].
-        counts: int64 [B], how many of a row's drafts count; after them the target's law decides.
+        counts: int64 [B], how many of a row's drafts count; after them the target's distribution decides.
         positions: int64 [B, k+1], absolute positions of the places.
-        draws: coins and draws.
+        draws: uniform numbers and draws.
         purpose: keys the draw of the last token apart from the draft's own draws.
 
     Returns:
@@ -99,8 +99,8 @@ def block(
     """Lossless verification of k drafts a row as one block; arguments and results as `rejection`.
 
     Sun et al., arXiv 2403.10444, algorithm 2. With c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1), the first i drafts
-    are accepted, for the largest i whose coin falls; a coin falls with probability s_i / (s_i + 1 - c_i), where s_i is
-    the sum of max(c_i p - q, 0) at the place after draft i, and with c_k at the last one. What follows comes from
+    are accepted, for the largest i whose uniform number is below s_i / (s_i + 1 - c_i), where s_i is the sum of
+    max(c_i p - q, 0) at the place after draft i; at the last draft, below c_k. What follows comes from
     norm(max(c_i p - q, 0)), or from p after all drafts.
     """
     k = drafts.shape[1]
@@ -112,13 +112,13 @@ def block(
     excess = (scaled[:, 1:k] - q[:, 1:]).clamp_min(0.0).sum(-1)
     excess = torch.cat((excess, excess.new_zeros(len(p), min(k, 1))), dim=1)
     chance = block_probability(excess, carried[:, 1:], places == counts[:, None])
-    fallen = draws.accept(chance, positions[:, :k]) & (places <= counts[:, None])
-    accepted = (places * fallen).amax(dim=1) if k else counts.clamp(max=0)
+    below = draws.accept(chance, positions[:, :k]) & (places <= counts[:, None])
+    accepted = (places * below).amax(dim=1) if k else counts.clamp(max=0)
     return accepted, _ended(p, scaled, q, drafts, counts, accepted, positions, draws, purpose)
 
 
 def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
-    """Chance that a row's coin at a draft falls, from s_i, c_i and whether it is the last draft that counts: [B, k]."""
+    """[B, k]: what uniform numbers must be below, from s_i, c_i and whether it is the last draft that counts."""
     missing = 1.0 - carried
     inner = excess / (excess + missing).clamp_min(torch.finfo(excess.dtype).tiny)
     return torch.where(last, carried, inner)
@@ -137,7 +137,7 @@ def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
 
 
 def _deterministic(drafts: Tensor, p: Tensor) -> Tensor:
-    """The law [B, k, V] of drafts that nothing else could have been."""
+    """The distribution [B, k, V] of deterministic drafts: one on each."""
     return torch.zeros_like(p[:, : drafts.shape[1]]).scatter_(2, drafts[:, :, None], 1.0)
 
 
@@ -155,11 +155,11 @@ def _ended(
     """Blocks [B, k+1] of the accepted drafts and a last token: of `scaled` beyond q, of p where no draft was left."""
     k = drafts.shape[1]
     row = torch.arange(len(p), device=p.device)
-    law = p[row, accepted]
+    last = p[row, accepted]
     if k:
         beyond = residual(scaled[row, accepted], q[row, accepted.clamp(max=k - 1)])
-        law = torch.where((accepted < counts)[:, None], beyond, law)
-    return closed(drafts, accepted, draws.sample(law, positions[row, accepted], purpose))
+        last = torch.where((accepted < counts)[:, None], beyond, last)
+    return closed(drafts, accepted, draws.sample(last, positions[row, accepted], purpose))
 
 
 def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def coupled(
     is a function of the text before it and of these numbers, so it does not depend on drafts at all. arXiv 2408.07978.
 
     Args:
-        p: [B, k+1, V], the target's law at each place; the rows need not sum to one.
+        p: [B, k+1, V], the target's distribution at each place; the rows need not sum to one.
         drafts: int64 [B, k].
         counts: int64 [B], how many of a row's drafts count.
         positions: int64 [B, k+1], absolute positions of the places.

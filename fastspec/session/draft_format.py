@@ -7,6 +7,7 @@ memory bandwidth that products in that format reach. Acceptance is assumed to be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -45,16 +46,18 @@ def with_format(
         target, draft: as resolved.
         device, dtype, max_batch_size: arguments of the generator.
     """
-    if not isinstance(draft, Checkpoint):
-        return draft  # there is none, or it is a head, which stays as it is
-    on = device_of(device, target)
-    if draft.spec.hosting or draft.quantisation is not None:
-        kind = "hosted" if draft.spec.hosting else f"stored quantised ({draft.stored})"
+    if draft is None:
+        return None
+    if kind := _left(draft):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
+    on = device_of(device, target)
     run_in, ops = dtype_of(dtype, draft.spec, on), ops_for(on)
-    made: dict[CodeFormat | None, Checkpoint] = {form: rounded_to(draft, form) for form in FORMATS}
+    made: dict[CodeFormat | None, Checkpoint | HeadCheckpoint] = {form: rounded_to(draft, form) for form in FORMATS}
     made[None] = draft
-    sizes = {form: one.bytes_loaded(run_in, on, ops) for form, one in made.items()}
+    unread = 0  # by a pass
+    if isinstance(draft, HeadCheckpoint) and draft.spec.own_embed:
+        unread = run_in.itemsize * math.prod(draft.spec.tensors["embed_tokens.weight"])
+    sizes = {form: one.bytes_loaded(run_in, on, ops) - unread for form, one in made.items()}
     best = best_of(sizes, max_batch_size)
     if best is None:
         why = "no format is read with fewer bytes here" if _alike(sizes) else f"at {max_batch_size} rows it is fastest"
@@ -63,6 +66,15 @@ def with_format(
         f'; chosen by "auto": {sizes[best] / 2**20:.0f} MiB a pass, and {sizes[None] / 2**20:.0f} MiB as it is stored'
     )
     return replace(made[best], stored=made[best].stored + text)
+
+
+def _left(draft: Checkpoint | HeadCheckpoint) -> str:
+    """What a draft is that stays as it is; empty: it may be rounded."""
+    if isinstance(draft, HeadCheckpoint):
+        return "a mixture of experts" if draft.spec.decoder.routed_elements else ""
+    if draft.spec.hosting:
+        return "hosted"
+    return "" if draft.quantisation is None else f"stored quantised ({draft.stored})"
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:

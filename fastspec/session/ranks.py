@@ -11,7 +11,7 @@ import torch
 from fastspec.errors import UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.weights.sliced import fingerprint, sliced, why_whole
+from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced, why_whole
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
@@ -59,6 +59,8 @@ def settled(
         shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
         made = replace(shorter, length_reason="what all ranks have room for")
     share = None if target.sliced is None else target.sliced.share
+    if target.sliced is not None:
+        ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
     return target, draft, replace(made, ranks=ranks.describe(share, splits))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,13 +146,20 @@ class Session:
                 self.scheduler.check(request)
             self.loop.join(joining)
 
-    def warm_up(self, choice: Choice, length: int, loaded: Callable[[], None] = lambda: None) -> None:
+    def warm_up(
+        self,
+        choice: Choice,
+        length: int,
+        loaded: Callable[[], None] = lambda: None,
+        compilers: Executor | None = None,
+    ) -> None:
         """Captures the steps that calls with such drafts may come to.
 
         Args:
             choice: drafts of the calls.
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
+            compilers: of `Engine.compile`.
         """
         with self.alone() as scheduler, self.ranks.guarded("warming up"):
             for shortest in dict.fromkeys((0, length)):  # prompts of any length, and long ones alone
@@ -164,6 +172,7 @@ class Session:
                     progress=self.progress,
                     prompts=not shortest,
                     loaded=lambda: self._all_ready(loaded),
+                    compilers=compilers,
                 )
 
     def run(self, call: Prepared) -> Iterator[Emitted]:
@@ -241,7 +250,8 @@ class Session:
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
         synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
         now = threads.now if threads else None
-        return Stats.of(rows, choice.k, end - start, synthetic, choice.note, self.settings.exact, now)
+        told = synthetic, choice.note, self.settings.exact, now, self.ranks.same_text_on
+        return Stats.of(rows, choice.k, end - start, *told)
 
     def close(self) -> None:
         """Cancels handles, waits for the device and lets the scheduler go, with all its buffers.

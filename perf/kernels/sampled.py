@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.sampling.commit import commit, scratch_of
-from fastspec.kernels.sampling.distribution import find_laws
+from fastspec.kernels.sampling.distribution import find_distributions
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
 from fastspec.kernels.sampling.logits import sampled_work
@@ -141,7 +141,7 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
         "ours, block": ours(BLOCK),
         "ours, rejection": ours(REJECTION),
         "ours, coupled": ours(COUPLED),
-        "its first two launches": lambda logits: find_laws(logits, state, work, ragged=True),
+        "its first two launches": lambda logits: find_distributions(logits, state, work, ragged=True),
     }
     if k:
         calls["ours, one draft's draw"] = lambda logits: sampled_draw(

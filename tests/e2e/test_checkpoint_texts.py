@@ -108,6 +108,20 @@ def test_ids_beyond_the_tokenizer_are_ids_of_the_model(tmp_path: Path) -> None:
     assert ours(directory, prompt=[1, 95, 92], **options) == [95] * 4
 
 
+@pytest.mark.parametrize("stop", [None, 2])
+def test_padding_of_a_batch_without_a_mask_is_what_transformers_infers(tmp_path: Path, stop: int | None) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama2", seed=3)
+    ids = torch.tensor([[0, 0, 0, 5, 9], [1, 4, 1, 5, 9], [0, 8, 3, 2, 7]])
+    options: dict[str, Any] = {"max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": stop, "do_sample": False}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    fixed: dict[str, Any] = {"max_length": 64, "max_batch_size": 3, "device": "cpu", "progress": False}
+    with FastSpecGenerator(directory, **fixed) as gen:
+        out = gen.generate(ids, **options)
+        assert isinstance(out, Tensor)
+        assert torch.equal(out, model.generate(ids, **options))
+        assert not torch.equal(out, gen.generate(ids, torch.ones_like(ids), **options)), "padding is no text"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("family", "config"),
     [

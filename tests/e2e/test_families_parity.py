@@ -125,6 +125,23 @@ def test_greedy_text_is_that_of_transformers(checkpoints: Checkpoints, recorded:
         assert output(gen, prompts[4:5], NEW // 2).new_tokens == [texts[4][: NEW // 2]]
 
 
+@pytest.mark.slow
+@torch.inference_mode()
+def test_no_draft_length_and_no_batch_changes_the_text(checkpoints: Checkpoints) -> None:
+    """Seven rows at once, turned round, and one alone; with the model as its own draft, and with a stranger."""
+    prompts = checkpoints.prompts
+    with generator(checkpoints, None, 0) as gen:
+        texts = output(gen, prompts).new_tokens
+    for draft in (checkpoints.directory, checkpoints.draft):
+        with generator(checkpoints, draft, 4) as gen:
+            for k in (0, 1, 4):
+                for rows in (prompts, prompts[::-1], prompts[:1], prompts[3:4], prompts[6:]):
+                    out = output(gen, rows, k=k)
+                    assert out.new_tokens == [texts[prompts.index(prompt)] for prompt in rows]
+                    if k and draft == checkpoints.directory:
+                        assert out.stats.acceptance_rate == 1.0
+
+
 @torch.inference_mode()
 def test_a_generator_with_more_room_has_the_long_factors(tmp_path: Path) -> None:
     """Behind the config's original length transformers has them, too, for every position of a text."""

@@ -94,7 +94,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "seeds": (PROMPT, {"seed": [], **SAMPLE}, "0 values for 1 prompts"),
     "do_sample tensor": (PROMPT, {"do_sample": torch.tensor([1, 2])}, "do_sample"),
     "do_sample text": (PROMPT, {"do_sample": "no"}, "do_sample"),
-    "unknown option": (PROMPT, {"temprature": 1.0}, "unknown option 'temprature'"),
+    "unknown option": (PROMPT, {"temprature": 1.0}, "unknown option 'temprature'; did you mean temperature?"),
     "beams": (PROMPT, {"num_beams": 2}, "num_beams"),
     "penalty": (PROMPT, {"repetition_penalty": -1.1}, "repetition_penalty"),
     "penalties": (PROMPT, {"repetition_penalty": torch.tensor([1.0, 2.0])}, "repetition_penalty"),

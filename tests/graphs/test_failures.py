@@ -18,6 +18,7 @@ from fastspec.graphs import results as rings
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Captured, EagerRunner, GraphRunner
 from fastspec.shapes import GREEDY
+from tests.helpers.limits import HANGS
 from tests.helpers.tiny import tiny_engine
 
 CUDA = torch.device("cuda", 0)
@@ -231,7 +232,7 @@ except RuntimeError as error:
 @pytest.mark.gpu
 def test_a_dead_device_is_an_error_and_not_a_hang() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DEAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240
+        [sys.executable, "-c", DEAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=HANGS
     )
     assert "raised: the CUDA device failed: " in done.stdout, done.stdout + done.stderr[-2000:]
     assert "device-side assert" in done.stdout

@@ -130,7 +130,7 @@ def torch_error(given: dict[str, Any], window: int | None, exact: Tensor, eager:
     keys, values, page_size, dim = mine["keys"], mine["values"], mine["keys"].shape[1], mine["keys"].shape[3]
     query = mine["qkv"].unflatten(-1, (-1, dim))[:, :, : mine["num_heads"]]
     if mine["q_norm"] is not None:
-        query = reference.rms_norm(query, mine["q_norm"], EPS)
+        query = reference.norm(query, mine["q_norm"], EPS)
     rotation = (mine["cos"][mine["positions"]][:, :, None], mine["sin"][mine["positions"]][:, :, None])
     query = reference.rope(query, *rotation)
     worst = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from fastspec.kernels.compiled_ops import compiled
-from fastspec.models.decoder import CompiledDecoder
+from fastspec.models.compiled import CompiledDecoder
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
 from fastspec.shapes import UNTILED

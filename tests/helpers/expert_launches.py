@@ -9,7 +9,7 @@ import torch
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.experts.dispatch import experts
-from fastspec.kernels.experts.route import route
+from fastspec.kernels.experts.route import route, route_normed
 from fastspec.shapes import ClampedGate, RoutingRule
 from tests.helpers.recorder import Calls, on_meta
 
@@ -25,7 +25,9 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     made = []
     for shape in ((count, 2 * inner, hidden), (count, hidden, inner)):
         codes = form == "mxfp4"
-        made.append(ExpertStack.empty_codes(shape, dtype, META) if codes else ExpertStack.of(on_meta(shape, dtype)))
+        made.append(
+            ExpertStack.empty_codes(shape, dtype, META, not made) if codes else ExpertStack.of(on_meta(shape, dtype))
+        )
     biased = form in ("bias", "mxfp4")
     weights = ExpertWeights(
         Weight(on_meta((count, hidden), dtype)),
@@ -47,6 +49,11 @@ def mixtures(arch: int) -> Calls:
     for rule in (*rules, RoutingRule(8, "sigmoid", True, 2.5, 8, 4)):
         correction = on_meta((128,), F32) if rule.scores == "sigmoid" else None
         yield f"route {rule}", partial(route, on_meta((5, 128), F32), rule, correction, pdl=arch >= 90)
+    x, gamma = on_meta((5, 2880), torch.bfloat16), on_meta((2880,), torch.bfloat16)
+    yield (
+        "route and norm",
+        partial(route_normed, on_meta((5, 128), F32), rules[2], None, x, gamma, 1e-5, pdl=arch >= 90),
+    )
     for rows in ROWS:
         for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
             yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)

@@ -35,8 +35,7 @@ from tests.helpers.gluon_values import (
     rounded,
     widened,
 )
-
-WAIT = 60  # seconds, until warps that wait for each other are said to be stuck
+from tests.helpers.limits import HANGS
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
 ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
@@ -111,7 +110,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         """Until the phase of this parity is over: the one at hand has the other."""
         MACHINE.stuck.set()
-        over = MACHINE.turn.wait_for(lambda: self.phases % 2 != parity or MACHINE.failed, WAIT)
+        over = MACHINE.turn.wait_for(lambda: self.phases % 2 != parity or MACHINE.failed, HANGS)
         assert not MACHINE.failed, MACHINE.failed
         assert over, "warps wait for each other"
 
@@ -172,12 +171,12 @@ def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
         MACHINE.stuck.clear()
         thread.start()
         if not MACHINE.late:
-            MACHINE.stuck.wait(WAIT)
+            MACHINE.stuck.wait(HANGS)
     try:
         worked(*parts[0])
     finally:
         for thread in threads:
-            thread.join(WAIT)
+            thread.join(HANGS)
     assert not failed, failed
 
 
@@ -473,6 +472,13 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
             loaded[name].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
+
+
+def experts_in_mxfp4() -> Any:
+    """The kernel of experts/mxfp4.py, for `launch`."""
+    needed = ["linear/epilogue", "linear/small_m", "linear/quantised/conversion", "experts/mxfp4"]
+    with _loaded(needed) as modules:
+        return modules[-1].mxfp4_kernel
 
 
 def attention_by_tma() -> dict[str, Any]:

@@ -63,6 +63,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "stablelm": ("StableLm", {}),
     "phi": ("Phi", {}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 8, "kv_lora_rank": 8},
+            **{
+                "n_routed_experts": 4,
+                "n_group": 2,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "num_key_value_heads": 4,
+            },
+            **{"first_k_dense_replace": 1, "moe_intermediate_size": 24},
+        },
+    ),
+    "diffllama": ("DiffLlama", {}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 24, "do_layer_norm_before": True}),
 }
 STD = 0.25
 
@@ -111,21 +127,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_local_experts": 2, "attention_chunk_size": 16},
         "layer 'model.layers.0.self_attn': its mask .* chunked",
     ),
-    "latent": (
-        "DeepseekV3Config",
-        {
-            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8},
-            **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
-        },
-        r"its values have 4 heads of width 8 and its keys 4 of 16 \(latent attention\)",
-    ),
     "rope": (
         "StableLmConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
         "rope_type='dynamic'",
     ),
     "encoder": ("T5Config", {}, "encoder-decoder"),
-    "vision": ("Mistral3Config", {}, "vision_config"),
+    "vision": ("PaliGemmaConfig", {}, "vision_config"),
     "no_causal": ("DistilBertConfig", {}, "no causal language model"),
 }
 

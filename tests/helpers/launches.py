@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product as pairs
 from types import SimpleNamespace
@@ -21,13 +22,15 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.gelu import gelu_tanh_mul
+from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.linear import plan, portable
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
-from fastspec.kernels.norm import norm
+from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.step import Record
@@ -186,10 +189,10 @@ LAYERS = [
     (16384, 2048, "norm+gated"),
     (2048, 8192, "residual"),
     (10240, 8192, "norm+bias"),
-    (1152, 896, "norm+bias"),
+    (5120, 2880, "norm+bias"),
     (9728, 896, "norm+gated"),
     (3584, 18944, "residual"),
-    (16, 128, "norm+bias"),
+    (16, 64, "norm+bias"),
     (1152, 896, "norm+pick"),
 ]
 AT_ONCE = 3  # layers of a group of calls
@@ -273,6 +276,20 @@ def products(layers: slice, arch: int) -> Calls:
     for n, k, fused in LAYERS[layers]:
         for rows in ROWS:
             yield f"{n}x{k} {fused} {rows}", partial(product, n, k, fused, rows, arch >= 90)
+
+
+def tree(n: int, k: int, ranks: int) -> Weight:
+    """One rank's part of a weight [N, K] whose K is cut."""
+    return replace(packed(n, k // ranks), whole=(n, k), tree=True)
+
+
+def trees(arch: int) -> Calls:
+    """Products whose K ranks share, whole and cut."""
+    for n, k in ((4096, 4096), (4096, 14336), (2048, 8192)):
+        for ranks in (1, 2, 4):
+            for rows in (8, 40):
+                call = partial(multiplied, tree(n, k, ranks), "residual", rows, arch >= 90)
+                yield f"tree {n}x{k} {ranks} {rows}", call
 
 
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
@@ -366,6 +383,9 @@ def prompts(arch: int) -> Calls:
     for rows in (64, 128, 256, 512, 4096):
         for n, fused in ((4096, ""), (4096, "gated"), (4096, "bias+residual"), (4112, "bias+residual"), (4112, "fp32")):
             yield f"prompt {n} {fused} {rows}", partial(_prompt, rows, n, fused)
+        for ranks in (1, 2) if arch == 90 else ():
+            x, weight = on_meta((rows, 4096 // ranks)), tree(4096, 4096, ranks)
+            yield f"prompt, tree of {ranks} {rows}", partial(prefill_linear, x, weight, out_dtype=F32)
 
 
 def _prompt(rows: int, n: int, fused: str) -> object:
@@ -409,13 +429,18 @@ def steps(arch: int) -> Calls:
             yield f"feed {queries}", partial(_feed, queries, counts)
     for dtype in (BF16, F32):
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
-            yield f"embed {dtype}", partial(embed, table, on_meta((BATCH, 2), I64))
+            ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
+            yield f"embed {dtype}", partial(embed, table, ids)
+            pdl = arch >= 90
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
                 f"norm {dtype}",
                 partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
             )
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -435,6 +460,9 @@ def exchanges(arch: int) -> Calls:
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
+        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
+            parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
@@ -510,6 +538,7 @@ GROUPS: dict[str, Callable[[int], Calls]] = {
         for start in range(0, len(LAYERS), AT_ONCE)
     },
     **{f"tails_{sizes[0]}": partial(tails, sizes) for sizes in LAYER_SIZES},
+    "products_trees": trees,
     "products_fp16": products_in_fp16,
     "exchanges": exchanges,
     "quantised": quantised,

@@ -10,8 +10,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.limits import HANGS
+
 CONTEXT = multiprocessing.get_context("forkserver")
-STARTED = 120.0  # seconds, for a process that hangs
 NOTHING = "nothing came"
 
 
@@ -48,9 +49,10 @@ class Processes:
 
     def answer(self, rank: int) -> Any:
         try:
-            return self._pipes[rank].recv() if self._pipes[rank].poll(STARTED) else NOTHING
+            return self._pipes[rank].recv() if self._pipes[rank].poll(HANGS) else NOTHING
         except EOFError:
-            return NOTHING
+            self.processes[rank].join(HANGS)
+            return f"{NOTHING}: exit code {self.processes[rank].exitcode}"
 
     def tell(self, rank: int, word: object) -> None:
         """Something for a task that waits for it, by `Rank.wait`."""
@@ -83,7 +85,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)  # as in processes that a user starts: each draws numbers of its own
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=STARTED)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=HANGS)
     )
     here = Rank(rank, size, pipe)
     while True:

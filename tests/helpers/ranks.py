@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastspec.parallel.exchange import add_rounded, tree_sum
+from tests.helpers.limits import HANGS
 
 T = TypeVar("T")
-PATIENCE = 60.0  # seconds, for a thread that has failed
 
 
 class Table:
@@ -21,9 +21,13 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._barrier = threading.Barrier(size, timeout=HANGS)
         self._places: list[Tensor | None] = [None] * size
         self.exchanged: list[tuple[int, ...]] = []
+
+    def abort(self) -> None:
+        """Lets nobody wait for a thread that has failed."""
+        self._barrier.abort()
 
     def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self._places[rank] = tensor.clone()
@@ -56,5 +60,13 @@ class BetweenThreads:
 def on_each(size: int, work: Callable[[int, BetweenThreads], T]) -> list[T]:
     """What `work` gives on every rank."""
     table = Table(size)
+
+    def one(rank: int) -> T:
+        try:
+            return work(rank, BetweenThreads(table, rank))
+        except BaseException:
+            table.abort()
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(rank, BetweenThreads(table, rank)), range(size)))
+        return list(pool.map(one, range(size)))

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from fastspec import FastSpecGenerator, GenerateOutput
+from fastspec.demo import demo_pair
 from tests.helpers.services import opened, small_pair
 
 FATES = ("result", "iterate", "cancel", "leave", "drop", "wait")
-LONGEST = 48
+LONGEST, USUAL = 48, 8  # new tokens
+SHARE = 200  # requests between two looks at what is left
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Soak:
         rng, kinds = random.Random(seed), []
         for index in range(count):
             prompt = [rng.randrange(256) for _ in range(rng.choice([1, 3, 17, 64, 70]))]
-            options: dict[str, Any] = {"max_new_tokens": rng.randint(1, LONGEST)}
+            options: dict[str, Any] = {"max_new_tokens": 1 + int(min(rng.expovariate(1 / USUAL), LONGEST - 1))}
             if index % 3 == 1:
                 options |= {"do_sample": True, "temperature": 0.9, "seed": index}
             if index % 4 == 2:
@@ -61,6 +63,7 @@ class Soak:
         return cls(gen, kinds)
 
     def run(self, requests: int, threads: int, seed: int = 0) -> None:
+        """Makes so many requests from so many threads; raises AssertionError at the first wrong text."""
         with ThreadPoolExecutor(threads) as pool:
             each = [requests // threads + (index < requests % threads) for index in range(threads)]
             for done in [pool.submit(self.client, count, seed * 1000 + index) for index, count in enumerate(each)]:
@@ -117,12 +120,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other requests")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no further requests after so long")
+    parser.add_argument("--small", action="store_true", help="a pair of random weights, in place of the shipped one")
     given = parser.parse_args()
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, opened(small_pair(Path(folder)), max_batch_size=8) as gen:
-        soak = Soak.of(gen, 60)
-        soak.run(given.requests, given.threads)
-        print(f"{given.requests} requests in {time.monotonic() - start:.0f} s, all texts right: {soak.fates}")
+    start, done = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        pair = small_pair(Path(folder)) if given.small else demo_pair()
+        with opened(pair, max_batch_size=given.rows, max_length=256) as gen:
+            soak = Soak.of(gen, 60, given.seed)
+            while done < given.requests and time.monotonic() - start < given.seconds:
+                part = min(SHARE, given.requests - done)
+                soak.run(part, given.threads, given.seed + done)
+                done += part
+                print(f"{done} requests right after {time.monotonic() - start:.0f} s", flush=True)
+    took = time.monotonic() - start
+    print(f"{done} requests in {took:.0f} s, all texts right, nothing left: {sum(soak.fates.values())} {soak.fates}")
 
 
 if __name__ == "__main__":

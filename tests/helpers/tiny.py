@@ -103,6 +103,7 @@ def tiny_engine(
     num_pages: int | None = None,
     draft_context: int = 4096,
     graphs: bool = False,
+    together: int = 0,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
@@ -158,6 +159,7 @@ def tiny_engine(
         chunks=chunks,
         runner=runner,
         ring=ring,
+        together=together,
     )
 
 

@@ -27,9 +27,8 @@ SPILLS = {
     ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
-    ("_laws_kernel", None): 72,
-    ("_laws_kernel", 64): 376,
-    ("expert_kernel", None): 40,  # of mxfp4 with a gate; not timed
+    ("_distribution_kernel", None): 72,
+    ("_distribution_kernel", 64): 376,
 }
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64
@@ -102,7 +101,8 @@ def _check(reports: list[dict[str, Any]], arch: int) -> None:
         if kernel == "_hopper_kernel":
             assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
             assert report["mma"], report  # whole warp groups multiply
-            assert report["vector"], report  # results leave 16 bytes at a time
+            # results leave 16 bytes at a time, sums of parts of K as threads have them
+            assert report["vector"] or report["constants"]["PARTS"] > 1, report
 
 
 def test_what_one_architecture_launches_beside_another_compiles() -> None:

@@ -11,11 +11,13 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from tests.helpers.modules import module_output
 
 TURNS = 12
+OWNER = 1  # the rank that adds, in two turns
 
 
 def test_kernels_compile_for_a_hopper_gpu() -> None:
     reports = module_output("tests.helpers.compile_launches", "90", "exchanges")
-    assert {report["kernel"] for report in reports} == {"_added_kernel", "_gather_kernel", "_largest_kernel"}
+    kernels = {"_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel"}
+    assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] == 0, report
         assert report["waits_first"], report  # what comes behind may start early, and waits for the sums itself
@@ -25,28 +27,43 @@ def runs(size: int, halves: int, seed: int) -> bool:
     """Whether one block of every rank reads what was meant for it, in one random order of all that ranks do.
 
     A rank's turn is that of the kernel: push to each peer, set each peer's flag, wait for each flag, read each peer's.
+    Or in two: all push to one rank, which waits for them, reads, pushes to them, and for which they wait.
     """
     choose = random.Random(seed)
     slots = [[[-1] * size for _ in range(halves)] for _ in range(size)]  # of each rank: half, from whom
     flags = [[0] * size for _ in range(size)]
     right = True
 
-    def rank(me: int):  # type: ignore[no-untyped-def]
+    in_turns = {epoch for epoch in range(1, TURNS + 1) if choose.random() < 0.5}
+
+    def pushed(to: list[int], epoch: int, me: int):  # type: ignore[no-untyped-def]
+        for other in to:
+            yield
+            slots[other][epoch % halves][me] = epoch
+        for other in to:
+            yield
+            flags[other][me] = epoch
+
+    def received(whose: list[int], epoch: int, me: int):  # type: ignore[no-untyped-def]
         nonlocal right
+        for other in whose:
+            while flags[me][other] < epoch:
+                yield
+        for other in whose:
+            yield
+            right &= slots[me][epoch % halves][other] == epoch
+
+    def rank(me: int):  # type: ignore[no-untyped-def]
         others = [other for other in range(size) if other != me]
         for epoch in range(1, TURNS + 1):
-            for other in others:
-                yield
-                slots[other][epoch % halves][me] = epoch
-            for other in others:
-                yield
-                flags[other][me] = epoch
-            for other in others:
-                while flags[me][other] < epoch:
-                    yield
-            for other in others:
-                yield
-                right &= slots[me][epoch % halves][other] == epoch
+            if epoch in in_turns:
+                givers = others if me == OWNER else [OWNER]
+                yield from pushed([] if me == OWNER else givers, epoch, me)
+                yield from received(givers, epoch, me)
+                yield from pushed(givers if me == OWNER else [], epoch, me)
+                continue
+            yield from pushed(others, epoch, me)
+            yield from received(others, epoch, me)
 
     going = [rank(me) for me in range(size)]
     while going:

@@ -27,23 +27,32 @@ PRODUCTS = {"narrow_kernel", "ring_kernel", "wide_kernel", "tile_kernel"}
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # which can be packed
 
 
+class Launched(list[str]):
+    """Names of kernels, one a launch, and what each was compiled by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[object] = set()
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
-    """Names of the kernels that would have been launched on a GPU of the test's `capability`."""
+def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launched:
+    """The kernels that would have been launched on a GPU of the test's `capability`."""
     from fastspec.kernels import triton_ops
     from fastspec.kernels.common import launch as device
     from fastspec.kernels.linear import launches, plan
     from fastspec.runtime import settings
 
-    capability, names = request.getfixturevalue("capability"), []
+    capability, names = request.getfixturevalue("capability"), Launched()
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         assert all(0 < size < 2**31 for size in grid), (kernel, grid)
         names.append(kernel.fn.__name__)
+        names.kinds.add((names[-1], device._kind(args), device._kind(tuple(options.items()))))
 
     instead: dict[Any, Callable[..., Any]] = {
         device.launch: launch,
-        device.described: lambda tensor, block: SimpleNamespace(),
+        device.described: lambda tensor, block: SimpleNamespace(base=tensor, block_shape=block, layout=""),
         device.has_pdl: lambda device: capability >= (9, 0),
         device.has_warp_groups: lambda device: capability == (9, 0),
         device.multiprocessors: lambda device: 132,
@@ -72,7 +81,7 @@ def compile_all(directory: Path, dtype: torch.dtype, ks: tuple[int, ...], batch:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "mistral"])
 def test_wrappers_take_what_the_engine_gives(
-    family: str, dtype: torch.dtype, capability: tuple[int, int], launched: list[str], tmp_path: Path
+    family: str, dtype: torch.dtype, capability: tuple[int, int], launched: Launched, tmp_path: Path
 ) -> None:
     compile_all(make_checkpoint(tmp_path, family, **SIZES), dtype, (0, 4), 8, 300)
     assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel"} <= set(launched)
@@ -83,8 +92,39 @@ def test_wrappers_take_what_the_engine_gives(
     assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama3", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 3, "use_sliding_window": True}),
+    ],
+)
+def test_one_layer_of_each_kind_launches_what_all_launch(
+    family: str,
+    more: dict[str, Any],
+    capability: tuple[int, int],
+    launched: Launched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fastspec.models import decoder
+
+    directory, kinds, counts = make_checkpoint(tmp_path, family, **SIZES, num_hidden_layers=6, **more), [], []
+    for cut in (True, False):
+        launched.clear()
+        launched.kinds = set()
+        monkeypatch.setattr(decoder, "is_compiling", lambda cut=cut: cut)
+        compile_all(directory, torch.bfloat16, (0, 2), 2, 300)
+        kinds.append(launched.kinds)
+        counts.append(len(launched))
+    assert kinds[0] == kinds[1]
+    assert counts[0] < counts[1]
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
-def test_so_over_a_long_cache(capability: tuple[int, int], launched: list[str], tmp_path: Path) -> None:
+def test_so_over_a_long_cache(capability: tuple[int, int], launched: Launched, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama3", **SIZES, max_position_embeddings=20_000)
     compile_all(directory, torch.bfloat16, (0, 4), 2, 10_000)
     """Where the kernel of long rows cannot run, the portable one decodes all rows."""
@@ -96,9 +136,9 @@ def test_so_over_a_long_cache(capability: tuple[int, int], launched: list[str], 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
 def test_who_multiplies_chunks_of_prompts(
-    capability: tuple[int, int], launched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On sm_90 the ring's kernel, as far as it reads weights once; else the prompts' own product."""
+    """Whatever the number of tokens, the prompts' own product: all passes leave the same bits."""
     from fastspec.runtime import settings
 
     monkeypatch.setitem(settings._CHUNKS, "cpu", (64, 128, 256))
@@ -109,18 +149,17 @@ def test_who_multiplies_chunks_of_prompts(
         engine = generator._open().engine
         for chunk, draft in itertools.product(engine.chunks, (False, True)):
             launched.clear()
-            with engine.on_device(), engine.parts.ops.compiling():
+            with engine.on_device(), engine.parts.ops.compiling(None):
                 engine._pass(chunk, chunk, draft)()
-            ring = capability == (9, 0) and chunk <= 128
             own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
             assert {"_rotate_kernel", "_flash_kernel"} < set(launched)  # not split by keys, as a step's
-            assert ("ring_kernel" in launched, "given_kernel" in launched, own in launched) == (ring, ring, not ring)
+            assert ("ring_kernel" in launched, "given_kernel" in launched, own in launched) == (False, False, True)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 @pytest.mark.parametrize(("sampler", "end"), [(GREEDY, 1), (FULL, 3)])
 def test_how_many_launches_end_a_step(
-    sampler: str, end: int, capability: tuple[int, int], launched: list[str], tmp_path: Path
+    sampler: str, end: int, capability: tuple[int, int], launched: Launched, tmp_path: Path
 ) -> None:
     """Behind the head verification, commit, stops and what the host is told: one kernel, or three with sampling.
 

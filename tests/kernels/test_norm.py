@@ -11,7 +11,7 @@ from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.norm import MAX_WIDTH, norm
+from fastspec.kernels.norm import MAX_WIDTH, add_norm, norm
 
 BF16, F32 = torch.bfloat16, torch.float32
 # width, dtype of x and of the weight, bias, centred
@@ -58,6 +58,30 @@ def test_the_last_position_of_several(device: str) -> None:
     assert gamma is not None
     assert not x[:, -1].is_contiguous()
     assert torch.equal(norm(x[:, -1], gamma, 1e-5), norm(x, gamma, 1e-5)[:, -1])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("dtype", "weight"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+def test_two_norms_and_a_sum_are_those_one_by_one(dtype: torch.dtype, weight: torch.dtype, device: str) -> None:
+    """To the bit: the kernels sum a row in the same order. Only the interpreter rounds bf16 otherwise than torch."""
+    added, first, _ = inputs(300, dtype, weight, False, device)
+    assert added is not None
+    assert first is not None
+    x, second = added.flip(0), first.flip(0)
+    total, following = add_norm(added, x, first, second, 1e-5)
+    assert following is not None
+    if device == "cuda" or dtype == F32:
+        assert torch.equal(total, x + norm(added, first, 1e-5))
+        assert torch.equal(following, norm(total, second, 1e-5))
+    alone, nothing = add_norm(added[1:, 1:2], x[1:, 1:2], first, None, 1e-5)
+    assert torch.equal(alone[0, 0], total[1, 1])
+    assert nothing is None
+    expected = reference.add_norm(added, x, first, second, 1e-5)
+    eps = 4 * torch.finfo(dtype).eps  # up to four roundings of what is about 1
+    torch.testing.assert_close((total, following), expected, rtol=eps, atol=eps)
+    for bad in ((added, x[:1], first, None), (added, x, first[1:], None), (added, x, first, second[1:])):
+        with pytest.raises(ValueError, match="wanted"):
+            add_norm(*bad, 1e-5)
 
 
 def test_the_definition_is_that_of_torch_and_of_llama() -> None:

@@ -10,24 +10,24 @@ import pytest
 from fastspec import FastSpecGenerator
 from fastspec.models.families import FAMILIES as NATIVE
 from fastspec.models.hosted.live import known_type
-from fastspec.models.pairs import FAMILIES, LARGEST_SHARE, natural_pairs, refuse_strangers, suggestion
+from fastspec.models.pairs import GROUPS, LARGEST_SHARE, natural_pairs, refuse_strangers, suggestion
 from tests.helpers.checkpoints import make_checkpoint, write_tokenizer
 
 
 def test_the_table_is_in_order() -> None:
-    names = [name for family in FAMILIES for name, _ in family.models]
+    names = [name for group in GROUPS for name, _ in group.models]
     assert len(set(names)) == len(names)
-    for family in FAMILIES:
-        sizes = [size for _, size in family.models]
+    for group in GROUPS:
+        sizes = [size for _, size in group.models]
         assert sizes == sorted(sizes)
-        assert all(name.count("/") == 1 for name, _ in family.models)
-        assert family.drafts(sizes[-1]), f"{family.name} has no draft for its largest model"
-        assert all(kind in NATIVE or known_type(kind) for kind in family.types), family.name
-        for name, size in family.models:
+        assert all(name.count("/") == 1 for name, _ in group.models)
+        assert group.drafts(sizes[-1]), f"{group.name} has no draft for its largest model"
+        assert all(kind in NATIVE or known_type(kind) for kind in group.types), group.name
+        for name, size in group.models:
             found = natural_pairs(name)
             assert found is not None
-            assert found.family is family
-            fitting = dict(family.models)
+            assert found.group is group
+            fitting = dict(group.models)
             assert all(fitting[draft] <= LARGEST_SHARE * size for draft in found.drafts)
             assert name not in found.drafts
 
@@ -40,6 +40,8 @@ def test_the_table_is_in_order() -> None:
         ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
         ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
+        ("google/gemma-2-27b-it", "google/gemma-2-2b-it"),
+        ("openai/gpt-oss-120b", "openai/gpt-oss-20b"),
     ],
 )
 def test_a_name_has_its_pairs(model: str, first: str) -> None:
@@ -49,7 +51,7 @@ def test_a_name_has_its_pairs(model: str, first: str) -> None:
     assert f"--draft {first}" in str(found)
 
 
-@pytest.mark.parametrize("model", ["microsoft/phi-4", "Qwen/Qwen3-80B", "Qwen/Qwen38B", "openai/gpt-oss-20b"])
+@pytest.mark.parametrize("model", ["microsoft/phi-4", "Qwen/Qwen3-80B", "Qwen/Qwen38B", "openai/gpt-5"])
 def test_what_the_table_does_not_have_is_unknown(model: str) -> None:
     assert natural_pairs(model) is None
     assert suggestion(model) == ""
@@ -62,14 +64,14 @@ def test_the_smallest_has_no_draft() -> None:
     assert "no draft small enough" in str(found)
 
 
-@pytest.mark.parametrize(("marker", "name"), [("<|begin_of_text|>", "Llama 3"), (FAMILIES[1].marker[1], "R1 Llama")])  # type: ignore[index]
+@pytest.mark.parametrize(("marker", "name"), [("<|begin_of_text|>", "Llama 3"), (GROUPS[1].marker[1], "R1 Llama")])  # type: ignore[index]
 def test_a_directory_is_told_by_its_tokenizer(tmp_path: Path, marker: str, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128256}))
     assert natural_pairs(str(tmp_path)) is None, "two families have this size"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 128000, "content": marker}]}))
     found = natural_pairs(str(tmp_path))
     assert found is not None
-    assert found.family.name == name
+    assert found.group.name == name
 
 
 def test_a_draft_of_another_family_is_refused_before_anything_is_fetched() -> None:

@@ -326,6 +326,35 @@ def test_every_kind_of_network_failure_is_a_checkpoint_error(
     assert "could not be had from the Hub: no route" in refusal("owner/tiny")
 
 
+def test_a_file_is_answered_with_its_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    for source in (directory / SINGLE, str(directory / SINGLE), "model.gguf", "owner/model.safetensors"):
+        assert "names a file; wanted the directory that it lies in" in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        ("GatedRepoError", "ask for access at https://huggingface.co/owner/tiny and log in (hf auth login), or pass"),
+        ("RepositoryNotFoundError", "check the name, or log in (hf auth login) where it is private, or pass"),
+        ("RevisionNotFoundError", "see https://huggingface.co/owner/tiny/tree/main for the branches and tags"),
+    ],
+)
+def test_what_the_hub_refuses_names_the_way_out(kind: str, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(getattr(huggingface_hub.errors, kind)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            Exception.__init__(self, "No\n access.")  # its own wants an answer of the HTTP library
+
+        def __str__(self) -> str:
+            return str(self.args[0])
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise Refused
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert f"could not be had from the Hub: No access; {way_out}" in refusal("owner/tiny")
+
+
 @pytest.mark.parametrize("source", ["./missing", "/missing/model", "a/b/c", "~/missing", "", "..", "x" * 300, "a b"])
 def test_what_cannot_be_a_hub_id_never_reaches_the_network(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
@@ -336,7 +365,7 @@ def test_what_cannot_be_a_hub_id_never_reaches_the_network(source: str, monkeypa
 def test_a_path_object_or_a_file_is_not_a_hub_id(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     assert "not a directory" in refusal(Path("owner/tiny"))
-    assert "not a directory" in refusal(str(directory / SINGLE))
+    assert "names a file" in refusal(str(directory / SINGLE))
 
 
 def test_a_revision_goes_with_a_hub_id_only(directory: Path) -> None:

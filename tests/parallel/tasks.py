@@ -15,7 +15,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
 
 
 def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
-    """Makes a generator and keeps it; what explain() says of ranks."""
+    """Makes a generator and keeps it; what explain() says of ranks and of what they refuse."""
     target, draft_or_none = options.pop("pair", None) or map(str, demo_pair())
     if options.pop("lookup", False):
         options["proposer"] = NGram()
@@ -24,7 +24,8 @@ def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
     options = {"max_length": 128, "max_batch_size": 2, "progress": False, "device": "cpu", **options}
     generator = FastSpecGenerator(target, draft_or_none, **options)
     here.kept[name] = generator
-    return next((line for line in generator.explain().splitlines() if line.startswith("ranks")), "")
+    lines = generator.explain().splitlines()
+    return "\n".join(line for line in lines if line.startswith(("ranks", "grammars")))
 
 
 def texts(here: Rank, name: str, calls: list[dict[str, Any]]) -> list[Any]:

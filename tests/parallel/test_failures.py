@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fastspec.parallel.monitor import BEAT, LOST, Monitor
 from tests.helpers.rank_processes import NOTHING, Processes
 from tests.parallel import tasks
 
@@ -42,3 +43,20 @@ def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_
             assert ranks.processes[1].exitcode == 3
     finally:
         ranks.stop()
+
+
+def test_who_counts_a_rank_as_dead_tells_the_others() -> None:
+    """Who has seen that rank's signs in time would else wait for the one that gave up."""
+    first = Monitor(0, 3, None)
+    others = [Monitor(rank, 3, first.port) for rank in (1, 2)]
+    try:
+        while set(first._seen) != {1, 2}:
+            first._closed.wait(BEAT / 4)
+        first.close()  # it sees no more
+        first._seen = {2: (first._seen[2][0], -LOST)}
+        assert first.cause is not None
+        assert "rank 2 gave no sign of life" in first.cause
+        assert others[0].wait_for_cause(60.0) == first.cause
+    finally:
+        for each in (*others, first):
+            each.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import quantised
 from tests.helpers.rank_processes import Processes, Rank
 from tests.parallel import tasks
 
@@ -33,8 +35,19 @@ def test_two_and_four_ranks_give_the_text_of_one(pair: Pair, two: Processes, fou
     assert want[0] == want[1], "drafts change nothing"
     for ranks, processes in ((2, two), (4, four)):
         said = processes.run(tasks.open_generator, "pair", {"pair": pair, "tensor_parallel": ranks})
-        assert all("the same text on 1 to 8 ranks; draft whole on every rank" in each for each in said), said
+        assert all("the same text on 1, 2, 4 and 8 ranks; draft whole on every rank" in each for each in said), said
+        assert all("grammars   none with several ranks" in each for each in said), said
         assert processes.run(tasks.texts, "pair", CALLS) == [want] * ranks
+
+
+def test_a_quantised_target_is_cut(pair: Pair, two: Processes, tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    quantised.write(Path(pair[0]), tmp_path / "awq", settings, quantised.awq(32))
+    options = {"pair": (str(tmp_path / "awq"), pair[1])}
+    want = one(options, CALLS)
+    assert want != one({"pair": pair}, CALLS)
+    two.run(tasks.open_generator, "awq", {**options, "tensor_parallel": 2})
+    assert two.run(tasks.texts, "awq", CALLS) == [want, want]
 
 
 OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

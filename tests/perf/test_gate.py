@@ -5,13 +5,21 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from fastspec import FastSpecGenerator, demo_pair
 from perf import __main__ as cli
+from perf import gate_worker
+from perf.e2e import Run
 from perf.gate import OK, QUICK_TESTS, REGRESSION, UNDECIDED, Refused, Verdict, judged, require_green, tree_of
+from perf.inside import around_steps
 from perf.records import ROOT, Row
+from tests.helpers.clocks import Clock
 
 FAST = ("--workload", "shipped", "--device", "cpu", "--prompt", "16", "--new", "12", "--calls", "1", "--k", "0")
 
@@ -103,11 +111,36 @@ def test_a_revision_is_laid_out_and_goes_again() -> None:
     assert not place.exists()
 
 
-def test_both_trees_are_measured_and_a_planted_delay_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
-    # twice as slow, so that no load of this machine hides it
+def test_both_trees_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """What they take is this machine's affair; that a delay is caught, the next test says."""
     options = ["gate", "--base", str(ROOT), *FAST, "--rounds", "5", "--most", "5", "--tests", "", "--plant", "1.0"]
     (row,) = cli.main(options)
-    assert row["verdict"] == REGRESSION
-    assert row["ratio"] > 1.3
+    assert row["ratio"] > 0
     assert (row["planted"], row["rounds"], row["tokens_ratio"]) == (1.0, 5, 1)
     assert "no tests were run, as asked" in capsys.readouterr().err
+
+
+def test_a_planted_delay_makes_each_step_longer_and_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(gate_worker, "time", clock)
+    target, draft = demo_pair()
+    run = Run(target, draft, [[[5, 6, 7]]], 12, (0,), False, "cpu", torch.float32)
+
+    @contextmanager
+    def taking(words: str) -> Iterator[None]:
+        clock.sleep(0.001)
+        yield
+
+    def steps(count: int) -> list[Row]:
+        return [gate_worker.timed_call(generator, run, 0, 0) for _ in range(count)]
+
+    made = FastSpecGenerator(target, draft, max_length=64, device="cpu", progress=False)
+    with made as generator, around_steps(generator, taking):
+        before = steps(5)
+        around, delays, delay = gate_worker.planted(generator, run, 0.1)
+        with around:
+            delay.seconds = delays[0]
+            after = steps(5)
+    assert [row["ms"] for row in before] == pytest.approx([1.0] * 5, rel=0.01)
+    assert [row["ms"] for row in after] == pytest.approx([1.1] * 5, rel=0.01)
+    assert judged(0, {"base": before, "candidate": after}, 0.5)["verdict"] == REGRESSION

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from perf.runs import Call, same_text, summary
 from perf.stats import rate_interval, ratio_interval
 from perf.timing import Comparison, Timing, summarise
 from perf.workloads import WORKLOADS, Bytes, step_bytes
+from tests.helpers.clocks import Clock
 from tests.helpers.devices import needs_idle_gpu
 
 SHAPED = sorted(set(WORKLOADS) - {"shipped"})
@@ -38,32 +38,41 @@ def test_one_sample_is_a_timing_without_spread() -> None:
     assert summarise([2.0], "wall", "cpu") == Timing(2.0, 2.0, 0.0, 1, 0, "wall", "cpu")
 
 
-def test_functions_take_turns_and_time_is_per_call() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The timer's."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_functions_take_turns_and_time_is_per_call(clock: Clock) -> None:
     order: list[int] = []
 
     def sleeper(index: int) -> None:
         order.append(index)
-        time.sleep(0.004)
+        clock.sleep(0.004)
 
     took = timing.graph_time([lambda: sleeper(0), lambda: sleeper(1)], repeats=2, warmup=1, device="cpu")
     assert order == [0, 1] * 3
-    assert 0.004 <= took.minimum < 0.008 * 2
+    assert took.minimum == took.median == pytest.approx(0.004, rel=1e-3)
     assert (took.how, took.device) == ("wall", "cpu")
 
 
-def test_a_comparison_alternates_and_sees_a_factor_of_three() -> None:
+def test_a_comparison_alternates_and_sees_a_factor_of_three(clock: Clock) -> None:
     order = []
 
     def slow() -> None:
         order.append("b")
-        time.sleep(0.006)
+        clock.sleep(0.006)
 
     def fast() -> None:
         order.append("a")
-        time.sleep(0.002)
+        clock.sleep(0.002)
 
     found = timing.compare(fast, slow, blocks=3, repeats=1, warmup=0, device="cpu")
     assert "".join(order) == "ababab"
+    assert found.ratio == pytest.approx(3, rel=1e-2)
     assert found.low > 1
     assert found.differ
 

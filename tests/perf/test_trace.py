@@ -112,7 +112,7 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
     assert anatomy(of_chrome([])) == {}
     assert anatomy(of_chrome(events))["draft_pass_us"] is None  # kernels that nobody knows
     assert kind_of("triton_red_fused_0") == "product"
-    assert kind_of("_groups_kernel") == kind_of("_laws_kernel") == "sampler"
+    assert kind_of("_groups_kernel") == kind_of("_distribution_kernel") == "sampler"
     assert kind_of("ring_kernel") == kind_of("sum_kernel") == kind_of("narrow_kernel") == "product"
     assert kind_of("norm_kernel") == kind_of("given_kernel") == "norm"
     assert kind_of("elementwise") == "other"

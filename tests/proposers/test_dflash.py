@@ -253,7 +253,6 @@ def test_more_drafts_than_a_block_has_are_refused(target: Path, tmp_path: Path) 
     ("options", "match"),
     [
         ({"compile": True, "exact": False}, r"compile=True .* is a head \(DFlash head"),
-        ({"draft_quantization": "fp8"}, r"draft_quantization='fp8'.*\(DFlash head"),
     ],
 )
 def test_what_heads_have_no_use_for_is_refused(

@@ -149,9 +149,8 @@ def _shifted_features(drafts: Eagle3Drafts) -> None:
 def _shifted_positions(drafts: Eagle3Drafts) -> None:
     fed = drafts._fed
 
-    def wrong(state: DecodeState, shape: StepShape, j: int) -> ForwardBatch:
-        rows = fed(state, shape, j)
-        return replace(rows, positions=rows.positions + 1)
+    def wrong(state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
+        return fed(state, shape, j, positions + 1, known)
 
     drafts._fed = wrong  # type: ignore[method-assign]
 
@@ -159,9 +158,9 @@ def _shifted_positions(drafts: Eagle3Drafts) -> None:
 def _stale_cache(drafts: Eagle3Drafts) -> None:
     absorb = drafts.model.absorb
 
-    def wrong(g: Tensor, rows: ForwardBatch) -> None:
-        if g.shape[1] > 8:  # prompts alone: what drafting left in steps stays
-            absorb(g, rows)
+    def wrong(g: Tensor, rows: ForwardBatch) -> Tensor:
+        in_prompt = g.shape[1] > 8  # what drafting left in steps stays
+        return absorb(g, rows if in_prompt else replace(rows, write_mask=torch.zeros_like(rows.write_mask)))
 
     drafts.model.absorb = wrong  # type: ignore[method-assign]
 
@@ -180,7 +179,7 @@ def _lost_in_plain_steps(drafts: Eagle3Drafts) -> None:
 
     def wrong(state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
         if features.shape[1] == 1:
-            return drafts.model.condense(features, rows.tiling)
+            rows = replace(rows, write_mask=torch.zeros_like(rows.write_mask))
         return take_features(state, shape, features, rows)
 
     drafts.take_features = wrong  # type: ignore[method-assign]
@@ -291,6 +290,9 @@ def test_everything_else_that_a_call_may_ask_for(pair: tuple[Path, Path]) -> Non
         assert torch.equal(mixed, wanted)
         assert "reads boundaries 2, 4, 5 of the target" in made.explain()
         assert "drafts 40 of 101 ids" in made.explain()
+        assert "auto chooses among 0, 1, 2, 4, 6, 8, 12, 16" in made.explain()
+        tried = made.calibrate(given[:1], max_new_tokens=6, eos_token_id=None)
+        assert [trial.k for trial in tried.trials] == [0, 1, 2, 4, 6, 8, 12, 16]
         planned, spec = made.memory_plan, made._draft.spec  # type: ignore[union-attr]
         pages = 1 + 2 * -(-(120 + made._settings.layout.max_drafts + 1) // 64)
         assert planned.draft_cache == pages * 64 * 2 * 4 * spec.num_kv_heads * spec.head_dim

@@ -30,7 +30,7 @@ class TableTarget(TableModel):
 class TableHead:
     """A head whose logits are a table of (position and token that follow what it read), in its own ids."""
 
-    head = SimpleNamespace(kept=(1,), target=SimpleNamespace(vocab_size=VOCAB, layers=1))
+    head = SimpleNamespace(kept=(2,), target=SimpleNamespace(vocab_size=VOCAB, layers=1))
     vocab_size = len(DRAFTED)
 
     def __init__(self, logits: Tensor) -> None:
@@ -39,8 +39,11 @@ class TableHead:
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
         return features[:, :, 0]
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        return
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        return self.drafted(g, rows).double()
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        return made.long()
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
         return torch.stack((rows.positions + 1, rows.ids), dim=-1)
@@ -55,7 +58,7 @@ class TableHead:
 def head_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
     drafts = Eagle3Drafts(TableHead(draft), TORCH_OPS, ((1,),), (), DRAFTED)  # type: ignore[arg-type]
-    return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 1, dtype=torch.float64))
+    return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 
 @pytest.fixture(autouse=True)

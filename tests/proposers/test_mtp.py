@@ -202,7 +202,7 @@ class WholeHead(TableHead):
 def mtp_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
     drafts = MtpDrafts(WholeHead(draft), TORCH_OPS, ((-1,),))  # type: ignore[arg-type]
-    return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 1, dtype=torch.float64))
+    return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 
 def test_decodes_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator, GenerateOutput, NGram
+from tests.helpers import dflash
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_speculators
@@ -34,13 +35,16 @@ def plain(target: Path, device: str, form: str | None) -> Tensor:
     return made(target, device, form, num_speculative_tokens=0)[0]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "dflash", "mtp"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path | str]:
     path = tmp_path_factory.mktemp("pair")
     if request.param == "mtp":
         return write_target(path, "nextn", hidden_size=128, intermediate_size=128)[0], "mtp"
     sizes = {"hidden_size": 128, "intermediate_size": 128}
     target = make_checkpoint(path / "target", "llama3", num_hidden_layers=LAYERS, **sizes)
+    if request.param == "dflash":
+        head = dflash.Head(hidden=128, vocab=VOCAB, target_layers=LAYERS, inner=128, ids=(0, 2, 4), block_size=8)
+        return target, dflash.write_z_lab(path / "head", head)
     tensors = eagle3_tensors(target_hidden=128, hidden=HIDDEN, std=0.5, drafted=VOCAB)
     return target, write_speculators(path / "head", tensors, boundaries=[2, 4, 5])
 
@@ -56,3 +60,15 @@ def test_text_is_that_of_the_rounded_target(form: str, device: str, pair: tuple[
     behind, accepted = made(target, device, form, draft=head, proposer=NGram(), num_speculative_tokens=4)
     assert torch.equal(behind, wanted)
     assert accepted > 0, "texts of random models repeat themselves"
+
+
+@pytest.mark.parametrize("device", devices())
+def test_with_keys_and_values_in_8_bits(device: str, pair: tuple[Path, Path | str]) -> None:
+    """The head's own stay in the target's dtype; the text is that of a target whose are rounded."""
+    target, head = pair
+    options: dict[str, Any] = {"kv_dtype": "fp8"}
+    wanted, _ = made(target, device, "fp8", num_speculative_tokens=0, **options)
+    assert not torch.equal(wanted, plain(target, device, "fp8")), "it is another text"
+    for form in (None, "int4"):
+        options |= {"draft": head, "draft_quantization": form, "num_speculative_tokens": 4}
+        assert torch.equal(made(target, device, "fp8", **options)[0], wanted)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES, REJECTION
@@ -50,6 +52,20 @@ def test_greedy_text_is_the_same_under_every_rule(pair: tuple[Path, Path]) -> No
     for mode in MODES:
         assert decoded(made(*pair, verification=mode)).new_tokens == plain
     assert decoded(made(pair[0], proposer=NGram(2, 3))).new_tokens == plain
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_log_probabilities_are_the_targets_under_every_rule_and_penalty(pair: tuple[Path, Path], mode: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    options = {"repetition_penalty": 1.3, "presence_penalty": [0.5, 0.0, -0.4], "frequency_penalty": 0.2, "top_k": 20}
+    out = decoded(made(*pair, verification=mode, dtype="float32"), **SAMPLED, **options, logprobs=2)
+    for prompt, new, found, best in zip(PROMPTS, out.new_tokens, out.logprobs, out.top_logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+        want = logits.log_softmax(-1)
+        # fp32 sums in another order, over some tens of elements
+        assert found == pytest.approx(want[range(len(new)), new].tolist(), abs=2e-5)
+        assert [[token for token, _ in place] for place in best] == want.topk(2).indices.tolist()
 
 
 def test_only_rules_that_read_laws_have_room_for_them(pair: tuple[Path, Path]) -> None:

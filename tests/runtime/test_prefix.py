@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -121,12 +121,17 @@ class Chats:
             self.texts.append((*turn.prompt, *request.new_tokens))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10**6), num_pages=st.sampled_from([None, 30, 25]), budget=st.sampled_from([None, 32, 64]))
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    num_pages=st.sampled_from([None, 30, 25]),
+    budget=st.sampled_from([None, 32, 64]),
+    joined=st.sampled_from([0, 64, 96]),
+)
 def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
-    seed: int, num_pages: int | None, budget: int | None
+    seed: int, num_pages: int | None, budget: int | None, joined: int
 ) -> None:
-    engine = engine_of(num_pages, budget)
+    engine = engine_of(num_pages, budget, together=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(3):
         chats.round()
@@ -135,9 +140,14 @@ def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10**6), num_pages=st.sampled_from([None, 40, 25]), budget=st.sampled_from([None, 32, 64]))
-def test_at_length(seed: int, num_pages: int | None, budget: int | None) -> None:
-    engine = engine_of(num_pages, budget, depth=1 + seed % 2)
+@given(
+    seed=st.integers(0, 10**6),
+    num_pages=st.sampled_from([None, 40, 25]),
+    budget=st.sampled_from([None, 32, 64]),
+    joined=st.sampled_from([0, 64, 96]),
+)
+def test_at_length(seed: int, num_pages: int | None, budget: int | None, joined: int) -> None:
+    engine = engine_of(num_pages, budget, depth=1 + seed % 2, together=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(8):
         chats.round()
@@ -211,6 +221,38 @@ def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest
     for draft in (False, True):  # 99 and 98 positions in cells of 32: four passes, then the last of them for each copy
         assert [chunk for each, chunk in made if each == draft] == [32] * (4 + 5)
     assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
+
+
+def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tails of copies, and the draft's passes over them, go through three at a time."""
+    engine, joined = keeping(tiny_engine(k=3, batch=6, together=96)), list[tuple[bool, int]]()
+    prefill_rows = Engine.prefill_rows
+
+    def counted(self: Engine, starts: Mapping[int, int], chunk: int, *, draft: bool, **how: Any) -> None:
+        joined.append((draft, len(starts)))
+        prefill_rows(self, starts, chunk, draft=draft, **how)
+
+    monkeypatch.setattr(Engine, "prefill_rows", counted)
+    scheduler, turns = Scheduler(engine), [Turn(HEAD, 3, seed=seed) for seed in range(6)]
+    requests = [turn.request() for turn in turns]
+    call = call_of(requests, 3)
+    alone = passes_of(engine, lambda: run_as_one(scheduler, requests, call), monkeypatch)
+    assert [request.cached for request in requests] == [0, *[96] * 5]
+    assert joined == [(False, 3), (False, 2), (True, 3), (True, 2)]
+    assert alone == [(False, 32)] * 4 + [(True, 32)] * 4, "but for the first prompt's passes"
+    assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
+    nothing_leaked(engine)
+    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, together=96)))
+    requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
+    run_as_one(scheduler, requests, call_of(requests, 3))
+    assert joined[4:] == [(False, 3), (True, 3)]
+    assert all(request.accepted == request.drafted > 0 for request in requests), "the draft has read each to its end"
+
+
+def run_as_one(scheduler: Scheduler, requests: list[Request], call: Call) -> None:
+    for request in requests:
+        scheduler.add(request, call)
+    finish(scheduler)
 
 
 def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("return accepted, _ended(p, p, q,", "return accepted, _ended(p, p, p[:, :k],", rejection),
         ("scaled = carried[:, :, None] * p", "scaled = p", block),
         ("(scaled[:, 1:k] - q[:, 1:])", "(p[:, 1:k] - q[:, 1:])", block),
-        ("(places * fallen).amax(dim=1)", "fallen.long().cumprod(dim=1).sum(dim=1)", block),
+        ("(places * below).amax(dim=1)", "below.long().cumprod(dim=1).sum(dim=1)", block),
         (
             "places == counts[:, None])",
             "places == k)",

@@ -14,6 +14,7 @@ import pytest
 from fastspec import FastSpecGenerator
 from fastspec.server.run import Server, listening
 from fastspec.server.service import Limits, Service
+from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
 
 
@@ -50,7 +51,7 @@ def running(
         thread = threading.Thread(target=server.serve_on, args=(on,))
         thread.start()
         try:
-            assert up.wait(60)
+            assert up.wait(HANGS)
             yield Running(f"http://127.0.0.1:{on.getsockname()[1]}/v1", service, server)
         finally:
             server.should_exit = True

@@ -17,6 +17,7 @@ import pytest
 from fastspec import FastSpecGenerator
 from fastspec.runtime.request import Request
 from fastspec.runtime.scheduler import Scheduler
+from tests.helpers.limits import HANGS
 from tests.server.conftest import Running, running
 from tests.server.test_refusals import TEXT, get, post
 
@@ -109,6 +110,6 @@ def test_the_command_drains_at_sigterm(pair: tuple[Path, Path], gen: FastSpecGen
             while more := late.recv(65536):
                 data += more
         rest = process.stderr.read()
-        assert process.wait(60) == 0, rest
+        assert process.wait(HANGS) == 0, rest
     assert "the last answers are given" in rest
     assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or b"data: [DONE]" in data

@@ -12,6 +12,7 @@ import pytest
 
 from fastspec import FastSpecGenerator
 from fastspec.server.service import Limits
+from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
 from tests.server.conftest import Running, running
 
@@ -22,7 +23,7 @@ CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content
 def post(
     server: Running, body: Any, path: str = "completions", headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANGS)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", f"/v1/{path}", data, {"Content-Type": "application/json", **(headers or {})})
     answer = connection.getresponse()
@@ -32,7 +33,7 @@ def post(
 
 
 def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANGS)
     connection.request("GET", path, headers=headers or {})
     answer = connection.getresponse()
     found = answer.status, answer.read().decode()

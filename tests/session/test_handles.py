@@ -18,6 +18,7 @@ from fastspec import FastSpecGenerator, GenerateOutput, OutOfPages, UnsupportedO
 from fastspec.errors import InvalidLogits
 from fastspec.session.handle import Handle
 from fastspec.session.loop import Loop
+from tests.helpers.limits import HANGS
 from tests.helpers.services import END, opened
 
 PROMPTS = [[5, 6, 7, 8], [250, 20, 41], [9] * 70, [77, 100, 12, 13, 14]]
@@ -157,18 +158,20 @@ def dropped_in_a_cycle(gen: FastSpecGenerator) -> None:
 
 
 def cancelled(gen: FastSpecGenerator) -> None:
-    handle = gen.submit(PROMPTS[0], max_new_tokens=90)
-    handle.cancel()
+    with gen._session.loop.turn:  # no step is made meanwhile
+        handle = gen.submit(PROMPTS[0], max_new_tokens=90)
+        handle.cancel()
     output = handle.result()
     assert output.finish_reasons == ["cancelled"]
     assert len(output.new_tokens[0]) < 90
 
 
 def timed_out(gen: FastSpecGenerator) -> None:
-    handle = gen.submit(PROMPTS[0], max_new_tokens=90)
-    with pytest.raises(TimeoutError, match="the request goes on"):
-        handle.result(timeout=0)
-    assert not handle.done
+    with gen._session.loop.turn:  # no step is made meanwhile
+        handle = gen.submit(PROMPTS[0], max_new_tokens=90)
+        with pytest.raises(TimeoutError, match="the request goes on"):
+            handle.result(timeout=0)
+        assert not handle.done
 
 
 def interrupted(gen: FastSpecGenerator) -> None:
@@ -329,7 +332,7 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do(gen: FastSpecGenerator, m
     for count in range(1, 4):
         ran.clear()
         loop.leave([])  # a message that asks for nothing wakes it for one step, without anything in it
-        assert ran.wait(60)
+        assert ran.wait(HANGS)
         with loop.turn:
             assert len(steps) == count
 
@@ -378,7 +381,7 @@ def test_a_generator_that_is_dropped_takes_its_thread_along(pair: tuple[Path, Pa
     assert thread is not None
     del gen
     gc.collect()
-    thread.join(60)
+    thread.join(HANGS)
     assert not thread.is_alive()
     assert engine() is None
 

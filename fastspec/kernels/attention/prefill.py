@@ -32,7 +32,7 @@ from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl, pdl_options, shared_memory
+from fastspec.kernels.common.launch import has_pdl, multiprocessors, pdl_options, shared_memory
 from fastspec.kernels.common.launch import launch as start
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
@@ -60,6 +60,11 @@ LARGE = {
     (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
+# the same where so large tiles leave SMs idle: half the rows, by half the warps, so that a row keeps its bits
+HALVES = {
+    (2, 64): Tiles(64, 128, 4, 3),
+    (2, 128): Tiles(64, 128, 4, 3),
+}
 
 
 @triton.jit
@@ -234,15 +239,22 @@ def _flash_kernel(
     tl.store(out_ptr + at[:, None] + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_of(device: torch.device, itemsize: int, block_d: int, converted: bool = False) -> Tiles:
-    """The launch entry for a device: the large one where its shared memory holds it.
+def launch_of(
+    device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
+) -> Tiles:
+    """The launch entry for a device: a large one where its shared memory holds it.
 
     Not for heads of 256 where K and V are converted on the way, for whose values no registers are left.
+
+    Args:
+        heads: query heads of all rows of the batch. rows: query tokens of one of them; 0: many.
     """
     small = LAUNCH[itemsize, block_d]
-    if converted and block_d > 128:
+    if (converted and block_d > 128) or shared_memory(device) < LARGE_SHARED:
         return small
-    return LARGE.get((itemsize, block_d), small) if shared_memory(device) >= LARGE_SHARED else small
+    large = LARGE.get((itemsize, block_d), small)
+    few = rows and heads * triton.cdiv(rows, large.rows) < multiprocessors(device)
+    return HALVES.get((itemsize, block_d), large) if few else large
 
 
 def paged_attention(
@@ -277,7 +289,8 @@ def paged_attention(
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
     block_d = padded_dim(dim)
-    launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None)
+    sizes = batch * num_heads, num_queries
+    launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None, *sizes)
     pdl = has_pdl(query.device)
     start(
         _flash_kernel,

@@ -73,8 +73,11 @@ def idle(newest, PDL: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product."""
-    normed = (x.to(gl.float32) * gl.expand_dims(factor, 1)).to(x.dtype).to(gl.float32)
+    """weight * (x * factor), rounded to x's dtype after each product; with a weight in fp32 once."""
+    normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
+    kind: gl.constexpr = weight.dtype
+    if gl.float32 != kind:
+        normed = normed.to(x.dtype).to(gl.float32)
     return (gl.expand_dims(weight, 0).to(gl.float32) * normed).to(x.dtype)
 
 

@@ -63,8 +63,10 @@ def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product."""
-    normed = (x.to(tl.float32) * factor[:, None]).to(x.dtype).to(tl.float32)
+    """weight * (x * factor), rounded to x's dtype after each product; with a weight in fp32 once."""
+    normed = x.to(tl.float32) * factor[:, None]
+    if weight.dtype != tl.float32:
+        normed = normed.to(x.dtype).to(tl.float32)
     return (weight.to(tl.float32)[None, :] * normed).to(x.dtype)
 
 

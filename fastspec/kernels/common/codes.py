@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -40,6 +41,17 @@ class CodesKind(NamedTuple):
     def scales_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape of the scales of a matrix of shape (N, K)."""
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+
+    def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
+        """The kind of `Codes.part`: blocks as large as the part has whole ones.
+
+        Args:
+            rows: (start, stop) of each range.
+            width: columns of the part; it begins at a multiple of them.
+        """
+        tall, wide = self.block
+        whole = all(start % tall == 0 and stop % tall == 0 for start, stop in rows)
+        return CodesKind(self.format, (tall if whole else 1, math.gcd(wide, width)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +120,23 @@ class Codes:
             zeros = None if self.zeros is None else self.zeros[here]
             part = Codes(self.kind, self.codes[here], self.scales[blocks], zeros)
             place[here] = part.dequantise(place.dtype)
+
+    def part(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> Codes:
+        """Ranges of rows (start, stop) under each other, of a range of columns, or of all; values are the same.
+
+        A range of columns begins at a multiple of its width.
+        """
+        start, stop = columns or (0, self.shape[1])
+        kind = self.kind.of_part(rows, stop - start)
+        whole = self if kind.block[0] == self.kind.block[0] else self.by_rows()
+        tall = kind.block[0]
+        device = self.codes.device
+        here = torch.cat([torch.arange(first, last, device=device) for first, last in rows])
+        blocks = torch.cat([torch.arange(first // tall, last // tall, device=device) for first, last in rows])
+        groups = torch.arange(start, stop, kind.block[1], device=device) // self.kind.block[1]
+        zeros = None if whole.zeros is None else whole.zeros[blocks][:, groups].contiguous()
+        codes = whole.codes[here, start:stop].contiguous()
+        return Codes(kind, codes, whole.scales[blocks][:, groups].contiguous(), zeros)
 
     def in_order(self, order: Tensor) -> Codes:
         """The matrix whose row i is row order[i] of this one."""

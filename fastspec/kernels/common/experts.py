@@ -1,13 +1,15 @@
 """The experts of a layer as kernels read them: one stack of matrices for each of their two products.
 
-| form  | data                                   | element [e, n, k] of the stack                                      |
-|-------|----------------------------------------|---------------------------------------------------------------------|
-| rows  | [E, N, K] bf16, fp16 or fp32           | [e, n, k]                                                           |
-| mxfp4 | uint8 [E, N, K/2], scales [E, N, K/32] | e2m1(code) * 2^(scale - 127); of each 64 values of a row, value i   |
-|       |                                        | and value 32 + i are the low and the high four bits of one byte     |
+| form  | data                                                         | element [e, n, k] of the stack             |
+|-------|--------------------------------------------------------------|--------------------------------------------|
+| rows  | [E, N, K] bf16, fp16 or fp32                                 | [e, n, k]                                  |
+| mxfp4 | int32 [E, N/16, C, 16, 16], scales int32 [E, N/16, C, 16]    | e2m1(code) * 2^(scale - 127), packed       |
 
-mxfp4 is defined by OCP Microscaling Formats 1.0. A byte of a checkpoint holds two neighbouring values; here it holds
-two values 32 apart, so that a kernel gets two contiguous runs of values by shifts and masks alone.
+mxfp4 is defined by OCP Microscaling Formats 1.0. C chunks of 128 values of K, the last one filled up with zeros, are
+packed as `code_packing` packs "fp4": a row's 128 codes are 64 bytes, and 16 rows of a chunk lie in one piece. Byte g
+of a row's word of scales is that of values 32 g .. 32 g + 31, greater by `RAISED` than in the checkpoint: so it is the
+exponent of a bf16 with which codes, bf16 2^126 times too small, are multiplied. Of a gated stack rows are interleaved:
+8 of the gate, then the 8 of up that go with them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fastspec.kernels.common.code_packing import FIELDS
 from fastspec.kernels.common.codes import Codes, CodesKind, e2m1
 from fastspec.kernels.common.weights import Weight
 
 MXFP4 = CodesKind("fp4", (1, 32))
-_RUN = 64  # values whose codes are laid out together
+CHUNK = 128  # values of a row whose codes are packed together
+RAISED = 64  # what exponents of scales are stored greater by
+LOWERED = 126 - RAISED  # sums of products are 2^LOWERED times smaller than what they mean
 _BIAS = 127  # of a scale's exponent
+_MOST = 254 - RAISED  # biased exponent of the largest scale that fits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,32 +37,44 @@ class ExpertStack:
     """The same matrix [N, K] of E experts; y = x W^T.
 
     Attributes:
-        data: values [E, N, K], or for mxfp4 uint8 [E, N, K/2], two codes a byte.
-        scales: for mxfp4 uint8 [E, N, K/32], biased exponents; None for values.
+        data: values [E, N, K], or for mxfp4 int32 words [E, N/16, C, 16, 16] of codes.
+        scales: for mxfp4 int32 [E, N/16, C, 16], four exponents a word; None for values.
         dtype: of the values; for mxfp4, of the activations that they multiply.
+        width: K.
+        gated: rows of mxfp4 are interleaved. Of values the gate's N/2 rows come first.
     """
 
     data: Tensor
     scales: Tensor | None
     dtype: torch.dtype
+    width: int
+    gated: bool = False
 
     @classmethod
     def of(cls, values: Tensor) -> ExpertStack:
         """A stack of values [E, N, K]; the tensor is kept, not copied."""
-        return cls(values, None, values.dtype)
+        return cls(values, None, values.dtype, values.shape[-1])
 
     @classmethod
-    def empty_codes(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> ExpertStack:
-        """An uninitialised mxfp4 stack of shape (E, N, K), to be filled by `fill_codes`; K is a multiple of 64."""
+    def empty_codes(
+        cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, gated: bool = False
+    ) -> ExpertStack:
+        """An uninitialised mxfp4 stack of shape (E, N, K), to be filled by `fill_codes`.
+
+        Args:
+            shape: N is a multiple of 16, K of 64.
+            gated: rows 0 .. N/2 - 1 are a gate, the others go up.
+        """
         count, rows, width = shape
-        data = torch.empty(count, rows, width // 2, dtype=torch.uint8, device=device)
-        return cls(data, torch.empty(count, rows, width // 32, dtype=torch.uint8, device=device), dtype)
+        pieces = count, rows // 16, -(-width // CHUNK), 16
+        data = torch.empty(*pieces, 16, dtype=torch.int32, device=device)
+        return cls(data, torch.empty(pieces, dtype=torch.int32, device=device), dtype, width, gated)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
-        count, rows, width = self.data.shape
-        return count, rows, width if self.scales is None else 2 * width
+        count, rows = self.data.shape[:2]
+        return count, rows if self.scales is None else 16 * rows, self.width
 
     @property
     def nbytes(self) -> int:
@@ -67,35 +86,70 @@ class ExpertStack:
 
         Args:
             expert: its number.
-            first: row of the first code.
+            first: row of the first code, in the checkpoint's order: of a gated stack the gate's rows come first.
             codes: [rows, K] with scales [rows, K/32].
 
         Raises:
-            ValueError: the codes are of another kind, or a scale is not a power of two from 2^-127 on.
+            ValueError: the codes are of another kind, or a scale is not a power of two from 2^-127 to 2^63.
         """
         assert self.scales is not None, "a stack of values has no room for codes"
         if codes.kind != MXFP4:
             raise ValueError(f"codes are {codes.kind}; wanted {MXFP4}")
         bits = codes.scales.view(torch.int32)
-        if bool(((bits & 0x7FFFFF) != 0).logical_and(codes.scales != 2.0**-_BIAS).any()) or bool((bits < 0).any()):
-            raise ValueError("a scale is no power of two from 2^-127 on")
-        here = slice(first, first + codes.shape[0])
-        runs = codes.codes.unflatten(1, (-1, 2, _RUN // 2))
-        self.data[expert, here] = (runs[:, :, 0] | runs[:, :, 1] << 4).flatten(1)
-        self.scales[expert, here] = (bits >> 23).to(torch.uint8)
+        exponents = bits >> 23  # 2^-127 has none
+        wrong = ((bits & 0x7FFFFF) != 0).logical_and(codes.scales != 2.0**-_BIAS) | (exponents > _MOST) | (bits < 0)
+        if bool(wrong.any()):
+            raise ValueError("a scale is no power of two from 2^-127 to 2^63")
+        rows = self._places(torch.arange(first, first + codes.shape[0], device=self.data.device))
+        at = expert, rows // 16, slice(None), rows % 16
+        end = -self.width % CHUNK
+        self.data[at] = _words(F.pad(codes.codes, (0, end)))
+        raised = F.pad(exponents + RAISED, (0, end // 32)).unflatten(1, (-1, 4)).to(torch.uint8)
+        self.scales[at] = raised.view(torch.int32)[..., 0]
 
     def values(self, experts: Tensor | int) -> Tensor:
         """The matrix of one expert [N, K], or of an index tensor of experts [..., N, K], in `dtype`."""
         if self.scales is None:
             return self.data[experts]
-        data = self.data[experts].unflatten(-1, (-1, 1, _RUN // 2))
-        codes = torch.cat((data & 15, data >> 4), dim=-2).flatten(-3)
-        factors = power_of_two(self.scales[experts]).repeat_interleave(32, -1)
-        return (e2m1(codes) * factors).to(self.dtype)
+        codes = _codes(self.data[experts].transpose(-3, -2))  # [..., N/16, 16, K']
+        words = self.scales[experts].transpose(-2, -1)[..., None]  # [..., N/16, 16, C, 1]
+        exponents = words.view(torch.uint8).flatten(-2).int() - RAISED
+        values = e2m1(codes) * power_of_two(exponents).repeat_interleave(32, -1)
+        rows = values.flatten(-3, -2)[..., : self.width].to(self.dtype)
+        return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
+
+    def _places(self, rows: Tensor) -> Tensor:
+        """Where rows of the checkpoint's order lie."""
+        if not self.gated:
+            return rows
+        half = self.shape[1] // 2
+        return rows % half // 8 * 16 + rows // half * 8 + rows % half % 8
+
+
+def _words(codes: Tensor) -> Tensor:
+    """uint8 [rows, K'] -> int32 [rows, C, 16]; K' is a multiple of 128."""
+    apart = codes.to(torch.int16).unflatten(1, (-1, 4, 4, 4, 2))  # k: i, t, c, h
+    halves = torch.zeros_like(apart[:, :, 0])
+    for i, moves in enumerate(FIELDS["fp4"]):
+        for first, bits, place in moves:
+            halves |= ((apart[:, :, i] >> first) & (2**bits - 1)) << place
+    return halves.view(torch.int32).flatten(2)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """int32 [..., C, 16] -> int16 codes [..., K'], what `_words` was given."""
+    halves = words.contiguous().view(torch.int16)
+    parts = []
+    for moves in FIELDS["fp4"]:
+        code = torch.zeros_like(halves)
+        for first, bits, place in moves:
+            code |= ((halves >> place) & (2**bits - 1)) << first
+        parts.append(code)
+    return torch.stack(parts, -2).flatten(-3)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^(e - 127) in fp32, of biased uint8 exponents e of any shape."""
+    """2^(e - 127) in fp32, of biased exponents e of any shape."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)
 
 

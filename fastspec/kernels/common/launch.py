@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
 
-_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+# what has been compiled, within `compiling()`; None: outside of it
+_compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
 
 
 @cache
@@ -58,7 +59,7 @@ def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) 
 
     Zeros within `compiling()`, where no kernel does: a later op may look something up by them.
     """
-    return (torch.zeros if _compiling.get() else torch.empty)(count, dtype=dtype, device=device)
+    return (torch.empty if _compiling.get() is None else torch.zeros)(count, dtype=dtype, device=device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
@@ -69,24 +70,50 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     launch, for what Triton takes for granted changes between its versions, and bits with it.
     """
     options = {"enable_fp_fusion": True, **options}
-    if _compiling.get():
-        kernel.warmup(*args, grid=grid, **options)
-    else:
+    begun = _compiling.get()
+    if begun is None:
         divide(kernel[grid](*args, **options), least_shared)
+        return
+    kind = id(kernel), _kind(args), _kind(tuple(options.items()))
+    if kind not in begun:  # Triton would look for it anew in all layers, at a cost, until the first is compiled
+        begun.add(kind)
+        kernel.warmup(*args, grid=grid, **options)
+
+
+def is_compiling() -> bool:
+    """Whether kernels are compiled and none is launched: within `compiling()`."""
+    return _compiling.get() is not None
+
+
+def _kind(value: Any) -> Hashable:
+    """What a kernel is compiled by, of an argument, and more: arguments of one kind give one machine code."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16
+    if isinstance(value, tuple):
+        return type(value), *map(_kind, value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    base = getattr(value, "base", None)  # of a descriptor, its tensor
+    described = str(getattr(value, "block_shape", "")), str(getattr(value, "layout", ""))
+    return (_kind(base), *described) if base is not None else (id(value),)
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(executor: Executor | None = None) -> Iterator[None]:
     """Within it `launch` launches nothing: it compiles, in parallel; leaving it waits for all that was begun.
+
+    Args:
+        executor: runs Triton's compiler, see `Compilers`; None: threads do.
 
     What wrappers of kernels return is uninitialised meanwhile (but for ids, which are 0), so what runs within must not
     act on values.
     """
     import triton
 
-    token = _compiling.set(True)
+    token = _compiling.set(set())
+    own = ThreadPoolExecutor() if executor is None else nullcontext(executor)
     try:
-        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        with own as pool, triton.AsyncCompileMode(pool):
             yield
     finally:
         _compiling.reset(token)

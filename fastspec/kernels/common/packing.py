@@ -25,9 +25,9 @@ BLOCK = 64  # values that are regrouped together
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a weight [N, K] has a packed form: 16-bit values, N a multiple of 16, K of 128."""
+    """Whether a weight [N, K] has a packed form: 16-bit values, N a multiple of 16, K of 64."""
     rows, width = weight_shape
-    return dtype in DTYPES and rows > 0 and width > 0 and rows % 16 == 0 and width % 128 == 0
+    return dtype in DTYPES and rows > 0 and width > 0 and rows % 16 == 0 and width % 64 == 0
 
 
 def pack(weight: Tensor, gated: bool = False) -> Tensor:
@@ -43,7 +43,7 @@ def pack(weight: Tensor, gated: bool = False) -> Tensor:
     if weight.dim() != 2 or not can_pack(weight.shape, weight.dtype):
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} and {weight.dtype} has no packed form; "
-            "pack 16-bit weights [N, K] with N % 16 == 0 and K % 128 == 0, and keep the others as they are"
+            "pack 16-bit weights [N, K] with N % 16 == 0 and K % 64 == 0, and keep the others as they are"
         )
     packed = weight.new_empty(packed_shape(weight.shape))
     pack_into(packed, weight, gated)

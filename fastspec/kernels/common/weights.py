@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Weight:
             of a gated product's "rows" the gate's N/2 rows come first.
         codes: of a quantised weight, its codes and scales, see `code_packing`.
         activations: of a quantised weight, the dtype of what it multiplies and of its values in `unpack`.
+        whole: (N, K) of the matrix that this one is a rank's part of; None: it is no part of one.
+        tree: where kernels can, the sum over K is one binary tree over consecutive parts of K, of which a rank that has
+            a part of K holds a subtree: so its bits do not depend on how many ranks there are.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -41,6 +44,8 @@ class Weight:
     gated: bool = False
     codes: PackedCodes | None = None
     activations: torch.dtype | None = None
+    whole: tuple[int, int] | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         shape, packed = tuple(self.data.shape), self.format == "packed"
@@ -60,12 +65,21 @@ class Weight:
 
     @classmethod
     def empty(
-        cls, shape: tuple[int, int], form: Format, gated: bool, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: tuple[int, int],
+        form: Format,
+        gated: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        **sums: Any,
     ) -> Weight:
-        """Room for a weight of shape (N, K), for `fill` to write; gated rows count only where they are packed."""
+        """Room for a weight of shape (N, K), for `fill` to write; gated rows count only where they are packed.
+
+        `sums`: `whole` and `tree`.
+        """
         packed = form == "packed"
         data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
-        return cls(data, form, gated and packed)
+        return cls(data, form, gated and packed, **sums)
 
     @classmethod
     def empty_codes(

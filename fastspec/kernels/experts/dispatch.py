@@ -1,9 +1,9 @@
-"""Launches the kernels of experts: tiles by the number of rows; many rows are sorted by expert first."""
+"""Launches the kernels of experts: pairs of rows and experts are listed by expert, and tiles chosen by their number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,57 +12,58 @@ from torch import Tensor
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.launch import launch, pdl_options
-from fastspec.kernels.experts.products import expert_kernel, sum_kernel
+from fastspec.kernels.experts.lists import lists_of
+from fastspec.kernels.experts.mxfp4 import Ends, Given, mxfp4_kernel
+from fastspec.kernels.experts.products import Chosen, Stack, expert_kernel, sum_kernel
 from fastspec.shapes import ClampedGate
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of one program.
+    """Tile of one program for values.
 
     Attributes:
         rows: pairs of a row and an expert.
         block_n: rows of the weight.
         num_warps, num_stages: as in Triton.
-        runs: for mxfp4, at most so many runs of 64 values in one iteration of the loop.
     """
 
     rows: int
     block_n: int
     num_warps: int
     num_stages: int
-    runs: int = 1
 
 
-# by element size of values, 1 for mxfp4: the first tile that holds a call's rows, else the last. A row's bits do not
-# depend on the tile; fp32 has one alone, for there they would
+@dataclass(frozen=True, slots=True)
+class CodesTile:
+    """Tile of one program for mxfp4.
+
+    Attributes:
+        rows: pairs, 8 or a power of two times that.
+        weight_rows: 16 or 32. depth: chunks of a warp's weights in flight.
+    """
+
+    rows: int
+    weight_rows: int
+    depth: int
+
+
+# by element size of values: the first tile that holds what an expert is likely to have, else the last. A row's bits do
+# not depend on the tile; fp32 has one alone, for there they would
 LAUNCH = {
-    1: (Tile(8, 16, 1, 4, 5), Tile(16, 16, 1, 5, 3), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
+CODES_LAUNCH = (CodesTile(8, 16, 3), CodesTile(16, 16, 3), CodesTile(32, 16, 2), CodesTile(64, 16, 1))
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
-DIRECT_ROWS = 64  # up to so many rows each program searches all of them for its expert; more are sorted by expert first
+WAYS = 8  # sums that K is split in for mxfp4: it sets the order of sums
 SUM_BLOCK = 512
-
-
-class Sorted(NamedTuple):
-    """Pairs (row, expert) sorted by expert.
-
-    Attributes:
-        order: int32 [R * chosen], numbers of pairs.
-        starts: int32 [E + 1], where each expert's pairs begin in `order`.
-        ends: int32 [E], the number of tiles up to each expert's last one.
-    """
-
-    order: Tensor
-    starts: Tensor
-    ends: Tensor
 
 
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
-    return dtype in (torch.bfloat16, torch.float16) and shape[1] % 64 == 0
+    fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
+    return fits and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def experts(
@@ -98,11 +99,10 @@ def experts(
     check("factors", factors, (num_rows, chosen), torch.float32)
     if num_rows == 0:
         return residual
-    itemsize = 1 if weights.gate_up.scales is not None else x.element_size()
-    tile = _tile(itemsize, num_rows)
-    by_expert = _sorted(ids, count, tile.rows) if num_rows > DIRECT_ROWS else None
-    inner = _product(rows, weights.gate_up, weights.gate_up_bias, ids, by_expert, gated=True, clamp=clamp, pdl=pdl)
-    given = _product(inner, weights.down, weights.down_bias, ids, by_expert, gated=False, clamp=None, pdl=pdl)
+    tile = tile_of(weights.gate_up, ids)
+    of = _chosen(ids, count, tile.rows, pdl)
+    inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, pdl, gated=True)
+    given = _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, pdl, gated=False)
     out = torch.empty_like(rows)
     added = [None if each is None else each.reshape(num_rows, -1).contiguous() for each in (shared, shared_logits)]
     grid = (num_rows, triton.cdiv(hidden, SUM_BLOCK))
@@ -113,57 +113,52 @@ def experts(
     return out.view(x.shape)
 
 
-def _tile(itemsize: int, rows: int) -> Tile:
-    tiles = LAUNCH[itemsize]
-    return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
+def tile_of(stack: ExpertStack, ids: Tensor) -> Tile | CodesTile:
+    """The tile for rows with these ids [R, chosen]: twice the pairs that experts have on average should fit."""
+    likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
+    tiles: tuple[Tile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
+    return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
-def _runs(k: int, tile: Tile) -> int:
-    """Runs of 64 values in one iteration of the loop: the largest divisor of K / 64 that is at most `tile.runs`."""
-    return next(runs for runs in range(tile.runs, 0, -1) if k // 64 % runs == 0)
+def _chosen(ids: Tensor, experts: int, each: int, pdl: bool) -> Chosen:
+    """Pairs of a row have an expert each; those of several rows are listed by expert."""
+    if len(ids) == 1:
+        return Chosen(ids, None, None)
+    return Chosen(ids, *lists_of(ids, experts, each, pdl=pdl))
 
 
 def _product(
     x: Tensor,
     stack: ExpertStack,
     bias: Tensor | None,
-    ids: Tensor,
-    by_expert: Sorted | None,
-    *,
-    gated: bool,
+    of: Chosen,
+    tile: Tile | CodesTile,
+    chosen: int,
     clamp: ClampedGate | None,
     pdl: bool,
+    *,
+    gated: bool,
 ) -> Tensor:
     """[R * chosen, N], or N / 2: the gated product of rows, or the product of pairs."""
-    (num_rows, chosen), (count, double, k) = ids.shape, stack.shape
-    width, pairs = double // 2 if gated else double, num_rows * chosen
-    itemsize = 1 if stack.scales is not None else x.element_size()
-    tile = _tile(itemsize, num_rows)
-    out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    columns = triton.cdiv(width, tile.block_n)
-    if by_expert is None:
-        grid = (columns, min(pairs, count), triton.cdiv(num_rows, tile.rows))
-    else:
-        grid = (columns, triton.cdiv(pairs, tile.rows) + count, 1)
+    _, n, k = stack.shape
+    pairs = of.ids.numel()
+    out = torch.empty(pairs, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    tiles = pairs if of.tiles is None else len(of.tiles)
     alpha, limit = (0.0, 0.0) if clamp is None else clamp
+    options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "CLAMPED": clamp is not None}
+    options |= {"OF_PAIRS": not gated}
+    if isinstance(tile, CodesTile):
+        given = Given(x.view(torch.int32), stack.data, stack.scales)
+        launch(
+            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), given, of, Ends(bias, out), alpha, limit,
+            N=n, S=WAYS, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
+            **options, PDL=pdl, num_warps=WAYS, launch_pdl=pdl, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
+    width = out.shape[1]
     launch(
-        expert_kernel, grid, x, stack.data, stack.scales, bias, ids, *(by_expert or (None, None, None)), out,
-        num_rows, alpha, limit,
-        E=count, WIDTH=width, K=k, CHOSEN=chosen, ROWS=tile.rows, BLOCK_N=tile.block_n,
-        BLOCK_K=BLOCK_K[x.element_size()], RUNS=_runs(k, tile), PLACES=triton.next_power_of_2(chosen),
-        SLOTS=triton.next_power_of_2(min(pairs, count)), EXPERTS=triton.next_power_of_2(count),
-        GATED=gated, CLAMPED=clamp is not None, OF_PAIRS=not gated, BY_EXPERT=pairs >= count,
-        SORTED=by_expert is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
+        WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[x.element_size()],
+        **options, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
-
-
-def _sorted(ids: Tensor, count: int, rows: int) -> Sorted:
-    """Pairs by expert, in tiles of `rows`; nothing is read on the host."""
-    pairs = ids.flatten()
-    order = pairs.sort(stable=True).indices.int()
-    each = torch.zeros(count, dtype=torch.int32, device=ids.device)
-    each = each.scatter_add(0, pairs.long(), torch.ones_like(pairs))
-    zero = torch.zeros(1, dtype=torch.int32, device=ids.device)
-    starts = torch.cat((zero, each.cumsum(0, dtype=torch.int32)))
-    return Sorted(order, starts, ((each + rows - 1) // rows).cumsum(0, dtype=torch.int32))

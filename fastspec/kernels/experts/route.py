@@ -1,4 +1,4 @@
-"""The router: which experts each row has, and with what factors. One program a row.
+"""The router: which experts each row has, and with what factors. One program a row, and one more for its norm.
 
 | argument   | shape, dtype   | notes                                    |
 |------------|----------------|------------------------------------------|
@@ -10,18 +10,34 @@ The order of a sum over all experts depends on E alone; scores of chosen experts
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.checks import check
+from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
+from fastspec.kernels.norm import normed_row
 from fastspec.shapes import RoutingRule
 
 MOST_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+
+
+class Beside(NamedTuple):
+    """What is computed beside the choice; None: nothing.
+
+    Attributes:
+        x: [R, K], rows whose norm is computed. weight: [K]. normed: [R, K]. eps: epsilon.
+    """
+
+    x: Any
+    weight: Any
+    normed: Any
+    eps: Any
 
 
 @triton.jit
@@ -57,6 +73,7 @@ def route_kernel(
     ids_ptr,  # int32 [R, CHOSEN]
     factors_ptr,  # fp32 [R, CHOSEN]
     scale,
+    beside,  # Beside
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,
@@ -65,13 +82,47 @@ def route_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
+    K: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    WIDE: tl.constexpr,  # a power of two, for K
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """One row: its experts, or its norm."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _choose(
+            logits_ptr, correction_ptr, ids_ptr, factors_ptr, scale, row,
+            E, CHOSEN, SCORES, NORMED, GROUPS, KEPT, BLOCK, PLACES,
+        )  # fmt: skip
+    elif beside.x is not None:
+        at = tl.arange(0, WIDE)
+        x = tl.load(beside.x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+        kind: tl.constexpr = beside.normed.dtype.element_ty
+        normed = normed_row(x, beside.weight, at, at < K, K, beside.eps, ROUND_FIRST, kind)
+        tl.store(beside.normed + row * K + at, normed.to(kind), mask=at < K)
+
+
+@triton.jit
+def _choose(
+    logits_ptr,
+    correction_ptr,
+    ids_ptr,
+    factors_ptr,
+    scale,
+    row,
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """The experts of a row and their factors."""
     e = tl.arange(0, BLOCK)
     scores = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf"))
     if SCORES == 0:
@@ -120,6 +171,42 @@ def route(
     Raises:
         ValueError: a tensor is not as above.
     """
+    return _launch(logits, rule, correction, None, pdl)[:2]
+
+
+def route_normed(
+    logits: Tensor,
+    rule: RoutingRule,
+    correction: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.route_normed`, which defines it.
+
+    Args:
+        logits, rule, correction, x, weight, eps: as there.
+        pdl: launch programmatically dependent (sm_90 on).
+
+    Raises:
+        ValueError: a tensor is not as above, or there are not as many rows of x.
+    """
+    if x.numel() != len(logits) * x.shape[-1] or weight.shape != x.shape[-1:]:
+        raise ValueError(f"x is {told(x)} for {len(logits)} rows of logits and a weight {told(weight)}; wanted [R, K]")
+    ids, factors, normed = _launch(logits, rule, correction, (x.contiguous(), weight.contiguous(), eps), pdl)
+    assert normed is not None
+    return ids, factors, normed
+
+
+def _launch(
+    logits: Tensor,
+    rule: RoutingRule,
+    correction: Tensor | None,
+    given: tuple[Tensor, Tensor, float] | None,
+    pdl: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, experts = logits.shape
     check("logits", logits, (rows, experts), torch.float32)
     if not rule.chosen <= experts <= MOST_EXPERTS:
@@ -128,13 +215,18 @@ def route(
         check("correction", correction, (experts,), torch.float32)
     ids = new_ids(rows * rule.chosen, logits.device, torch.int32).view(rows, rule.chosen)
     factors = torch.empty(rows, rule.chosen, dtype=torch.float32, device=logits.device)
+    x, weight, eps = (None, None, 0.0) if given is None else given
+    normed = None if x is None else torch.empty_like(x)
     if rows == 0:
-        return ids, factors
-    block = triton.next_power_of_2(experts)
+        return ids, factors, normed
+    block, width = triton.next_power_of_2(experts), 1 if x is None else x.shape[-1]
+    few = given is None and block <= 256
     launch(
-        route_kernel, (rows,), logits, correction, ids, factors, rule.scale,
+        route_kernel, (rows, 1 if given is None else 2), logits, correction, ids, factors, rule.scale,
+        Beside(x, weight, normed, eps),
         E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
         GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
-        num_warps=1 if block <= 256 else 4, **pdl_options(pdl),
+        K=width, ROUND_FIRST=x is not None and weight is not None and weight.dtype == x.dtype,
+        WIDE=triton.next_power_of_2(width), num_warps=1 if few else 4, enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
-    return ids, factors
+    return ids, factors, normed

@@ -84,9 +84,11 @@ def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -
         raise TypeError(f"x is {x.dtype}; what quantised weights multiply must be bfloat16")
     if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
+    if weight.tree and norm is not None:
+        raise ValueError("weight's sum over K is a tree, which has no norm in front; norm x first")
     _, k = weight.shape
-    if k % 128 != 0:
-        raise ValueError(f"weight has K = {k}; packed products need a multiple of 128, see `packing.can_pack`")
+    if k % 64 != 0:
+        raise ValueError(f"weight has K = {k}; packed products need a multiple of 64, see `packing.can_pack`")
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} columns and weight {k}; they must be equal")
     if norm is not None:

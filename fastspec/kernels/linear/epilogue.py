@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.common.gluon_compat import thread_barrier
+from fastspec.kernels.linear.k_steps import in_order
 
 # of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, so
 # that device memory need not take it
@@ -117,24 +118,6 @@ def apart(x):
         for i in gl.static_range(len(evens)):
             mixed = mixed + (evens[i], odds[i])
         return mixed
-
-
-@gluon.jit
-def in_order(parts):
-    """The sum of a tuple, from its first to its last."""
-    total = parts[0]
-    for i in gl.static_range(1, len(parts)):
-        total = total + parts[i]
-    return total
-
-
-@gluon.jit
-def by_groups(parts, TOGETHER: gl.constexpr):
-    """The sum of a tuple: of TOGETHER neighbours at a time, then of these, each from the first to the last."""
-    total = in_order(parts[:TOGETHER])
-    for i in gl.static_range(TOGETHER, len(parts), TOGETHER):
-        total = total + in_order(parts[i : i + TOGETHER])
-    return total
 
 
 @gluon.jit

@@ -1,4 +1,6 @@
-"""The order in which kernels of many rows walk through K: steps of 64 values, pass by pass."""
+"""The order of sums over K: how kernels of many rows walk through it, steps of 64 values, pass by pass, and what is
+added to what.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +23,36 @@ def place_of(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
     HALVES: gl.constexpr = SLAB // WORDS
     within = step % STEPS
     return step // STEPS * SLAB + within // HALVES * (S * SLAB) + within % HALVES * WORDS
+
+
+@gluon.jit
+def in_order(parts):
+    """The sum of a tuple, from its first to its last."""
+    total = parts[0]
+    for i in gl.static_range(1, len(parts)):
+        total = total + parts[i]
+    return total
+
+
+@gluon.jit
+def as_tree(parts):
+    """The sum of a tuple of a power of two: of its halves, each added so."""
+    if len(parts) == 1:
+        return parts[0]
+    else:
+        return as_tree(parts[: len(parts) // 2]) + as_tree(parts[len(parts) // 2 :])
+
+
+@gluon.jit
+def by_groups(parts, TOGETHER: gl.constexpr):
+    """The sum of a tuple: of TOGETHER neighbours at a time, then of these, each from the first to the last.
+
+    TOGETHER 0: as one binary tree.
+    """
+    if TOGETHER == 0:
+        return as_tree(parts)
+    else:
+        total = in_order(parts[:TOGETHER])
+        for i in gl.static_range(TOGETHER, len(parts), TOGETHER):
+            total = total + in_order(parts[i : i + TOGETHER])
+        return total

@@ -30,7 +30,12 @@ def gpu_of(device: torch.device) -> Gpu:
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
     """`plan.tile_of` for a weight, on its device."""
-    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated)
+    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, _split_of(weight))
+
+
+def _split_of(weight: Weight) -> Split:
+    tree = weight.tree and gpu_of(weight.device).capability == plan.TREES_ON
+    return plan.split_for(weight.shape, weight.whole, tree)
 
 
 # Arguments of kernels, in groups. Triton compiles for the values of integers inside a tuple: whether one is 1, and
@@ -88,7 +93,8 @@ class Call:
 
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
     """Constants that all kernels of products have."""
-    cut = {"K": call.x.shape[1], "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
+    k = call.x.shape[1]
+    cut = {"K": k, "S": split.split_k, "KT": split.slab(k), "TOGETHER": split.pairwise}
     return {**cut, "GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
@@ -97,7 +103,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     rows, k = call.x.shape
     n, _ = call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
-    split = plan.split_of(n, k)
+    split = _split_of(call.weight)
     if isinstance(tile, Tma):
         _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
         launch_tma_and_sum(tile, replace(call, x=given), squares, pdl)
@@ -119,7 +125,14 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     if isinstance(tile, Small):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
-        shape |= {"BM": tile.rows, "XD": tile.row_depth, "AHEAD": tile.ahead, "num_warps": split.split_k}
+        shape |= {
+            "KT": split.k_tile,
+            "TOGETHER": split.together,
+            "BM": tile.rows,
+            "XD": tile.row_depth,
+            "AHEAD": tile.ahead,
+            "num_warps": split.split_k,
+        }
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
         launch(narrow_kernel, grid, *operands, *numbers, loops, **shape, **options)
@@ -135,7 +148,7 @@ def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`permuted_rows` for a product of the TMA kernel with `weight`."""
-    split = plan.split_of(*weight.shape)
+    split = _split_of(weight)
     return permuted_rows(x, norm, (split.split_k, split.k_tile), GLUON_TYPE[x.dtype], pdl, parts, bias)
 
 
@@ -157,14 +170,14 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     Returns:
         Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
     """
-    rows, k = call.x.shape
-    n, _ = call.weight.shape
-    split = plan.split_of(n, k)
+    rows = len(call.x)
+    n, k = call.weight.shape
+    split = _split_of(call.weight)
     ways, parts = split.pairwise, None
     if tile.split_k is not None:
         ways = tile.split_k
         sums = call.x.new_empty(split.split_k // ways, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.pairwise // ways)
+        parts = Parts(sums, split.together // ways)
     blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.argmax_keys is None else call.out.stride(0)

@@ -16,18 +16,14 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
 from fastspec.kernels.linear.launches import Call, Norm, launch_tma, launch_tma_and_sum, permuted_for, tile_for
-from fastspec.kernels.linear.plan import TMA_ROWS, Tma
-from fastspec.kernels.reference.layer import Layer, Reduce, add_reduced
+from fastspec.kernels.linear.plan import Tma
+from fastspec.kernels.linear.split_k import add_up
+from fastspec.kernels.reference.layer import Layer, Reduce
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
     """Whether all these are packed, and rows so many that the TMA kernel multiplies them."""
     return is_packed(weights) and all(isinstance(_tile(weight, rows), Tma) for weight in weights)
-
-
-def read_once(weights: list[Weight], rows: int) -> bool:
-    """Whether they are, and no program's rows are so many that another has to read the weights again."""
-    return rows <= TMA_ROWS and runs_on_tma(weights, rows)
 
 
 class NextInput(NamedTuple):
@@ -99,11 +95,23 @@ def _summed(
     given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
 ) -> Tensor:
     """residual + the product with `given` rows, summed over devices where `reduce` does that [+ bias]."""
-    out, tile = torch.empty_like(residual), _tile(weight, len(given))
+    tile = _tile(weight, len(given))
     if reduce is not None:
-        launch_tma_and_sum(tile, Call(given, weight, out), None, pdl)
-        return add_reduced(out, bias, residual, reduce)
+        return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
+    out = torch.empty_like(residual)
     launch_tma_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
+    return out
+
+
+def _own_sums(tile: Tma, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
+    """This device's product in fp32, as `Reduce` takes it: its ways apart where they are a tree."""
+    out = torch.empty_like(like, dtype=torch.float32)
+    parts = launch_tma(tile, Call(given, weight, out), None, pdl)
+    if parts is None:
+        return out
+    if parts.is_tree:
+        return parts.sums
+    add_up(parts, None, None, None, None, out, pdl)
     return out
 
 

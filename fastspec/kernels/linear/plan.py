@@ -44,11 +44,23 @@ class Split:
         split_k: S, a power of two: how many sums K is divided among; tile i of K goes to sum i % S.
         k_tile: KT, 64 or 128: consecutive values of K in one tile.
         pairwise: how many neighbouring sums are added to each other before all are added up; 1 for none.
+        runs: sum i is of the i-th of S equal parts of K, and not of every S-th tile, and all are added as one binary
+            tree.
     """
 
     split_k: int
     k_tile: int
     pairwise: int = 1
+    runs: bool = False
+
+    @property
+    def together(self) -> int:
+        """`pairwise`, or 0 where K is cut into runs, as kernels are told that add up all sums."""
+        return 0 if self.runs else self.pairwise
+
+    def slab(self, k: int) -> int:
+        """Consecutive values of K that belong to one sum."""
+        return k // self.split_k if self.runs else self.k_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +137,23 @@ SPLITS = {
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# (weight rows, depth, row depth) by the split, whatever its `pairwise`, and the most rows of x
+# sums of a weight whose K ranks may share: as many as the most ranks of which none changes a bit, or, where a split of
+# few weight rows has more, all of these
+TREE, TREE_PAIRWISE = 4, 2
+TREES_ON = (9, 0)  # the compute capability whose product for prompts adds them so, too
+TREE_ROWS = 4096  # of a weight of more rows they are no more than that, for a CTA of many rows of x makes them all
+LONG_TILE_K = 4096  # from this K on their tiles may be 128 values long
+
+# (weight rows, depth, row depth) by S and k_tile of the split, and the most rows of x
 SMALL = {
+    (Split(1, 64), 8): (16, 8, 2),
+    (Split(1, 128), 8): (16, 4, 1),
+    (Split(1, 64), 16): (16, 5, 1),
+    (Split(1, 128), 16): (16, 3, 1),
+    (Split(2, 64), 8): (16, 8, 2),
+    (Split(2, 128), 8): (16, 4, 1),
+    (Split(2, 64), 16): (16, 5, 1),
+    (Split(2, 128), 16): (16, 3, 1),
     (Split(4, 64), 8): (16, 8, 2),
     (Split(4, 128), 8): (16, 4, 1),
     (Split(8, 64), 8): (16, 6, 2),
@@ -141,6 +168,12 @@ SMALL_OWN = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
     (128256, 2048): (32, 4, 2),
+    # what ranks have of some, on H100s
+    (14336, 4096): (32, 4, 1),
+    (7168, 4096): (32, 4, 1),
+    (3072, 4096): (16, 6, 2),
+    (1536, 4096): (16, 6, 2),
+    (4096, 1024): (16, 6, 2),
 }
 
 # weight rows, by (N, K), of CTAs that own their SM and make a part of the split: from ONE_CTA_PER_SM_ROWS of x on
@@ -175,14 +208,48 @@ def split_of(n: int, k: int) -> Split:
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
-def tile_of(n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: bool = False) -> Tile:
+def tree_of(n: int, k: int) -> Split | None:
+    """The split of a weight [N, K] whose sums are one binary tree over equal parts of K; None where it has none."""
+    usual = split_of(n, k)
+    many = usual.split_k if n <= TREE_ROWS else TREE
+    tiles = (usual.k_tile, 64) if many > TREE or k >= LONG_TILE_K else (64,)
+    splits = [(max(many, TREE), tile) for tile in tiles] + [(TREE, tile) for tile in tiles]
+    fits = ((ways, tile) for ways, tile in splits if k % (ways * tile) == 0)
+    return next((Split(ways, tile, TREE_PAIRWISE, True) for ways, tile in fits), None)
+
+
+def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree: bool = False) -> Split:
+    """The split of a weight; arguments as the fields of `Weight`.
+
+    It is that of the whole matrix, or the part of it that belongs to a part of K: so ranks change no bit.
+    """
+    n, k = whole or shape
+    found = tree_of(n, k) if tree else None
+    if found is None:
+        return split_of(*shape) if k != shape[1] else split_of(n, k)
+    ways = found.split_k // (k // shape[1])
+    if ways < 1 or shape[1] % (ways * found.k_tile):
+        return split_of(*shape)
+    return replace(found, split_k=ways, pairwise=min(found.pairwise, ways))
+
+
+def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
+    """Parts of K whose sums a product of many rows adds as a tree; arguments as in `split_for`. 1: none."""
+    split, ranks = split_for(shape, whole, True), (whole or shape)[1] // shape[1]
+    return max(1, TREE // ranks) if split.runs else 1
+
+
+def tile_of(
+    n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: bool = False, split: Split | None = None
+) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K].
 
     Args:
         whole: K must not be split over CTAs, as where each CTA takes the largest of its sums.
         gated: as in `reference.linear`.
+        split: of the weight; None: that of its shape.
     """
-    split = split_of(n, k)
+    split = split or split_of(n, k)
     if rows > small_rows(gpu.capability):
         if gpu.capability == (9, 0):
             return _tma_of(n, k, rows, split, gpu.multiprocessors, whole, gated)
@@ -190,7 +257,7 @@ def tile_of(n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: boo
     block = 8 if rows <= 8 else 16
     steps = cdiv(k, split.split_k * split.k_tile)
     own = SMALL_OWN.get((n, k)) if block == 8 else None
-    weight_rows, depth, row_depth = own or SMALL[replace(split, pairwise=1), block]
+    weight_rows, depth, row_depth = own or SMALL[Split(split.split_k, split.k_tile), block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
     if steps > LONG and split.k_tile == 64:
         depth = min(depth, 6)
@@ -220,7 +287,7 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
     ways = None
     if n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few
-    elif whole or gated or n >= 64 * sms * 2 // 3:
+    elif whole or gated or (n >= 64 * sms * 2 // 3 and not (split.runs and split.split_k > TREE)):
         weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
         weight_rows, ways, roomy = _split_k_apart(n, k, group + rest, split, sms)

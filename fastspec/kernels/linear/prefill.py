@@ -28,6 +28,7 @@ from fastspec.kernels.common.launch import has_warp_groups, multiprocessors, sha
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import prefill_sm90 as hopper
+from fastspec.kernels.linear.plan import tree_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,9 @@ def prefill_linear(
     if norm is not None:
         rows = _rms_norm(rows, *norm)
     if has_warp_groups(x.device):
-        programs = multiprocessors(x.device)
-        hopper.run(rows, weight, bias, residual, out, gated, hopper.tile_of(rows.shape[0], n, programs), programs)
+        programs, tile = multiprocessors(x.device), hopper.tile_of(rows.shape[0], n, multiprocessors(x.device))
+        parts = tree_parts(weight.shape, weight.whole) if weight.tree else 1
+        hopper.run(rows, weight, bias, residual, out, gated, tile, programs, parts)
     else:
         run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], shared_memory(x.device) or max(LAUNCH)))
     return out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,6 +30,7 @@ from fastspec.kernels.common.launch import described
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 
+HELD = gl.constexpr(128 * 256)  # sums of the largest tile
 GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
 
 
@@ -89,15 +91,51 @@ def _exchanged(x):
 
 
 @gluon.jit
-def _store(part, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory."""
+def _places(part, SLOT: gl.constexpr):
+    """Where sums [R, 64] are held: a slot is behind those of a tile, of which all 64 columns have the same."""
+    row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
+    column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
+    return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def _held(part, held, SLOT: gl.constexpr):
+    return gl.load(held + _places(part, SLOT))
+
+
+@gluon.jit
+def _hold(part, held, PART: gl.constexpr):
+    """Parts 0 and 1 come to the first slot, added, and part 2 to the second, for part 3 to be added to it first."""
+    if PART == 1:
+        part = _held(part, held, 0) + part
+    gl.store(held + _places(part, PART // 2), part)
+
+
+@gluon.jit
+def _store(
+    part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory.
+
+    Sums of a part of K that is not the last are held for the others instead: each thread finds its own again.
+    """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
     if columns > 64:
         left, right = gl.split(gl.permute(gl.reshape(part, (rows, 2, columns // 2)), (0, 2, 1)))
-        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
-        _store(right, m, n + columns // 2, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH, WARPS)
+        half: gl.constexpr = columns // 2
+        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+        if PARTS > 1:
+            held += rows * half
+        _store(right, m, n + half, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+    elif PART < PARTS - 1:
+        _hold(part, held, PART)
     else:
+        if PARTS == 4:
+            part = _held(part, held, 1) + part
+        if PARTS > 1:
+            part = _held(part, held, 0) + part
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
         row = m + gl.arange(0, rows, layout=gl.SliceLayout(1, lanes))
         column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, lanes))
@@ -115,10 +153,13 @@ def _store(part, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: gl.cons
 
 @gluon.jit
 def _finish(
-    out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows,
-    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
+    out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
+    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs."""
+    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs.
+
+    It has the sums of a part of K: PART of PARTS.
+    """
     rows: gl.constexpr = out.shape[0]
     columns: gl.constexpr = out.shape[1]
     straight, crossed = gl.split(gl.permute(gl.reshape(out, (rows, columns // 16, 2, 8)), (0, 1, 3, 2)))
@@ -126,10 +167,10 @@ def _finish(
     straight = gl.convert_layout(straight, crossed.type.layout)
     if GATED:
         gated = gl.reshape(straight / (1.0 + gl.exp(-straight)) * crossed, (rows, columns // 2))
-        _store(gated, m, n // 2, None, None, out_ptr, num_rows, N // 2, WARPS)
+        _store(gated, m, n // 2, None, None, out_ptr, held, num_rows, N // 2, WARPS, PART, PARTS)
     else:
         whole = gl.reshape(gl.permute(gl.join(straight, crossed), (0, 1, 3, 2)), (rows, columns))
-        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, WARPS)
+        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, WARPS, PART, PARTS)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -139,6 +180,7 @@ def _hopper_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    held_ptr,  # fp32 [programs, 2, HELD], room for the sums of parts of K; None: there is one part
     num_rows,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -147,6 +189,7 @@ def _hopper_kernel(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     WARPS: gl.constexpr,
+    PARTS: gl.constexpr,  # equal parts of K whose sums are added as one binary tree: 1, 2 or 4
 ):
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
@@ -156,6 +199,7 @@ def _hopper_kernel(
     fence_async_shared()
 
     STEPS: gl.constexpr = K // 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     tiles = gl.cdiv(num_rows, ROWS) * TILES_N
     programs = gl.num_programs(0)
@@ -173,24 +217,28 @@ def _hopper_kernel(
     at = 0
     for tile in range(gl.program_id(0), tiles, programs):
         m, n = _place(tile, num_rows, ROWS, COLUMNS, TILES_N)
-        out = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
-        for _ in range(STEPS):
-            slot = at % STAGES
-            mbarrier.wait(full.index(slot), at // STAGES % 2)
-            out = _multiply(out, xs.index(slot), ws, slot)
-            # all but this step's products are done, and after the barrier those of every warp: the slot before is free
-            out = warpgroup_mma_wait(2, deps=(out,))
-            thread_barrier()
-            free = (at + STAGES - 1) % STAGES
-            _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
-            ahead_step += 1
-            if ahead_step == STEPS:
-                ahead_step = 0
-                ahead += programs
-                ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
-            at += 1
-        out = warpgroup_mma_wait(0, deps=(out,))
-        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, GATED, WARPS)
+        held = None
+        if PARTS > 1:
+            held = held_ptr + gl.program_id(0) * (2 * HELD)
+        for part in gl.static_range(PARTS):
+            out = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+            for _ in range(STEPS // PARTS):
+                slot = at % STAGES
+                mbarrier.wait(full.index(slot), at // STAGES % 2)
+                out = _multiply(out, xs.index(slot), ws, slot)
+                # all but this step's products are done, after the barrier those of every warp: the slot before is free
+                out = warpgroup_mma_wait(2, deps=(out,))
+                thread_barrier()
+                free = (at + STAGES - 1) % STAGES
+                _fetch(x_desc, weight_desc, xs, ws, full, free, ahead_m, ahead_n, ahead_step, ahead < tiles)
+                ahead_step += 1
+                if ahead_step == STEPS:
+                    ahead_step = 0
+                    ahead += programs
+                    ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
+                at += 1
+            out = warpgroup_mma_wait(0, deps=(out,))
+            _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, GATED, WARPS, part, PARTS)
 
 
 def tile_of(num_rows: int, n: int, programs: int) -> Tile:
@@ -212,14 +260,22 @@ def run(
     gated: bool,
     tile: Tile,
     programs: int,
+    parts: int = 1,
 ) -> None:
-    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes."""
+    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes.
+
+    Args:
+        parts: equal parts of K, a multiple of 64 each, whose sums are added as one binary tree: 1, 2 or 4.
+    """
     n, k = weight.shape
     pairs = weight.data.view(n // 16, k // 4, 64)
     tiles = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(n, tile.columns)
     warps = tile.rows // 16
+    held = None
+    if parts > 1:
+        held = torch.empty(min(tiles, programs) * 2 * HELD.value, dtype=torch.float32, device=out.device)
     start(_hopper_kernel, (min(tiles, programs),),
-        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out,
+        described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out, held,
         rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
-        num_warps=warps,
+        PARTS=parts, num_warps=warps,
     )  # fmt: skip

@@ -20,7 +20,6 @@ from fastspec.kernels.linear.epilogue import (
     added_up,
     addends,
     apart,
-    by_groups,
     enter_keys,
     folded,
     loaded_factor,
@@ -33,6 +32,7 @@ from fastspec.kernels.linear.epilogue import (
     weight_operand,
     write_tile,
 )
+from fastspec.kernels.linear.k_steps import by_groups
 
 UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
 SQUARED = gl.constexpr(4)  # slabs of x in flight while their squares are summed
@@ -154,7 +154,7 @@ def narrow_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first
+    TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: ways are parts of K, and a tree
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # slabs of weights in flight
@@ -175,7 +175,9 @@ def narrow_kernel(
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    STEP: gl.constexpr = S * W
+    RUNS: gl.constexpr = TOGETHER == 0  # a warp's slabs follow one another
+    STEP: gl.constexpr = W if RUNS else S * W
+    APART: gl.constexpr = T * W if RUNS else W  # words between where two warps begin
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * BM
@@ -183,19 +185,19 @@ def narrow_kernel(
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-    of = (group * (8 * K) + (s * (W * 16) + k // 16 * 256 + r % 16 * 16 + k % 16),)
-    w_in = (T - 1) * STEP + s * W + k < K // 2
+    of = (group * (8 * K) + (s * (APART * 16) + k // 16 * 256 + r % 16 * 16 + k % 16),)
+    w_in = (T - 1) * STEP + s * APART + k < K // 2
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
     # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
-    of = of + (gl.minimum(m, M - 1 - first_row) * (K // 2) + s * W + k,)
-    x_in = (T - 1) * STEP + s * W + k < K // 2
+    of = of + (gl.minimum(m, M - 1 - first_row) * (K // 2) + s * APART + k,)
+    x_in = (T - 1) * STEP + s * APART + k < K // 2
     at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))
     if gamma_ptr is not None:
         at = at + (gamma_ptr,)
-        of = of + (s * W + k,)
+        of = of + (s * APART + k,)
 
     ws = ()
     for i in gl.static_range(D):

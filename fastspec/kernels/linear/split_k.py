@@ -25,13 +25,13 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.linear.epilogue import (
     STAYS,
     add_squares,
-    by_groups,
     folded,
     no_squares,
     regrouped,
     times_gamma,
     ways_scale,
 )
+from fastspec.kernels.linear.k_steps import by_groups
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
@@ -43,10 +43,20 @@ SPREAD = (16384, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What ways of a product come to that are left apart: sums fp32 [WAYS, M, N], some of which go together first."""
+    """What ways of a product come to that are left apart.
+
+    Attributes:
+        sums: fp32 [WAYS, M, N].
+        pairwise: how many neighbours go together first; 0: all are added as one binary tree.
+    """
 
     sums: Tensor
     pairwise: int
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether they are added as one binary tree, neighbours first."""
+        return self.pairwise == 0 or len(self.sums) <= 2 or (len(self.sums), self.pairwise) == (4, 2)
 
 
 @gluon.jit

@@ -1,9 +1,10 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
-from fastspec.kernels.reference.experts import experts, route
+from fastspec.kernels.reference.experts import experts, route, route_normed
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
+    add_norm,
     argmax,
     gelu_tanh,
     gelu_tanh_mul,
@@ -21,9 +22,10 @@ from fastspec.kernels.reference.linear import (
 )
 from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
-from fastspec.kernels.reference.step import commit, embed, feed_rows, publish, verify_commit
+from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
 
 __all__ = [
+    "add_norm",
     "argmax",
     "attend",
     "attention_out",
@@ -35,6 +37,7 @@ __all__ = [
     "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
+    "joined_norms",
     "keys_of",
     "largest_of",
     "layer_tail",
@@ -49,6 +52,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "route_normed",
     "sampled_commit",
     "sampled_draw",
     "sigmoid",

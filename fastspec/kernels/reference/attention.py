@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.kv_scales import FP8, KVScales, as_stored, scales_of
-from fastspec.kernels.reference.linear import rms_norm
+from fastspec.kernels.reference.linear import norm
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 
@@ -151,7 +151,7 @@ def store_heads(
     query, key, value = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), dim=2)
     if norms is not None:
         q_norm, k_norm, eps = norms
-        query, key = rms_norm(query, q_norm, eps), rms_norm(key, k_norm, eps)
+        query, key = norm(query, q_norm, eps), norm(key, k_norm, eps)
     if cos is not None and sin is not None:
         at = positions.clamp(max=cos.shape[0] - 1)
         rotation = cos[at][:, :, None], sin[at][:, :, None]
@@ -196,7 +196,8 @@ def attend(
         positions: int64 [B, Q], >= 0.
         writes: bool [B, Q]; the K/V of other rows is not kept.
         num_heads: H.
-        norms: weights [D] of an RMSNorm of every query head and of every key head, and their epsilon; None: no norms.
+        norms: weights [D] of an RMSNorm of every query head and of every key head, of qkv's dtype or fp32 as `norm` has
+            them, and their epsilon; None: no norms.
         num_blocks, rule, sinks, tiling, kv_scales: as in `paged_attention`.
         first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
             others as junk.

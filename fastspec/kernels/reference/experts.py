@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.reference.linear import norm
 from fastspec.kernels.reference.recurrent import sigmoid
 from fastspec.shapes import ClampedGate, RoutingRule
 
@@ -45,6 +46,14 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     if rule.normed:
         factors = factors / factors.cumsum(-1)[:, -1:]  # in their order, whatever the number of rows
     return ids.int(), factors * rule.scale
+
+
+def route_normed(
+    logits: Tensor, rule: RoutingRule, correction: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route`, and beside it `norm` of x [..., K], whose rows the experts multiply."""
+    ids, factors = route(logits, rule, correction)
+    return ids, factors, norm(x, weight, eps)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:

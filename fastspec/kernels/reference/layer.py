@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
@@ -26,7 +27,9 @@ class Layer(Protocol):
     down_bias: Tensor | None
 
 
-Reduce = Callable[[Tensor], Tensor]  # the sum of what each device has, given to each of them: an all-reduce
+# (partial, bias [N] or None, residual [..., N]) -> residual + (sum over devices of partial [+ bias]), rounded once.
+# partial is fp32 of residual's shape, or has an axis more in front, whose sum, added as a binary tree, is a device's
+Reduce = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def attention_out(
@@ -44,7 +47,7 @@ def attention_out(
         attended: [B, Q, H * D], what attention gave. With `reduce`, of the heads of this device.
         x: [B, Q, hidden], the residual stream.
         layer: with `reduce`, `layer.o` has this device's columns.
-        reduce: sums products [B, Q, hidden] over devices; None where one device has the whole layer.
+        reduce: adds products over devices; None where one device has the whole layer.
     """
     return _added(linear, attended, layer.o, layer.o_bias, x, tiling, reduce)
 
@@ -96,12 +99,6 @@ def layer_tail(
     return mlp(linear, x, layer, next_layer, eps, tiling, reduce)
 
 
-def add_reduced(product: Tensor, bias: Tensor | None, residual: Tensor, reduce: Reduce) -> Tensor:
-    """residual + (sum of products over devices [+ bias]); the bias is added once, by every device behind the sum."""
-    product = reduce(product)
-    return residual + (product if bias is None else product + bias)
-
-
 def _added(
     linear: Callable[..., Tensor],
     x: Tensor,
@@ -113,4 +110,4 @@ def _added(
 ) -> Tensor:
     if reduce is None:
         return linear(x, weight, bias, tiling, residual=residual)
-    return add_reduced(linear(x, weight, None, tiling), bias, residual, reduce)
+    return reduce(linear(x, weight, None, tiling, out_dtype=torch.float32), bias, residual)

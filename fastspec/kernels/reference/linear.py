@@ -47,6 +47,19 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
+def add_norm(
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """(x + norm(added), the next norm of that sum): what a layer with a norm behind attention or MLP does there.
+
+    Args:
+        added, x: [..., K].
+        weight, next_weight: as in `norm`; without the next one nothing comes of it.
+    """
+    total = x + norm(added, weight, eps)
+    return total, None if next_weight is None else norm(total, next_weight, eps)
+
+
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up of a fused [..., 2 I] product, gate first; gelu by its tanh formula (arXiv 1606.08415)."""
     gate, up = gate_up.chunk(2, dim=-1)

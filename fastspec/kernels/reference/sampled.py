@@ -1,4 +1,4 @@
-"""Torch definition of the ops of a step that samples: the end of a step, and a draft's token with its law."""
+"""Torch definition of the ops of a step that samples: the end of a step, and a draft's token with its distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampledRows(verify.CommitRows, Protocol):
 
     @property
     def sampler(self) -> distribution.SamplerRows:
-        """Options of the law."""
+        """Options of the distribution."""
 
     @property
     def processors(self) -> processors.ProcessorRows:
@@ -48,7 +48,7 @@ def sampled_commit(
     draws: verify.Draws,
     record: Record | None = None,
 ) -> None:
-    """Ends a step that samples: judges the drafts, marks what is broken, commits, counts, and publishes if asked to.
+    """Ends a step that samples: judges the drafts, flags what is invalid, commits, counts, and publishes if asked to.
 
     Args:
         logits: fp32 [B, k+1, V] of the target.
@@ -57,7 +57,7 @@ def sampled_commit(
         publish_to: as in `commit`.
         rule: one of `fastspec.sampling.rules.MODES`.
         deterministic: drafts were not drawn: their distribution is one on them. Otherwise it is that in draft_probs.
-        draws: coins and draws.
+        draws: uniform numbers and draws.
         record: log-probabilities to record, of the raw logits.
     """
     k = logits.shape[1] - 1
@@ -65,9 +65,9 @@ def sampled_commit(
     places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
     invalid = processors.invalid(judged)
-    # by a place without a law nothing is accepted; a greedy row's pick stays what it is
-    lawless = invalid & (rows.sampler.temperature > 0)[:, None]
-    p = distribution.compute_probs(judged, rows.sampler).masked_fill(lawless[:, :, None], torch.nan)
+    # by a place without a distribution nothing is accepted; a greedy row's pick stays what it is
+    undefined = invalid & (rows.sampler.temperature > 0)[:, None]
+    p = distribution.compute_probs(judged, rows.sampler).masked_fill(undefined[:, :, None], torch.nan)
     if rule == COUPLED:
         accepted, block = verify.coupled(p, drafts, counts, places, draws, distribution.TARGET)
     else:
@@ -91,7 +91,7 @@ def sampled_draw(
     """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where distributions are kept.
 
     Args:
-        logits: fp32 [B, 1, V'] of the draft, of the ids below V' <= V; the law is zero on the others.
+        logits: fp32 [B, 1, V'] of the draft, of the ids below V' <= V; the distribution is zero on the others.
         rows: changed in place.
         j: the draft; it comes after the row's first j drafts.
         work: of the kernels, without use here.
@@ -106,4 +106,4 @@ def sampled_draw(
     if keep_draft_probs:
         known = probs.shape[1]
         rows.draft_probs[:, j, :known] = probs
-        rows.draft_probs[:, j, known:] = 0.0  # a certain draft may have been such an id
+        rows.draft_probs[:, j, known:] = 0.0  # a deterministic draft may have been such an id

@@ -1,6 +1,6 @@
 """Torch definition of the ops of a step around the models' passes: what is fed, and what becomes of the logits.
 
-`reference` has those of the passes; the law of a commit itself is in `fastspec.sampling.verify`.
+`reference` has those of the passes; the definition of a commit itself is in `fastspec.sampling.verify`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.reference.linear import norm
 from fastspec.sampling import processors, verify
 
 
@@ -76,6 +77,22 @@ def feed_rows(
 def embed(weight: Weight, ids: Tensor) -> Tensor:
     """Rows [..., H] of an embedding [V, H] at int64 ids clamped to the table."""
     return weight.embed(ids.clamp(0, weight.shape[0] - 1))
+
+
+def joined_norms(
+    table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
+) -> Tensor:
+    """Embeddings and hidden states, each normed as by `norm`, side by side: [B, Q, 2 K].
+
+    Args:
+        table: [V, K], of x's dtype.
+        ids: int64 [B, Q], clamped to the table.
+        x: [B, Q, K].
+        norms: of the embeddings and of x, each [K].
+        x_first: x comes before the embeddings.
+    """
+    parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
+    return torch.cat(parts[::-1] if x_first else parts, dim=-1)
 
 
 def verify_commit(

@@ -4,11 +4,11 @@
   more sets of four groups: for a small k these give as good a bound, and are a quarter of the sums;
 - the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
   31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
-  none of them is kept. Of a law with few likely ids, most of which are alone in their group, little more is kept.
+  none of them is kept. With few likely ids, most of which are alone in their group, little more is kept.
 
-Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the law: bounds
-follow from it at 3.5 standard deviations (a flat law), or as many of the likeliest ids as can be held (a law with a
-heavy head, of which a sample says little). Such bounds are checked afterwards.
+Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the
+distribution: bounds follow from it at 3.5 standard deviations (a flat one), or as many of the likeliest ids as can be
+held (one with a heavy head, of which a sample says little). Such bounds are checked afterwards.
 
 Sums are taken in one order, over pieces that do not depend on the number of rows, so a line's record does not either.
 """
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from fastspec.kernels.sampling.logits import (
-    BROKEN,
     GREEDY,
     GROUP,
+    INVALID,
     KEY_LOWEST,
     KEY_OPEN,
     KNOWN,
@@ -45,7 +45,7 @@ _GROUP = tl.constexpr(GROUP)
 
 @triton.jit
 def filtered(top_k, top_p, min_p, vocab):
-    """Whether a law keeps less than all ids."""
+    """Whether a distribution keeps less than all ids."""
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
 
 
@@ -272,7 +272,7 @@ def described(
     kind = tl.zeros([], tl.int32) + KNOWN
     normaliser = tl.zeros([], tl.float32) + 1.0
     if (largest == float("inf")) | (largest == -float("inf")):
-        kind = tl.zeros([], tl.int32) + BROKEN
+        kind = tl.zeros([], tl.int32) + INVALID
     elif temperature <= 0:
         kind = tl.zeros([], tl.int32) + GREEDY
         group = tl.arange(0, GROUPS)[None, :]

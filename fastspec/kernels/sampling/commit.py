@@ -1,6 +1,6 @@
 """A step's bookkeeping in one launch, for steps that sample; greedy_commit.py ends greedy steps by the same code.
 
-The law is `fastspec.sampling.verify.commit`. A program commits one row; the last row to be committed publishes the
+The definition is `fastspec.sampling.verify.commit`. A program commits one row; the last one publishes the
 step's entry (publish.py).
 
 | argument   | shape, dtype         | notes                                                                    |

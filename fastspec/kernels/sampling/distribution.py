@@ -1,16 +1,16 @@
 """Sampling distributions in two launches and without a sort: processors, temperature, top-k, top-p, min-p.
 
-The law is `sampling.law` of `processors.process`. The first launch (groups.py) reads the logits once. In the
-second, a line's programs find between which logits its threshold lies (bounds.py). Where few groups of ids
-reach that far, as with laws of language models, one program looks through these groups alone, in the order of ids.
-Otherwise all of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note
-the candidates between them, and the last to arrive goes on. The threshold is then found among the candidates
-(threshold.py).
+The definition is `distribution.compute_probs` of `processors.process`. The first launch (groups.py) reads the logits
+once. In the second, a line's programs find between which logits its threshold lies (bounds.py). Where few groups of ids
+reach that far, as in language models, one program looks through these groups alone, in the order of ids. Otherwise all
+of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note the candidates
+between them, and the last to arrive goes on. The threshold is then found among the candidates (threshold.py).
 
-What stands in the record of a line is its law: p(id) = exp(x - MAX) / NORMALISER where sampled_parts.kept, 0
-elsewhere; for a GREEDY line one on BEST; for a BROKEN line there is none. P_DRAFT and Q_DRAFT are the probabilities of
-the draft at this place under the target's and the draft's law. RACERS is how many ids `found` lists, among them all
-that the law keeps, in an order that depends on the line alone; -1 where it may list others, or not all.
+What stands in the record of a line is its distribution: p(id) = exp(x - MAX) / NORMALISER where sampled_parts.kept, 0
+elsewhere; for a GREEDY line one on BEST; for an INVALID line there is none. P_DRAFT and Q_DRAFT are the probabilities
+of the draft at this place under the target's and the draft's distribution. NUM_LISTED is how many ids `found` lists,
+among them all that the distribution keeps, in an order that depends on the line alone; -1 where it may list others, or
+not all.
 
 Differences to torch: sums are rounded otherwise, so where top-p falls within that rounding of an id's edge, one id
 more or less may be kept. Ids that tie at the edge of top-p are kept in the order of ids, as torch's stable sort does.
@@ -51,9 +51,9 @@ from fastspec.kernels.sampling.logits import (
     MASS_ABOVE,
     MAX,
     NORMALISER,
+    NUM_LISTED,
     P_DRAFT,
     Q_DRAFT,
-    RACERS,
     RECORD,
     RUNNING,
     SEARCHED,
@@ -70,7 +70,7 @@ from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser
 # what a program runs it runs once, so it waits for instructions: many threads, each with few of them
 LAUNCH = {"num_warps": 16}
 CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
-PROGRAMS = 132  # of a launch, about: more do not find a line's law any sooner
+PROGRAMS = 132  # of a launch, about: more do not find a line's distribution any sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -86,10 +86,31 @@ class Scratch(NamedTuple):
     listed: Any
 
 
+class LineDistribution(NamedTuple):
+    """What a line's record says of its distribution, as scalars on the device; the module docstring has the formula.
+
+    Attributes:
+        kind: int32, one of SEARCHED, KNOWN, GREEDY and INVALID.
+        largest, normaliser: fp32, MAX and NORMALISER.
+        key, cut: int32, the lowest key that is kept, and up to which id among equals.
+        best: int32, the id of a GREEDY line.
+    """
+
+    kind: Any
+    largest: Any
+    normaliser: Any
+    key: Any
+    cut: Any
+    best: Any
+
+
+LINE_DISTRIBUTION = tl.constexpr(LineDistribution)
+
+
 @triton.jit
-def law_of(record_ptr):
-    """(kind, largest, normaliser, key, cut, best) of a line."""
-    return (
+def load_distribution(record_ptr):
+    """The distribution of a line from its record."""
+    return LINE_DISTRIBUTION(
         tl.load(record_ptr + KIND),
         tl.load(record_ptr + MAX).to(tl.float32, bitcast=True),
         tl.load(record_ptr + NORMALISER).to(tl.float32, bitcast=True),
@@ -100,19 +121,19 @@ def law_of(record_ptr):
 
 
 @triton.jit
-def share(law, x, index, min_p):
-    """fp32 probabilities under a law that is neither broken nor greedy, of ids with scaled logits x."""
-    e = tl.exp(x - law[1])
-    p = tl.div_rn(e, law[2] + tl.zeros_like(e))
-    return tl.where(kept(key_of(x), index, e, law[3], law[4], min_p), p, 0.0)
+def share(dist, x, index, min_p):
+    """fp32 probabilities under a distribution that is neither invalid nor greedy, of ids with scaled logits x."""
+    e = tl.exp(x - dist.largest)
+    p = tl.div_rn(e, dist.normaliser + tl.zeros_like(e))
+    return tl.where(kept(key_of(x), index, e, dist.key, dist.cut, min_p), p, 0.0)
 
 
 @triton.jit
-def probabilities(law, view, index, min_p, STOPS: tl.constexpr):
-    """fp32 probabilities under a law that is not broken, at index int32."""
-    p = (index == law[5]).to(tl.float32)
-    if law[0] != GREEDY:
-        p = share(law, scaled(view, index, STOPS), index, min_p)
+def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
+    """fp32 probabilities under a distribution that is not invalid, at index int32."""
+    p = (index == dist.best).to(tl.float32)
+    if dist.kind != GREEDY:
+        p = share(dist, scaled(view, index, STOPS), index, min_p)
     return p
 
 
@@ -157,21 +178,21 @@ def _settled(
 
 
 @triton.jit
-def _store_law(record_ptr, law, upper, guessed, racers):
-    tl.store(record_ptr + KIND, law[0])
-    tl.store(record_ptr + MAX, law[1].to(tl.int32, bitcast=True))
-    tl.store(record_ptr + NORMALISER, law[2].to(tl.int32, bitcast=True))
-    tl.store(record_ptr + KEY, law[3])
-    tl.store(record_ptr + CUT, law[4])
-    tl.store(record_ptr + BEST, law[5])
+def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
+    tl.store(record_ptr + KIND, dist.kind)
+    tl.store(record_ptr + MAX, dist.largest.to(tl.int32, bitcast=True))
+    tl.store(record_ptr + NORMALISER, dist.normaliser.to(tl.int32, bitcast=True))
+    tl.store(record_ptr + KEY, dist.key)
+    tl.store(record_ptr + CUT, dist.cut)
+    tl.store(record_ptr + BEST, dist.best)
     tl.store(record_ptr + UPPER, upper.to(tl.int32))
     tl.store(record_ptr + GUESSED, guessed)
-    tl.store(record_ptr + RACERS, racers)
+    tl.store(record_ptr + NUM_LISTED, num_listed)
 
 
 @triton.jit
 def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
-    """(logit, bias, probability under the draft's law) fp32 [16] of a draft int32 [16], as they lie in memory."""
+    """(logit, bias, probability when drafted) fp32 [16] of a draft int32 [16], as they lie in memory."""
     known = draft >= 0  # else it is no id
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
     bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
@@ -182,21 +203,21 @@ def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
 
 
 @triton.jit
-def _weigh_draft(source, draft, read, law, record_ptr, min_p, STOPS: tl.constexpr):
-    """Stores what the target's and the draft's law make of the draft at this place, by what `_draft_at` read."""
+def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constexpr):
+    """Stores the draft's probabilities under the target's and the draft's distribution, by what `_draft_at` read."""
     x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
-    p = tl.max(share(law, x, draft, min_p), axis=0)
-    # nothing follows from a broken law, and no comparison with NaN holds
-    p = tl.where(law[0] > GREEDY, float("nan"), p)
+    p = tl.max(share(dist, x, draft, min_p), axis=0)
+    # nothing follows from an invalid line, and no comparison with NaN holds
+    p = tl.where(dist.kind > GREEDY, float("nan"), p)
     tl.store(record_ptr + P_DRAFT, p.to(tl.int32, bitcast=True))
     tl.store(record_ptr + Q_DRAFT, tl.max(read[2], axis=0).to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=[*INTS, "drafts"])
-def _laws_kernel(
+def _distribution_kernel(
     source,
     work,  # Scratch
-    q_ptr,  # None: drafts were certain
+    q_ptr,  # None: the proposer is deterministic
     places,
     first,
     drafts,  # places that a draft stands at; 0: none is weighed
@@ -247,7 +268,7 @@ def _laws_kernel(
             *(at, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
         )
-        key, cut, racers = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
+        key, cut, num_listed = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
         if kind == SEARCHED:
             line_found = work.found + line.to(tl.int64) * (2 * MOST)
             line_counters = work.counters + line * _COUNTERS
@@ -262,7 +283,7 @@ def _laws_kernel(
                 if mine:
                     tl.debug_barrier()  # others read what is listed
                     count = gather(at, line_listed, line_found, number, lower, MOST, STOPS)
-                    racers = tl.where(count <= MOST, count, -1)
+                    num_listed = tl.where(count <= MOST, count, -1)
             else:
                 mine = noted(
                     *(at, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
@@ -282,11 +303,11 @@ def _laws_kernel(
                 )
                 kind = tl.zeros([], tl.int32) + KNOWN
         if mine:
-            law = kind, largest, normaliser, key, cut, best
+            dist = LINE_DISTRIBUTION(kind, largest, normaliser, key, cut, best)
             record_ptr = work.records + line * _RECORD
-            _store_law(record_ptr, law, upper, guessed, racers)
+            _store_distribution(record_ptr, dist, upper, guessed, num_listed)
             if weighs:
-                _weigh_draft(at, draft, read, law, record_ptr, min_p, STOPS)
+                _weigh_draft(at, draft, read, dist, record_ptr, min_p, STOPS)
 
 
 def launch_of(lines: int) -> dict[str, int]:
@@ -294,14 +315,14 @@ def launch_of(lines: int) -> dict[str, int]:
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
-def find_laws(
+def find_distributions(
     logits: Tensor,
     rows: Any,
     work: SampledWork,
     *,
     first: int = 0,
     drafts: int = 0,
-    laws: Tensor | None = None,
+    draft_probs: Tensor | None = None,
     ragged: bool = False,
     record: Record | None = None,
 ) -> None:
@@ -313,7 +334,7 @@ def find_laws(
         work: as large as these lines need.
         first: the first place; place j comes after the row's first j drafts.
         drafts: places below this hold a draft, whose probabilities are recorded.
-        laws: [B, K, V] that drafts were drawn from; None: they were certain.
+        draft_probs: [B, K, V] that drafts were drawn from; None: the proposer is deterministic.
         ragged: places beyond a row's draft_counts are left out.
         record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
     """
@@ -340,10 +361,10 @@ def find_laws(
     most = work.found.shape[2]
     padded = max(16, triton.next_power_of_2(source.groups))
     launch(
-        _laws_kernel,
+        _distribution_kernel,
         (max(1, min(chunks, PROGRAMS // lines)), lines),
-        *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), laws),
-        *(places, first, drafts, *((0, 0) if laws is None else laws.stride()[:2])),
+        *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), draft_probs),
+        *(places, first, drafts, *((0, 0) if draft_probs is None else draft_probs.stride()[:2])),
         GROUPS=padded,
         EACH=triton.cdiv(padded, bounds.MOST_GROUPS),
         MOST=most,

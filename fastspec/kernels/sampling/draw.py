@@ -1,15 +1,15 @@
-"""A draft's token drawn from its law, and that law written out, in three launches.
+"""A draft's token drawn from its distribution, and that distribution written out, in three launches.
 
-The definition is `reference.sampled_draw`. distribution.py finds the rows' laws; here a program takes CHUNK ids of a
-row, stores their probabilities where the law is kept, and lets them race with the numbers of `sampling.PhiloxDraws`.
-Winners are merged by an atomic maximum; the last program to arrive at a row stores its token. A row without a law (NaN
-or infinite logits, or none but -inf) drafts id 0 from the law that is one on it. Rows that do not run are left as they
-are.
+The definition is `reference.sampled_draw`. distribution.py finds the rows' distributions; here a program takes CHUNK
+ids of a row, stores their probabilities where these are kept, and samples among them with the numbers of
+`distribution.PhiloxDraws`. Winners are merged by an atomic maximum; the last program to arrive at a row stores its
+token. A row without a distribution (NaN or infinite logits, or none but -inf) drafts id 0, with probability one. Rows
+that do not run are left as they are.
 
 | argument    | shape, dtype     | notes                                                                   |
 |-------------|------------------|-------------------------------------------------------------------------|
 | logits      | [B, 1, V'] fp32  | V' <= V; contiguous over the vocabulary                                  |
-| draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written where the law is not kept     |
+| draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written where it is not kept         |
 | work        | sampled_work     | counters are zero between launches: the last to use them clears          |
 """
 
@@ -24,18 +24,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.sampling import logits as sampled_parts
-from fastspec.kernels.sampling.distribution import find_laws, law_of, probabilities
+from fastspec.kernels.sampling.distribution import find_distributions, load_distribution, probabilities
 from fastspec.kernels.sampling.logits import (
     ARRIVED,
-    BROKEN,
     COUNTERS,
     GREEDY,
     GROUP,
-    RACE,
+    INVALID,
     RECORD,
     RUNNING,
+    WINNER,
     SampledWork,
-    check_laws,
+    check_draft_probs,
     check_source,
     key_of,
     times,
@@ -56,9 +56,9 @@ def _draw_kernel(
     counters_ptr,
     records_ptr,
     groups_ptr,
-    laws_ptr,  # None: the law is not kept
+    draft_probs_ptr,  # None: the distribution is not kept
     first,
-    law_row,
+    draft_probs_row,
     width,
     j,
     PURPOSE: tl.constexpr,
@@ -72,32 +72,34 @@ def _draw_kernel(
     chunk, line = tl.program_id(0), tl.program_id(1)
     row = line.to(tl.int64)
     if tl.load(source.finish + row) == RUNNING:
-        law = law_of(records_ptr + row * _RECORD)
-        kind = law[0]
+        dist = load_distribution(records_ptr + row * _RECORD)
+        kind = dist.kind
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         line_counters = counters_ptr + row * _COUNTERS
-        p = tl.where(kind == GREEDY, (index == law[5]).to(tl.float32), (index == 0).to(tl.float32))
+        p = tl.where(kind == GREEDY, (index == dist.best).to(tl.float32), (index == 0).to(tl.float32))
         if kind < GREEDY:
             p = tl.zeros([CHUNK], tl.float32)
             group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
             tops_ptr = groups_ptr + row * source.groups * 2
             tops = tl.load(tops_ptr + group, mask=group < source.groups, other=-float("inf"))
-            if key_of(tl.max(tops, axis=0)) >= law[3]:
+            if key_of(tl.max(tops, axis=0)) >= dist.key:
                 view = view_of(source, line, row, first)
-                p = probabilities(law, view, index, tl.load(source.min_p + row), STOPS)
+                p = probabilities(dist, view, index, tl.load(source.min_p + row), STOPS)
                 position = tl.load(source.lengths + row) + j
                 best = winner(p, times(tl.load(source.seeds + row), position, PURPOSE, chunk * CHUNK, CHUNK), index)
                 if best > 0:
-                    tl.atomic_max(line_counters + RACE, best, sem="relaxed")
-        if laws_ptr is not None:
-            tl.store(laws_ptr + row * law_row + index, p, mask=index < width)
+                    tl.atomic_max(line_counters + WINNER, best, sem="relaxed")
+        if draft_probs_ptr is not None:
+            tl.store(draft_probs_ptr + row * draft_probs_row + index, p, mask=index < width)
         arrived = tl.atomic_add(line_counters + ARRIVED, 1, sem="acq_rel")
         if arrived == tl.num_programs(0) - 1:
-            race = tl.load(line_counters + RACE, cache_modifier=".cg")
-            drawn = tl.where(kind == GREEDY, law[5], tl.where(kind == BROKEN, 0, winning_id(tl.maximum(race, 1))))
+            sampled = tl.load(line_counters + WINNER, cache_modifier=".cg")
+            drawn = tl.where(
+                kind == GREEDY, dist.best, tl.where(kind == INVALID, 0, winning_id(tl.maximum(sampled, 1)))
+            )
             tl.store(source.draft_tokens + row * source.drafts_stride + j, drawn.to(tl.int64))
             tl.debug_barrier()  # all have read
-            tl.store(line_counters + RACE, 0)
+            tl.store(line_counters + WINNER, 0)
             tl.store(line_counters + ARRIVED, 0)
 
 
@@ -118,19 +120,19 @@ def sampled_draw(
     """
     check_source(logits, rows, work)
     batch, _, vocab = logits.shape
-    laws = rows.draft_probs[:, j] if keep_draft_probs else None
-    check_laws(laws, vocab)
-    find_laws(logits, rows, work, first=j)
+    probs = rows.draft_probs[:, j] if keep_draft_probs else None
+    check_draft_probs(probs, vocab)
+    find_distributions(logits, rows, work, first=j)
     source = sampled_parts.source_of(logits, rows)
-    width = vocab if laws is None else laws.shape[1]
+    width = vocab if probs is None else probs.shape[1]
     pdl = has_pdl(logits.device)
     launch(
         _draw_kernel,
         (triton.cdiv(width, sampled_parts.CHUNK), batch),
         source,
-        *(work.counters, work.records, work.groups, laws),
+        *(work.counters, work.records, work.groups, probs),
         j,
-        *(0 if laws is None else laws.stride(0), width, j),
+        *(0 if probs is None else probs.stride(0), width, j),
         PURPOSE=purpose,
         CHUNK=sampled_parts.CHUNK,
         STOPS=rows.stop_ids.shape[1],

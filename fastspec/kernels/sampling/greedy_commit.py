@@ -1,10 +1,10 @@
 """Greedy verification and the step's bookkeeping in one launch.
 
-The law is `fastspec.sampling.verify`: picks as `greedy`, marked as `fastspec.sampling.processors.flag_invalid`, then
-`commit`. A program
-takes CHUNK logits of one place. It finds their largest, the lowest id among equals, as one integer whose order is
-that of (logit, -id), and merges it into the place's integer by an atomic maximum: exact, so neither chunks nor
-arrival order can matter. The last program to arrive at a row of the batch commits that row (commit.py).
+The definition is `fastspec.sampling.verify`: `greedy`, with places flagged as by
+`fastspec.sampling.processors.flag_invalid`, then `commit`. A program takes CHUNK logits of one place. It finds their
+largest, the lowest id among equals, as one integer whose order is that of (logit, -id), and merges it into the place's
+integer by an atomic maximum: exact, so neither chunks nor the order of arrival can matter. The last program to arrive
+at a row of the batch commits that row (commit.py).
 
 | argument | shape, dtype     | notes                                                |
 |----------|------------------|------------------------------------------------------|
@@ -132,8 +132,8 @@ def _verify_kernel(
         # the largest of all is NaN or infinite: nothing can be chosen there
         level = (ranked >> 31) - 0x80000000
         invalid = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
-        first_broken = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
-        accepted = tl.where(first_broken <= accepted, -1 - first_broken, accepted)
+        first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
+        accepted = tl.where(first_invalid <= accepted, -1 - first_invalid, accepted)
         commit_row(
             row,
             accepted,

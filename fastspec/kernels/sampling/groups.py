@@ -2,8 +2,8 @@
 
 Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
 CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
-takes off memory is little work, so it is bound by how much is. The next launch (distribution.py) makes laws of what
-they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from the L2 cache.
+takes off memory is little work, so it is bound by how much is. The next launch (distribution.py) goes on from
+what they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from L2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
     group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
     tl.store(tops_ptr + group, tops, mask=group < groups)
     if weighs:
-        # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line broken, whatever it weighs
+        # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line invalid, whatever it weighs
         masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
         tl.store(tops_ptr + groups + group, masses, mask=group < groups)
 

@@ -36,11 +36,11 @@ NO_UNIT = tl.constexpr(2.0**-44)
 
 # a line's record: int32 words
 RECORD = 16
-MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, RACERS = map(tl.constexpr, range(11))
-SEARCHED, KNOWN, GREEDY, BROKEN = map(tl.constexpr, range(4))  # kinds of a line: how its law is found
+MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, NUM_LISTED = map(tl.constexpr, range(11))
+SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a line: how its distribution is found
 # a line's counters: int64 words, zero between launches
 COUNTERS = 8
-ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, RACE, RACE_BEYOND, BEYOND = map(tl.constexpr, range(8))
+ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, WINNER, RESIDUAL_WINNER, RESIDUAL = map(tl.constexpr, range(8))
 
 # Triton does not compile for the values of these (do_not_specialize). Integers inside a tuple cannot be excluded so:
 # sizes that vary between launches stay parameters of their own; those in `Source` are one model's and one state's.
@@ -54,7 +54,7 @@ class SampledWork:
     Attributes:
         counters: int64 [lines, COUNTERS] zeros; every step leaves them so.
         arrivals: int64 [B] zeros, likewise.
-        records: int32 [lines, RECORD]: a line's law in short.
+        records: int32 [lines, RECORD]: a line's distribution in short.
         groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
         found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
         listed: int32 [lines, LISTED]: groups that hold such ids.
@@ -203,11 +203,11 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
         )
 
 
-def check_laws(laws: Tensor | None, vocab: int) -> None:
-    """Raises ValueError at laws of drafts, [B, K, V] or [B, V], that do not hold the ids of the logits."""
-    if laws is not None and (laws.stride(-1) != 1 or laws.shape[-1] < vocab):
+def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
+    """Raises ValueError at probabilities of drafts, [B, K, V] or [B, V], that do not hold the ids of the logits."""
+    if probs is not None and (probs.stride(-1) != 1 or probs.shape[-1] < vocab):
         raise ValueError(
-            f"draft_probs is {told(laws)}; wanted {vocab} ids or more, contiguous over them: allocate the state so"
+            f"draft_probs is {told(probs)}; wanted {vocab} ids or more, contiguous over them: allocate the state so"
         )
 
 
@@ -366,7 +366,7 @@ def times_of(seed, position, PURPOSE: tl.constexpr, index):
 
 
 @triton.jit
-def coin(seed, position, PURPOSE: tl.constexpr):
+def uniform(seed, position, PURPOSE: tl.constexpr):
     """`sampling.uniforms` at position int64 [N]."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -377,7 +377,7 @@ def coin(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def winner(weights, time, index):
-    """int64 that compares as (weight / time, -index) of the race's winner does; 0 where no weight is positive."""
+    """int64 that compares as (weight / time, -index) of the sampled id does; 0 where no weight is positive."""
     speed = tl.where(weights > 0, weights / time, -1.0)
     best = tl.max(speed, axis=0)
     first = tl.min(tl.where(speed == best, index, 0x7FFFFFFF), axis=0)
@@ -393,5 +393,5 @@ def winning_id(packed):
 
 @triton.jit
 def kept(key, index, e, threshold, cut, min_p):
-    """Which ids a law keeps: above its threshold, among equals up to id `cut`, and at least min_p of the largest."""
+    """Which ids are kept: above the threshold, among equals up to id `cut`, and at least min_p of the largest."""
     return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

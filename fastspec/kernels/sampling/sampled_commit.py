@@ -1,22 +1,21 @@
-"""The end of a sampled step in three launches: laws, then acceptance, the last token and the step's bookkeeping.
+"""The end of a sampled step in three launches: distributions, then acceptance, the last token and the bookkeeping.
 
-The law is `fastspec.sampling.verify`: `rejection`, `block` or `coupled` over `sampling.law` of `processors.process`,
-marked as
-`processors.flag_invalid`, then `commit` and `processors.count`. distribution.py finds every line's law in two
-launches. In
-the third, every program forms the row's carried ratios and its coins for itself, and so knows which places can still
-end the row: under rejection one; under block one if the last draft's coin falls, else all before it; under coupled
-all. At those a program takes some ids: their race under p and under max(c p - q, 0), and the sum of the latter.
-Winners are merged by an atomic maximum and sums in fixed point, so neither chunks nor arrival order can matter. The
-last program to arrive at a row accepts and commits it (commit.py); where the law of every such place has few ids, one
-program a place takes part, and where nothing is raced for, one. Random numbers are those of `sampling.PhiloxDraws`.
+The definition is `fastspec.sampling.verify`: `rejection`, `block` or `coupled` over `distribution.compute_probs` of
+`processors.process`, with places flagged as by `processors.flag_invalid`, then `commit` and `processors.count`.
+distribution.py finds every line's distribution in two launches. In the third, every program computes the row's carried
+ratios and its uniform numbers for itself, and so knows at which places the row may still end: under rejection one;
+under block one if the last draft's number is below its probability, else all before it; under coupled all. At those a
+program samples among some ids under p and under max(c p - q, 0), and sums the latter. Winners are merged by an atomic
+maximum and sums in fixed point, so neither chunks nor the order of arrival can matter. The last program to arrive at a
+row accepts and commits it (commit.py). Where the distribution of every such place has few ids, one program a place
+takes part, and where nothing is sampled, one. Random numbers are those of `distribution.PhiloxDraws`.
 
-A greedy row's law is one on its pick, so it is judged by match, whatever the rule.
+A greedy row's distribution is one on its argmax, so it is judged by match, whatever the rule.
 
 | argument    | shape, dtype     | notes                                                            |
 |-------------|------------------|------------------------------------------------------------------|
 | logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride             |
-| draft_probs | [B, K, V] fp32   | of the state; not read where drafts were certain                 |
+| draft_probs | [B, K, V] fp32   | of the state; not read where drafts are deterministic                 |
 | scratch     | as commit.py     |                                                                  |
 | work        | sampled_work     | counters are zero between launches: the last to use them clears  |
 """
@@ -38,29 +37,29 @@ from fastspec.kernels.sampling import logprobs
 from fastspec.kernels.sampling.accept import (
     BY_COUPLING,
     RULES,
+    is_shared,
     judged,
     listed_from,
-    race,
-    race_of_few,
-    raced_for,
+    place_of,
     reported,
+    sample_dense,
+    sample_listed,
     span,
-    spread,
 )
 from fastspec.kernels.sampling.commit import SIZES, STATE_INTS, Ring, commit_row
-from fastspec.kernels.sampling.distribution import find_laws
+from fastspec.kernels.sampling.distribution import find_distributions
 from fastspec.kernels.sampling.logits import (
-    BEYOND,
     COUNTERS,
     GREEDY,
     GROUP,
-    RACE,
-    RACE_BEYOND,
-    RACERS,
+    NUM_LISTED,
     RECORD,
+    RESIDUAL,
+    RESIDUAL_WINNER,
     RUNNING,
+    WINNER,
     SampledWork,
-    check_laws,
+    check_draft_probs,
     check_source,
     view_of,
 )
@@ -69,7 +68,7 @@ from fastspec.sampling.rules import COUPLED, REJECTION
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # of a launch, about: two a multiprocessor
-RACED = 1024  # listed ids that one program lets race
+MAX_LISTED = 1024  # listed ids that one program samples among
 LISTED = 128  # of them at a time: mostly there are fewer, and what is less code runs sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
@@ -77,7 +76,7 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 
 def end_chunk() -> int:
-    """Ids per program of the last launch: fewer, for a race takes more registers than a law."""
+    """Ids per program of the last launch: fewer, for sampling takes more registers than the distribution."""
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
@@ -89,7 +88,7 @@ def _end_kernel(
     records_ptr,
     groups_ptr,
     found_ptr,
-    q_ptr,  # None: drafts were certain
+    q_ptr,  # None: the proposer is deterministic
     state,  # StateRows
     scratch_ptr,
     ring,
@@ -113,7 +112,7 @@ def _end_kernel(
     TOP: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
-    RACED: tl.constexpr,
+    MAX_LISTED: tl.constexpr,
     LISTED: tl.constexpr,
     PLACES: tl.constexpr,
     STOPS: tl.constexpr,
@@ -132,21 +131,21 @@ def _end_kernel(
     counts = tl.minimum(tl.load(source.counts + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
     temperature = tl.load(source.temperature + row)
-    p, q, racers, kinds = reported(row_records, place, num_places)
+    p, q, num_listed, kinds = reported(row_records, place, num_places)
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
-    workers = tl.full([], 1, tl.int32)  # a row without a race is judged by its first program alone
+    workers = tl.full([], 1, tl.int32)  # a row that samples nothing is judged by its first program alone
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
-        dense = spread(racers, kinds, place, low, high, RACED)
+        dense = is_shared(num_listed, kinds, place, low, high, MAX_LISTED)
         handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
         if dense:
             for at in tl.range(low + part, high + 1, parts, disable_licm=True):
-                law, draft, c = raced_for(
+                dist, draft, c = place_of(
                     row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
-                if law[0] < GREEDY:
+                if dist.kind < GREEDY:
                     # a place begins with the program after the last of the place before
                     turn = ((at - low) // parts * chunks) % tl.num_programs(0)
                     begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
@@ -155,9 +154,9 @@ def _end_kernel(
                     if q_ptr is not None:
                         line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
                     view = view_of(source, line, row, at)
-                    race(
+                    sample_dense(
                         line_q,
-                        *(law, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
+                        *(dist, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
                         *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
                         *(RULE, CHUNK, NUM_STOPS),
                     )
@@ -170,17 +169,17 @@ def _end_kernel(
                 line = row * num_places + at
                 line_found = found_ptr + line * (2 * MOST)
                 listed = listed_from(0, MOST, line_found, MOST, LISTED)
-                number, min_p = tl.load(row_records + at * _RECORD + RACERS), tl.load(source.min_p + row)
-                law, draft, c = raced_for(
+                number, min_p = tl.load(row_records + at * _RECORD + NUM_LISTED), tl.load(source.min_p + row)
+                dist, draft, c = place_of(
                     row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
-                if law[0] < GREEDY:
+                if dist.kind < GREEDY:
                     line_q = q_ptr
                     if q_ptr is not None:
                         line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
-                    race_of_few(
+                    sample_listed(
                         line_q,
-                        *(law, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
+                        *(dist, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
                         *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MOST, LISTED),
                     )
             workers = high + 1 - low
@@ -188,7 +187,7 @@ def _end_kernel(
     if (handled > 0) & (last == 0):
         last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
     if last:
-        tl.debug_barrier()  # if it works alone, its own threads have raced
+        tl.debug_barrier()  # if it works alone, its own threads have ranked ids
         num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
         row_drafts = source.draft_tokens + row * source.drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
@@ -229,9 +228,9 @@ def _end_kernel(
         # behind the barrier in commit_row: all have read
         used = place <= num_drafts
         zeros = tl.zeros([PLACES], tl.int64)
-        tl.store(row_counters + place * _COUNTERS + RACE, zeros, mask=used)
-        tl.store(row_counters + place * _COUNTERS + RACE_BEYOND, zeros, mask=used)
-        tl.store(row_counters + place * _COUNTERS + BEYOND, zeros, mask=used)
+        tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)
+        tl.store(row_counters + place * _COUNTERS + RESIDUAL_WINNER, zeros, mask=used)
+        tl.store(row_counters + place * _COUNTERS + RESIDUAL, zeros, mask=used)
         tl.store(arrivals_ptr + row, 0)
 
 
@@ -255,19 +254,19 @@ def sampled_commit(
     batch, places, vocab = logits.shape
     check_source(logits, rows, work)
     committing.check_rows(rows, batch, places - 1, scratch)
-    laws = None if deterministic or rule == COUPLED or places == 1 else rows.draft_probs
-    check_laws(laws, vocab)
+    draft_probs = None if deterministic or rule == COUPLED or places == 1 else rows.draft_probs
+    check_draft_probs(draft_probs, vocab)
     if record is not None:
         check_record(record, rows, vocab, places)
     drafts = 0 if rule == COUPLED else places - 1
-    find_laws(logits, rows, work, drafts=drafts, laws=laws, ragged=True, record=record)
+    find_distributions(logits, rows, work, drafts=drafts, draft_probs=draft_probs, ragged=True, record=record)
     source = sampled_parts.source_of(logits, rows)
     tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     _, details_width = logprobs.sizes_of(record)
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
-    # under rejection one place of a row is raced for
+    # under rejection one place of a row is sampled
     parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
     # all of a row's chunks at a place, unless there are rows enough to fill the device
     programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
@@ -275,19 +274,19 @@ def sampled_commit(
         _end_kernel,
         (programs, batch * parts),
         source,
-        *(work.counters, work.arrivals, work.records, work.groups, work.found, laws),
+        *(work.counters, work.arrivals, work.records, work.groups, work.found, draft_probs),
         *(committing.state_of(rows), scratch, Ring(*(publish_to or (None, None)))),
         *logprobs.of_lines(record, rows)[2:],
         *logprobs.of_blocks(record, rows),
         places,
-        *((0, 0) if laws is None else laws.stride()[:2]),
+        *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
         *(tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,
         RULE=RULES[rule],
         TOP=logprobs.width_of(record, rows),
         CHUNK=chunk,
         MOST=most,
-        RACED=min(RACED, most),
+        MAX_LISTED=min(MAX_LISTED, most),
         LISTED=min(LISTED, most),
         PDL=pdl,
         **LAUNCH,

@@ -1,12 +1,12 @@
-"""The threshold of a line's law: among the candidates near it, or by reading all of the line when they do not tell.
+"""The threshold of a line: among the candidates near it, or by reading all of the line when they do not tell.
 
 Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
 one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
 faster than one that has every case written out.
 
-All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A law
-is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal it up to id
-`cut`, and of these what is at least min_p of the largest (`sampled_parts.kept`).
+All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A
+distribution is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal
+it up to id `cut`, and of these what is at least min_p of the largest (`sampled_parts.kept`).
 """
 
 from __future__ import annotations

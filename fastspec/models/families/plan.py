@@ -130,6 +130,12 @@ class LayerPlan:
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
+    def sandwiched(self) -> bool:
+        """Whether `Ops.add_norm` computes what stands between products: norms, before and behind attention and MLP."""
+        norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one"
+        return norms and self.residual_scale == 1.0 and self.delta is None
+
+    @property
     def _plain(self) -> bool:
         return not (self.post_norm or self.parallel) and self.residual_scale == 1.0
 

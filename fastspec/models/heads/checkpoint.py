@@ -27,6 +27,7 @@ from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorIn
 from fastspec.models.weights.sources import Checkpoint, check_before_download, load_tokenizer
 
 if TYPE_CHECKING:
+    from fastspec.kernels.common.codes import CodeFormat
     from fastspec.kernels.ops import Ops
 
 SpecReader = Callable[
@@ -50,10 +51,11 @@ class HeadCheckpoint:
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
         source: the target, where its own checkpoint holds the head; None: it lies alone.
-        stored: empty, because heads are not rounded.
+        stored: what its matrices are rounded to while they are loaded, for people; empty: they are not.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
         mtp: False: a head holds no MTP layer for `draft="mtp"`.
+        rounded: the format of `stored`; None: matrices stay as they are stored.
     """
 
     name: str
@@ -66,11 +68,16 @@ class HeadCheckpoint:
     module: None = None
     ranks: int = 1
     mtp: bool = False
+    rounded: CodeFormat | None = None
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, with activations of `dtype`."""
+        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
+        from fastspec.models.heads.weights import planned_head_bytes  # which needs what is defined here
+
         tables = 0 if self.vocab_map is None else 8 * (len(self.vocab_map) + self.spec.target.vocab_size)
-        return self.spec.weight_bytes(dtype) + tables
+        if self.rounded is None:
+            return self.spec.weight_bytes(dtype) + tables
+        return planned_head_bytes(self, dtype=dtype, device=device, ops=ops) + tables
 
 
 HeadFiles = tuple[Path, dict[str, Any], Recognised]

@@ -84,12 +84,12 @@ def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int
     Raises:
         UnsupportedModel: a setting that changes the arithmetic and is not implemented.
     """
-    from transformers import CONFIG_MAPPING
+    from fastspec.models.llama_config import config_class
 
     family = "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama"
     read = {name: inner[name] for name in _READ if inner.get(name) is not None}
     try:
-        config = CONFIG_MAPPING[family].from_dict(read)
+        config = config_class(family).from_dict(read)
     except Exception as error:  # its validation raises errors of several libraries
         raise CheckpointError(f"not a valid config of {family} layers: {error}") from error
     fields = ConfigFields(config, SUPPORTED)

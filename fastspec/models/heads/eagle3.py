@@ -63,10 +63,19 @@ class Eagle3(HeadDecoder):
         x, qkv = self._upto_last(g, rows)
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention."""
-        _, qkv = self._upto_last(g, rows)
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x, qkv = self._upto_last(g, rows)
         self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
         """What stands for g at the position behind, of what `drafted` returned."""
@@ -75,10 +84,10 @@ class Eagle3(HeadDecoder):
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
         """The residual stream in front of the last layer, and that layer's q, k and v."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
-        e = self.ops.norm(self.ops.embed(self.weights.embed, rows.ids), layer.input_norm, eps)
-        h = self.ops.norm(g.contiguous(), self._hidden_norm, eps)
-        x = h if self.head.norm_before_residual else g
-        qkv = self.ops.linear(torch.cat((e, h), dim=-1), layer.qkv, layer.qkv_bias, rows.tiling)
+        norms = layer.input_norm, self._hidden_norm
+        eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps)
+        x = eh[..., g.shape[-1] :].contiguous() if self.head.norm_before_residual else g
+        qkv = self.ops.linear(eh, layer.qkv, layer.qkv_bias, rows.tiling)
         for index in range(self.spec.num_layers - 1):
             x, following = self._layer(index, x, qkv, rows)
             assert following is not None, "only the last layer leaves none"

@@ -42,8 +42,8 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """g of a row's newest position."""
-        return (self.hidden_size,)
+        """Of a row's newest position what its first draft goes on from; see `Eagle3.absorb`."""
+        return (self.attention_inputs,)
 
 
 def eagle3_spec(

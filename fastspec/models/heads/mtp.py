@@ -56,13 +56,23 @@ class Mtp(HeadDecoder):
         x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
         return self._norm(self.spec.plans[0], x, self.weights.norm)
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V; skips attention where one op stores K and V alone."""
-        qkv = self._qkv(0, self._joint(g, rows), rows.tiling)
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V; skips attention where one op stores K and V alone.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x = self._joint(g, rows)
+        qkv = self._qkv(0, x, rows.tiling)
         if self._stores:
             self._store(0, qkv, rows, num_heads=self.spec.num_heads)
         else:
             self._attend(0, self.weights.layers[0], qkv, rows)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
         """g of the next position, [B, Q, hidden]: what `drafted` returned, unchanged."""
@@ -70,13 +80,15 @@ class Mtp(HeadDecoder):
 
     def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
         """The layer's input [B, Q, hidden]: hidden states and the embeddings of the next tokens, joined by `fc`."""
-        e = self.ops.embed(self.weights.embed, rows.ids)
-        if self._embed_scale != 1.0:
-            e = e * self._embed_scale
-        plan = self.spec.plans[0]
-        e, h = self._norm(plan, e, self._embed_norm), self._norm(plan, g.contiguous(), self._hidden_norm)
-        parts = (h, e) if self.head.hidden_first else (e, h)
-        return self.ops.linear(torch.cat(parts, dim=-1), self._fc, None, rows.tiling)
+        plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
+        first = self.head.hidden_first
+        if self._embed_scale == 1.0 and plan.norm != "layer":
+            eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps, x_first=first)
+        else:
+            e = self.ops.embed(self.weights.embed, rows.ids) * self._embed_scale
+            parts = self._norm(plan, e, norms[0]), self._norm(plan, g.contiguous(), norms[1])
+            eh = torch.cat(parts[::-1] if first else parts, dim=-1)
+        return self.ops.linear(eh, self._fc, None, rows.tiling)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """As `Decoder`, without the final norm, which `drafted` has applied already."""

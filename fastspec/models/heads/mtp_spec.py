@@ -58,8 +58,8 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Elements that are kept of each row between steps: the target's hidden state at its newest position."""
-        return (self.hidden_size,)
+        """Of a row's newest position what its first draft goes on from; see `Mtp.absorb`."""
+        return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """As of any head, but norms may be in fp32."""
@@ -70,7 +70,6 @@ class MtpSpec(HeadSpec):
 def resolve_mtp(
     target: Checkpoint,
     revision: str | None,
-    rounded: str | None,
     asked: object,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
@@ -78,7 +77,7 @@ def resolve_mtp(
 
     Args:
         target: resolved.
-        revision, rounded, asked: the caller's draft_revision, draft_quantization and feature_layers; all must be None.
+        revision, asked: the caller's draft_revision and feature_layers; both must be None.
         vocab: ids that the layer may draft; None: all.
 
     Raises:
@@ -87,7 +86,7 @@ def resolve_mtp(
         UnsupportedOption: an option that does not go with an MTP layer, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
     """
-    for name, value in (("draft_revision", revision), ("draft_quantization", rounded), ("feature_layers", asked)):
+    for name, value in (("draft_revision", revision), ("feature_layers", asked)):
         if value is not None:
             raise UnsupportedOption(
                 f"{name}={value!r} does not go with draft='{MTP}', which is a layer of the target's checkpoint; leave "

@@ -22,6 +22,10 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
 }
 SPECULATORS: Final = "speculators_model_type"
 SUPPORTED: Final = "supported heads: EAGLE-3 and DFlash, each in its first layout and in that of speculators"
+_WITHIN: Final = (
+    "an MTP layer drafts for the model in whose checkpoint it lies: give that checkpoint as target, with draft='mtp'; "
+    "put the layer's tensors into the target's directory where they lie apart"
+)
 # config keys and tensors that only the relatives of these heads have
 _RELATIVES_BY_KEY: Final = {
     "medusa_num_heads": "Medusa",
@@ -37,6 +41,7 @@ _RELATIVES_BY_TENSOR: Final = {
     "medusa_head.": "Medusa",
     "mtp.": "MTP",
     "mtp_layers.": "MTP",
+    ".eh_proj.": "MTP",  # behind the number of a layer, in the layout of DeepSeek and GLM
 }
 _PREFIXES: Final = (("model.", ""), ("midlayer.", "layers.0."))
 _OLD_NAMES: Final = {
@@ -106,7 +111,7 @@ def _architectures(raw: Mapping[str, Any]) -> str:
 def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Collection[str]) -> None:
     asked = raw.get(SPECULATORS)
     if asked not in (None, "eagle3", "dflash"):
-        _refuse(f"{SPECULATORS}={asked!r}")
+        _refuse(f"{SPECULATORS}={asked!r}", _WITHIN if asked == "mtp" else SUPPORTED)
     for key, relative in _RELATIVES_BY_KEY.items():
         if raw.get(key) is not None:
             _refuse(f"{relative} ({key} in the config)")
@@ -115,10 +120,10 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
     embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
     whole = embeds and not says_head(raw)  # a model with more layers is a model
     for mark, relative in _RELATIVES_BY_TENSOR.items():
-        found = next((name for name in names if name.startswith(mark)), None)
+        found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
         if found is not None and not whole:
-            _refuse(f"{relative} (it holds {found})")
+            _refuse(f"{relative} (it holds {found})", _WITHIN if relative == NAMES["mtp"] else SUPPORTED)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise UnsupportedModel(f"this is a learned drafter that is not supported: {what}; {SUPPORTED}")
+def _refuse(what: str, instead: str = SUPPORTED) -> NoReturn:
+    raise UnsupportedModel(f"this is a learned drafter that is not supported: {what}; {instead}")

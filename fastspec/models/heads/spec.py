@@ -69,6 +69,12 @@ class HeadSpec:
         return ()
 
     @property
+    def attention_inputs(self) -> int:
+        """Elements that the last layer reads of a position from its attention on: the stream, and q, k and v."""
+        gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
+        return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
     def max_drafts(self) -> int | None:
         """Drafts of a step at most; None: any number."""
         return None

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import HeadTensors
 from fastspec.models.weights.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
-from fastspec.models.weights.loader import Loader, TensorSource
+from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +67,9 @@ def allocate_head(
 ) -> PendingHead:
     """Allocates all weights of a head in `dtype` on `device`; what it lacks is the target's, and not copied.
 
+    Matrices are rounded to `checkpoint.rounded`, but for an embedding. As of a draft model, its head has 8 bits at
+    least, and what is the target's stays as it is.
+
     Args:
         checkpoint: from `resolve_head`.
         target: weights of its target.
@@ -78,7 +84,7 @@ def allocate_head(
     spec, source = checkpoint.spec, _source_of(checkpoint)
     total = spec.weight_bytes(dtype)
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc="loading head", disable=not progress)
-    loader = Loader(source, dtype, device, ops, bar, later=True)
+    loader = Loader(source, dtype, device, ops, bar, rounds_to=_rounding(checkpoint), later=True)
     with torch.no_grad():
         weights = _assemble(loader, spec, target)
 
@@ -87,6 +93,29 @@ def allocate_head(
             loader.fill()
 
     return PendingHead(weights, fill, loader.cancel)
+
+
+def planned_head_bytes(checkpoint: HeadCheckpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes that `allocate_head` with these arguments takes; nothing is allocated, and no value is read."""
+    bar: tqdm[NoReturn] = tqdm(disable=True)
+    how: dict[str, Any] = {"rounds_to": _rounding(checkpoint), "planned": True, "later": True}
+    loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, **how)
+    nothing = Weight.empty((0, 0), "rows", False, dtype, torch.device("meta"))  # what is shared takes no more
+    shared = DecoderWeights(embed=nothing, layers=(), norm=nothing.data, head=nothing)
+    weights, spec = _assemble(loader, checkpoint.spec, shared), checkpoint.spec
+    mask = spec.hidden_size * dtype.itemsize if isinstance(spec, DFlashSpec) and spec.mask_file is not None else 0
+    return weights.decoder.nbytes() + sum(each.nbytes for each in weights.others.values()) + mask
+
+
+def _rounding(checkpoint: HeadCheckpoint) -> Rounding:
+    form = checkpoint.rounded
+
+    def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
+        if form is None or name == "embed_tokens.weight":
+            return None
+        return kind_for("int8" if form == "int4" and name == "lm_head.weight" else form, shape)
+
+    return rounds_to
 
 
 def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
+from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
+from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +33,8 @@ class HostedInfo:
     Attributes:
         kind: its class in transformers.
         config: of it, private to this object.
+        norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
+        whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
     """
@@ -48,6 +52,9 @@ class HostedInfo:
     kept_bytes: int
     linears: int
     experts: int
+    norms: int
+    wide_norms: int
+    whole: str = ""
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
@@ -88,11 +95,17 @@ class HostedInfo:
     @property
     def hosting(self) -> str:
         """What is swapped and what is not, for people."""
+        norms = f", {self.norms} norms" if self.norms else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
+        part = f", the text model of {self.whole}," if self.whole else ""
+        narrow = [call for call in self.probed.calls if call.value_dim != call.head_dim]
+        latent = (
+            f"; K/V lie in pages at width {narrow[0].head_dim}, values of {narrow[0].value_dim} too" if narrow else ""
+        )
         return (
-            f"hosted: transformers' {self.kind.__name__} runs as it is, but for attention, K/V, {self.linears} matrix "
-            f"products{experts}; norms, rotations and activations are torch operations of their own, so a pass takes "
-            "longer than that of a native family"
+            f"hosted: transformers' {self.kind.__name__}{part} runs as it is, but for attention, K/V, {self.linears} "
+            f"matrix products{norms}{experts}; rotations, activations and what else it has are torch operations of "
+            f"their own, so a pass takes longer than that of a native family{latent}"
         )
 
     def rotary_bytes(self, positions: int) -> int:
@@ -109,8 +122,9 @@ class HostedInfo:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all parameters in `dtype`, and of its buffers."""
-        return self.parameters * dtype.itemsize + self.kept_bytes
+        """Bytes of all parameters in `dtype`, of its buffers, and of what norms that round once keep in fp32."""
+        wide = self.wide_norms * (4 - dtype.itemsize)
+        return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
 
 def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
@@ -118,21 +132,25 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
 
     Args:
         config: a transformers config; not modified.
-        kind: its class; None: transformers' causal model of that config.
+        kind: its class; None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
 
     Raises:
         UnsupportedModel: it cannot be hosted; says why.
     """
     config = copy.deepcopy(config)
-    name = str(config.model_type)
+    name, whole = str(config.model_type), ""
     try:
+        text = None if kind else text_part_of(config)
+        if text is not None:
+            kind, whole, config = text_class(config, text), check_whole_class(config), text
+        if kind is not None:
+            _refuse_whole(kind)
         _refuse_config(config)
         kind = kind or causal_class(config)
-        if kind.__name__.endswith("ForConditionalGeneration"):
-            raise UnsupportedModel(f"{kind.__name__} takes more than text; save its language model by itself")
+        _refuse_whole(kind)
         shell = shell_of(kind, copy.deepcopy(config))
-        probed = probe(shell)
-        return _info(name, kind, config, shell, probed)
+        norms = _norms(shell)
+        return replace(_info(name, kind, config, shell, probe(shell), norms), whole=whole)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
@@ -169,6 +187,11 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
     return shell.eval()
 
 
+def _refuse_whole(kind: Any) -> None:
+    if kind.__name__.endswith("ForConditionalGeneration"):
+        raise UnsupportedModel(f"{kind.__name__} takes more than text; save it and pass the directory")
+
+
 def _refuse_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel("it is an encoder-decoder; wanted a decoder-only model")
@@ -186,7 +209,9 @@ def _refuse_config(config: Any) -> None:
             )
 
 
-def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> HostedInfo:
+def _info(
+    name: str, kind: Any, config: Any, shell: Any, probed: Probed, norms: list[tuple[KnownNorm, int]]
+) -> HostedInfo:
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
     if type(length) is not int or length < 2:
@@ -208,4 +233,24 @@ def _info(name: str, kind: Any, config: Any, shell: Any, probed: Probed) -> Host
         kept_bytes=sum(buffer.nbytes for buffer in shell.buffers()),
         linears=sum(is_product(part) for part in shell.modules()),
         experts=len(expert_layers(shell)),
+        norms=len(norms),
+        wide_norms=sum(width for known, width in norms if known.form != "rounded"),
     )
+
+
+def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
+    """The RMSNorms of a model, with their widths; modules of one class and with the same settings are tried once."""
+    tried: dict[Any, KnownNorm | None] = {}
+    found = []
+    for part in shell.modules():
+        shapes = [parameter.shape for parameter in part.parameters(recurse=False)]
+        if len(shapes) != 1 or len(shapes[0]) != 1:
+            continue
+        settings = sorted((name, value) for name, value in vars(part).items() if isinstance(value, float))
+        key = type(part), shapes[0], tuple(settings)
+        if key not in tried:
+            tried[key] = known_norm(part)
+        known = tried[key]
+        if known is not None:
+            found.append((known, shapes[0][0]))
+    return found

@@ -17,7 +17,9 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.models.hosted.codes import ProductCodes
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.norms import Norm, known_norm
 from fastspec.models.hosted.swaps import Embedding, Product, is_product
+from fastspec.models.text_parts import text_values
 
 if TYPE_CHECKING:
     from fastspec.models.weights.sources import Checkpoint
@@ -49,10 +51,11 @@ def load_hosted(
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
     """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
+    values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
         module, told = info.kind.from_pretrained(
-            str(directory) if codes is None else None,
-            state_dict=None if codes is None else codes.values(dtype),
+            str(directory) if values is None else None,
+            state_dict=values,
             config=copy.deepcopy(info.config),
             dtype=dtype,
             local_files_only=True,
@@ -107,11 +110,13 @@ class _Filler:
                 bias = None if like.bias is None else self._moved(like.bias)
                 kept = self._kept(f"{name}.weight", like.weight)
                 swapped[name] = Product(self.model, kept or self._weight(like.weight, rows), bias, wide)
+            elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
+                swapped[name] = Norm(self.model, known, self._parameter(like.weight).data)
         for name, part in swapped.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.shell.get_submodule(owner), attribute, part)
         for name, part in self.shell.named_modules():
-            if not isinstance(part, Embedding | Product):
+            if not isinstance(part, Embedding | Norm | Product):
                 self._copy(part, self.source.get_submodule(name))
         if left := [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")

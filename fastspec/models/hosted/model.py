@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedOption
@@ -65,7 +66,7 @@ class HostedModel:
         self.base: Any = base_of(module)
         attach(module, self)
         # the module's head is run with hidden states in place of embeddings, behind a base model that passes them on
-        setattr(module, base_name(module), _PassOn(self.info.probed.output))
+        setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
 
     @property
     def vocab_size(self) -> int:
@@ -107,7 +108,9 @@ class HostedModel:
         assert rows is not None
         self._at += 1
         # a layer that shares the keys of another writes them once more, the same bits to the same place
-        qkv = torch.cat([part.transpose(1, 2).flatten(2) for part in (query, key, value)], dim=-1)
+        # of latent attention values are narrower than keys: zeros stand behind them, and change no sum
+        wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
+        qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
         self.inside = True
         try:
@@ -130,7 +133,7 @@ class HostedModel:
             )
         finally:
             self.inside = False
-        heads: Tensor = out.unflatten(-1, (call.heads, -1)).to(query.dtype)
+        heads: Tensor = out.unflatten(-1, (call.heads, -1))[..., : call.value_dim].to(query.dtype)
         return heads
 
     @contextmanager
@@ -141,12 +144,24 @@ class HostedModel:
             yield
 
 
-class _PassOn(nn.Module):
-    """In the place of a base model: gives back what it is given as embeddings."""
+def _padded(x: Tensor, width: int) -> Tensor:
+    """x [..., D] with zeros behind it up to `width`; the same x where it is as wide."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
-    def __init__(self, output: Any) -> None:
+
+class _PassOn(nn.Module):
+    """In the place of a base model: gives back what it is given as embeddings.
+
+    Args:
+        output: the class of what it returns.
+        decoder: the module's head calls the `decoder` of its base model, as in OPT.
+    """
+
+    def __init__(self, output: Any, decoder: bool) -> None:
         super().__init__()
         self._output = output
+        if decoder:
+            self.decoder = _PassOn(output, False)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         """The embeddings as last hidden state."""

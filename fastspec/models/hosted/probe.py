@@ -36,9 +36,10 @@ class Call:
     """What one attention call of every pass asks for.
 
     Attributes:
-        slot: which K/V pages it reads and writes; calls with the keys of an earlier one share its slot.
+        slot: which K/V pages it reads and writes; calls with the keys and values of an earlier one share its slot.
         layer: name of the module that calls.
-        heads, kv_heads, head_dim: sizes of its query and keys.
+        heads, kv_heads, head_dim: sizes in pages: the wider of its keys and values, the other padded with zeros.
+        value_dim: width of its values.
         rule: window, scale and softcap.
         sinks: whether it brings sinks.
     """
@@ -48,6 +49,7 @@ class Call:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     rule: AttentionRule
     sinks: bool
 
@@ -152,7 +154,7 @@ class _Prober:
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
         self.calls: list[Call] = []
-        self._keys: list[Tensor] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self._masks: list[tuple[Any, Any]] = []
 
     def attend(
@@ -173,13 +175,15 @@ class _Prober:
         if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModel("attention is not causal")
         self._masks.append((None if mask is None else mask.rule, given.get("sliding_window")))
-        slot = next((call.slot for call, known in zip(self.calls, self._keys, strict=True) if known is key), None)
+        known = zip(self.calls, self._pairs, strict=True)
+        slot = next((call.slot for call, pair in known if pair[0] is key and pair[1] is value), None)
         if slot is None:
             slot = len({call.slot for call in self.calls})
-        self._keys.append(key)
+        self._pairs.append((key, value))
         rule = AttentionRule(None, _scale(module, query, given), given.get("softcap"))
-        name = self._names.get(id(module), "")
-        self.calls.append(Call(slot, name, query.shape[1], key.shape[1], key.shape[3], rule, "s_aux" in given))
+        name, width = self._names.get(id(module), ""), max(key.shape[3], value.shape[3])
+        sizes = query.shape[1], key.shape[1], width, value.shape[3]
+        self.calls.append(Call(slot, name, *sizes, rule, "s_aux" in given))
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
     def ruled(self) -> tuple[Call, ...]:
@@ -204,11 +208,11 @@ def _scale(module: nn.Module, query: Tensor, given: dict[str, Any]) -> float:
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    heads, kv_heads, dim = query.shape[1], key.shape[1], key.shape[3]
-    if value.shape[3] != dim or value.shape[1] != kv_heads or query.shape[3] != dim:
+    heads, kv_heads, dim = query.shape[1], key.shape[1], max(key.shape[3], value.shape[3])
+    if value.shape[1] != kv_heads or query.shape[3] != key.shape[3]:
         raise UnsupportedModel(
-            f"its values have {value.shape[1]} heads of width {value.shape[3]} and its keys {kv_heads} of {dim} "
-            "(latent attention): fastspec's attention needs one width"
+            f"its values have {value.shape[1]} heads and its keys {kv_heads}, its queries width {query.shape[3]} and "
+            f"its keys {key.shape[3]}; wanted as many values as keys, and queries as wide as keys"
         )
     if heads % kv_heads or dim % 2 or dim > MAX_HEAD_DIM:
         raise UnsupportedModel(

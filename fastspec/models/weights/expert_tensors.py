@@ -270,7 +270,7 @@ def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix:
 
     return ExpertWeights(
         router=loader.weight(f"{router}.weight"),
-        gate_up=loader.stack([tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]),
+        gate_up=loader.stack([tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at], gated=True),
         down=loader.stack([(f"{each}{DOWN}.weight",) for each in at]),
         router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
         correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,

@@ -17,6 +17,7 @@ WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Copies of the same weights in other formats: subfolders, and Mistral's own single file.
 IGNORED_FILES: Final = ("*/*", "consolidated*")
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")  # which are no models by themselves
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
@@ -31,6 +32,11 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
     Raises:
         CheckpointError: it is no Hub id, or could not be had.
     """
+    name = os.fspath(source)
+    if os.path.isfile(source) or name.endswith(OF_FILES):
+        raise CheckpointError(
+            f"{name!r} names a file; wanted the directory that it lies in, with a config.json beside it"
+        )
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(
             f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
@@ -63,12 +69,26 @@ def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Ca
         if cached is not None:
             return cached
         wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
+        said = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {error}; check the "
-            "name, the network or HF_HUB_OFFLINE, and access to the repository, or pass a local directory"
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {said}; "
+            f"{_way_out(repo, error)}, or pass a local directory"
         ) from error
     check(found)
     return found
+
+
+def _way_out(repo: str, error: Exception) -> str:
+    """What to do about an error of the Hub's client."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError
+        return f"ask for access at https://huggingface.co/{repo} and log in (hf auth login)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "check the name, or log in (hf auth login) where it is private"
+    if isinstance(error, RevisionNotFoundError):
+        return f"see https://huggingface.co/{repo}/tree/main for the branches and tags that there are"
+    return "check the name, the network or HF_HUB_OFFLINE, and access to the repository"
 
 
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:

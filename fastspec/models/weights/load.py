@@ -199,6 +199,7 @@ def allocate_weights(
     check_tensors(source.infos(), whole, checkpoint.name)
     if checkpoint.module is not None:
         check_no_others(source.infos(), whole, checkpoint.name)
+    whole_infos = None if checkpoint.sliced is None else source.infos()
     source = _own(source, checkpoint)
     total = dtype.itemsize * sum(math.prod(source.infos()[name].shape) for name in tensor_shapes(spec))
     bar: tqdm[NoReturn] = tqdm(
@@ -206,7 +207,9 @@ def allocate_weights(
     )
     later = checkpoint.module is None
     rounds_to = _rounding(checkpoint)
-    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later)
+    loader = Loader(
+        source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later, whole=whole_infos
+    )
     with torch.no_grad():
         if spec.tied and release_source and HEAD in source.infos():
             source.release([HEAD])  # whose values are the embedding's, as `resolve` found
@@ -279,7 +282,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: Stored = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(checkpoint.native))
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
     return named(stored, whole)
 
 
@@ -326,7 +329,7 @@ def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> Lay
         if has_mlp
         else None,
         gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in gate_up)) if plan.mlp_bias else None,
-        down=loader.weight(f"{prefix}{down}.weight") if has_mlp else None,
+        down=loader.weight(f"{prefix}{down}.weight", tree=plan.experts is None) if has_mlp else None,
         down_bias=bias(down),
         **given,
     )
@@ -350,7 +353,7 @@ def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) ->
         "qkv_bias": bias(names.qkv, plan.qkv_bias, order),
         "q_norm": head_norm(names.q_norm, spec.num_heads),
         "k_norm": head_norm(names.k_norm, spec.num_kv_heads),
-        "o": loader.weight(f"{prefix}{names.o}.weight"),
+        "o": loader.weight(f"{prefix}{names.o}.weight", tree=True),
         "o_bias": bias((names.o,), plan.o_bias),
         "sinks": loader.tensor(f"{prefix}{names.sinks}") if plan.sinks else None,
     }

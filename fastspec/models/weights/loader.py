@@ -72,6 +72,7 @@ class Loader:
         planned: allocate nothing, so as to know what would be.
         release: let go of the source's tensors when they are copied.
         later: copy nothing before `fill`.
+        whole: tensors of whole matrices, of which `source` has one rank's parts; None: it has all of them.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class Loader:
         planned: bool = False,
         release: bool = False,
         later: bool = False,
+        whole: Mapping[str, TensorInfo] | None = None,
     ) -> None:
         self._source, self.dtype, self._device = source, dtype, device
         self._ops, self._bar, self._rounds_to = ops, bar, rounds_to
         self._place = torch.device("meta") if planned else device
         self._release, self._later = release, later
-        self._infos = source.infos()
+        self._infos, self._whole = source.infos(), whole
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
 
     def tensor(
@@ -108,16 +110,17 @@ class Loader:
         self._copy(partial(self._fill_tensor, names, made, order, plus))
         return made
 
-    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None) -> Weight:
-        """The named matrices under each other, as one `Weight`; `order` as in `tensor`."""
-        shape = (sum(self._infos[name].shape[0] for name in names), self._infos[names[0]].shape[1])
+    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
+        """The named matrices under each other, as one `Weight`; `order` as in `tensor`, `tree` as in `Weight`."""
+        shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
         if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
             made = Weight.empty_codes(shape, kind, gated, self.dtype, self._place)
             self._copy(partial(self._fill_codes, names, made, kind, order))
             return made
         form = self._ops.weight_format(shape, self.dtype, self._device)
-        made = Weight.empty(shape, form, gated, self.dtype, self._place)
+        whole = None if self._whole is None else _shape_of(self._whole, names)
+        made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
 
@@ -125,14 +128,17 @@ class Loader:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
-    def stack(self, experts: list[tuple[str, ...]]) -> ExpertStack:
-        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it."""
+    def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
+        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
+
+        gated: the first half of the rows is a gate.
+        """
         names = [name for each in experts for name in each]
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
         mxfp4 = all(self._source.kind(name) == MXFP4 for name in names)
         if not mxfp4 or not self._ops.keeps_experts((rows, width), self.dtype, self._device):
             return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
-        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place)
+        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place, gated)
         for expert, each in enumerate(experts):
             self._copy(partial(self._fill_expert, expert, each, made))
         return made
@@ -291,3 +297,8 @@ class _Staging:
             here.copy_(piece)
             flat[start : start + piece.numel()].copy_(here, non_blocking=True)
             self._copied.record(self.stream)
+
+
+def _shape_of(infos: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[int, int]:
+    """(N, K) of matrices under each other."""
+    return sum(infos[name].shape[0] for name in names), infos[names[0]].shape[1]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 PREFIX: Final = "model."
-TEXT: Final = "language_model."
+TEXT: Final = ("language_model.", "text_model.")
 COMPARED_ROWS: Final = 4096  # of two matrices at a time
 
 
@@ -100,7 +100,7 @@ class RenamedTensors:
 class NamedTensors(RenamedTensors):
     """The tensors of a checkpoint directory, by the names of the model's parameters.
 
-    A name may lack the `model.` that it should have, or have one too many, and lie under `language_model.`.
+    A name may lack the `model.` that it should have, or have one too many, and lie under one of `TEXT`.
     A tied embedding may be stored as the head.
 
     Args:
@@ -139,7 +139,9 @@ class NamedTensors(RenamedTensors):
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
     """The parameter among those wanted that a stored name means, which may lack `model.` or have one too many."""
-    text = stored.removeprefix(PREFIX).removeprefix(TEXT)  # of a model that has other parts beside its text model
+    text = stored.removeprefix(PREFIX)
+    for part in TEXT:  # of a model that has other parts beside its text model
+        text = text.removeprefix(part)
     for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
         if name in wanted:
             return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fastspec.kernels.common.codes import CodeFormat
 
+Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
 AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
 
 
@@ -48,17 +49,12 @@ def resolve_pair(
         refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
-        return found, resolve_mtp(found, revisions[1], quantization[1], feature_layers, draft_vocab)
+        return found, _rounded_head(resolve_mtp(found, revisions[1], feature_layers, draft_vocab), quantization[1])
     if draft_vocab is not None:
         raise UnsupportedOption(f"draft_vocab is for draft='{MTP}', got draft={draft!r}; leave it out")
     files = draft_files(draft, revisions[1])
     if (head := files.head) is not None:
-        if quantization[1] is not None:
-            raise UnsupportedOption(
-                f"draft_quantization={quantization[1]!r}, and {draft} is a head ({head[2]}): it runs in the "
-                "target's dtype; leave the option out"
-            )
-        return found, resolve_head(head, str(draft), found, feature_layers)
+        return found, _rounded_head(resolve_head(head, str(draft), found, feature_layers), quantization[1])
     if feature_layers is not None:
         raise UnsupportedOption(
             f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
@@ -71,10 +67,7 @@ def resolve_pair(
 def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
     if form is None:
         return checkpoint
-    name, wanted = f"{checkpoint.role}_quantization", [each for each in FORMATS if each == form]
-    if not wanted:
-        more = ", 'auto'" if checkpoint.role == "draft" else ""
-        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
+    name, wanted = f"{checkpoint.role}_quantization", _known(checkpoint.role, form)
     if checkpoint.spec.hosting:
         raise UnsupportedOption(
             f"{name}={form!r} is for native families alone, and {checkpoint.name} is hosted; leave it out"
@@ -89,11 +82,31 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
             f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
             "loading; leave it out"
         )
-    return rounded_to(checkpoint, wanted[0])
+    return rounded_to(checkpoint, wanted)
 
 
-def rounded_to(checkpoint: Checkpoint, form: CodeFormat) -> Checkpoint:
+def _known(role: str, form: str) -> CodeFormat:
+    found = [each for each in FORMATS if each == form]
+    if not found:
+        name, more = f"{role}_quantization", ", 'auto'" if role == "draft" else ""
+        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
+    return found[0]
+
+
+def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
+    if form is None:
+        return head
+    wanted = _known("draft", form)
+    if head.spec.decoder.routed_elements:
+        raise UnsupportedOption(
+            f"draft_quantization={form!r} does not go with {head.name}: experts are not rounded while loading; leave "
+            "it out"
+        )
+    return rounded_to(head, wanted)
+
+
+def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
     """The checkpoint with its matrices rounded while they are loaded; it is neither hosted nor stored quantised."""
-    draft = checkpoint.role == "draft"
+    draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")

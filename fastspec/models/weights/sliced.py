@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.packing import can_pack
+from fastspec.kernels.linear.plan import TREES_ON, split_for
 from fastspec.models.config import ModelSpec
 from fastspec.models.weights.names import HEAD
 from fastspec.models.weights.shards import TensorInfo
-from fastspec.parallel.slices import Cut, Share
+from fastspec.parallel.slices import SIZES, Cut, Share, divides
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastspec.kernels.common.codes import Codes
+    from fastspec.kernels.common.codes import Codes, CodesKind
     from fastspec.models.weights.loader import TensorSource
     from fastspec.models.weights.sources import Checkpoint
 
@@ -52,11 +54,10 @@ def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
     Raises:
         UnsupportedOption: a model that is not cut.
     """
-    if checkpoint.spec.hosting or checkpoint.quantisation is not None or checkpoint.rounded is not None:
-        kind = "hosted" if checkpoint.spec.hosting else "quantised"
+    if checkpoint.spec.hosting:
         raise UnsupportedOption(
-            f"{checkpoint.role}: {checkpoint.name} is {kind}, and tensor_parallel cuts 16-bit and fp32 weights "
-            "of native families alone; leave tensor_parallel out"
+            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cuts native families alone; leave "
+            "tensor_parallel out"
         )
     whole = checkpoint.native
     return replace(checkpoint, spec=local_spec(whole, share), sliced=Sliced(share, whole))
@@ -107,6 +108,42 @@ def local_spec(spec: ModelSpec, share: Share) -> ModelSpec:
         num_kv_heads=kv_heads.stop - kv_heads.start,
         intermediate_size=inner.stop - inner.start,
     )
+
+
+def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Of the numbers of ranks that this one is among, those that give the same bits; this one alone where none does.
+
+    On a GPU the sums over K of o and down are one tree where every part of it, of the most ranks, is a product of a
+    kernel that has it.
+
+    Args:
+        checkpoint: one rank's part; what is rounded while it is loaded has scales of its own on each rank.
+        dtype, device: of its weights.
+    """
+    assert checkpoint.sliced is not None, "as `sliced` made it"
+    share, spec = checkpoint.sliced
+    if checkpoint.rounded is not None:
+        return (share.size,)
+    if share.one_tree:
+        return tuple(each for each in SIZES if each <= share.parts)
+    plain = checkpoint.quantisation is None
+    if not plain or device.type != "cuda" or torch.cuda.get_device_capability(device) != TREES_ON:
+        return (share.size,)
+    found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))
+    return found if share.size in found else (share.size,)
+
+
+def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
+    """Whether each of so many ranks has subtrees of the sums over K, and multiplies all else as one rank does."""
+    if not divides(spec, ranks):
+        return False
+    hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
+    rows = (heads // ranks, inner // ranks)
+    trees = all(
+        split_for((hidden, k // ranks), (hidden, k), tree=True).runs and can_pack((hidden, k // ranks), dtype)
+        for k in (heads, inner)
+    )
+    return trees and all(can_pack((each, hidden), dtype) for each in rows)
 
 
 def slices_of(spec: ModelSpec, share: Share) -> dict[str, Slice]:
@@ -176,12 +213,15 @@ class SlicedTensors:
         tensor = self.read(name)[rows]
         return tensor if tensor.dim() == 1 else tensor[:, columns]
 
-    def kind(self, name: str) -> None:
-        """None: what is quantised is not cut."""
+    def kind(self, name: str) -> CodesKind | None:
+        """What the codes of the slice of a tensor will be; None: it is not quantised."""
+        kind, each = self._source.kind(name), self._slices.get(name)
+        return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """None: what is quantised is not cut."""
-        return None
+        """The slice of a quantised matrix, all of which is read; None: it is not quantised."""
+        codes, each = self._source.codes(name, device), self._slices.get(name)
+        return codes if codes is None or each is None else codes.part(each.rows, each.columns)
 
     def release(self, names: list[str]) -> None:
         """As of the source."""

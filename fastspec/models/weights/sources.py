@@ -31,10 +31,11 @@ from fastspec.models.fields import check_sizes
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.text_parts import native_text_part
 from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.weights.hub import download
-from fastspec.models.weights.leftovers import name_others
+from fastspec.models.weights.leftovers import name_others, warn_of_other_parts
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.live_checks import as_built, check_as_built
 from fastspec.models.weights.load import named, planned_bytes
@@ -234,10 +235,12 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     raw = check_config_file(directory)
     config = _build_config(directory, raw)
     _refuse_other_weights(directory, raw)
-    if raw["model_type"] not in FAMILIES:
+    with _naming(directory / CONFIG):
+        text = native_text_part(config)
+    if raw["model_type"] not in FAMILIES and text is None:
         return _hosted(directory, name, role, raw, config)
     with _naming(directory / CONFIG):
-        spec = spec_from_config(config)
+        spec = spec_from_config(text or config)
     with _naming(directory):
         quantisation = _quantisation(directory, raw)
     shards: Stored = by_expert(ShardTensors(directory), spec, name)
@@ -252,7 +255,8 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     spec = _with_own_head(spec, tensors, f"{role}: {name}")
-    mtp = name_others(tensors, spec, f"{role}: {name}")
+    is_part = text is not None or FAMILIES[spec.family].text_part
+    mtp = name_others(tensors, spec, f"{role}: {name}", is_part=is_part)
     settings = settings_of_directory(directory, raw, spec.vocab_size)
     return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
 
@@ -271,6 +275,8 @@ def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict
 def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: PretrainedConfig) -> Checkpoint:
     info = _hosted_info(directory, raw, config)
     shards = ShardTensors(directory)  # whole files, with safe names
+    if info.whole:
+        warn_of_other_parts(shards.infos(), f"{role}: {name}")
     settings, quantisation = settings_of_directory(directory, raw, info.vocab_size), _quantisation(directory, raw)
     if quantisation is None:
         return Checkpoint(name, role, info, directory, None, settings)
@@ -281,13 +287,14 @@ def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: 
 def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
     with _naming(directory / CONFIG):
         info = hosted_info(config)
-        if info.experts and _quantisation(directory, raw) is not None:
+        if (info.experts or info.whole) and _quantisation(directory, raw) is not None:
+            what = "experts" if info.experts else "text parts"
             raise UnsupportedModel(
-                f"model_type {raw['model_type']!r} is hosted, and quantised experts are read for "
-                "native families alone; load the original weights"
+                f"model_type {raw['model_type']!r} is hosted, and quantised {what} are read for native families alone; "
+                "load the original weights"
             )
         named = raw.get("architectures")
-        if named and named != [info.kind.__name__]:
+        if named and not info.whole and named != [info.kind.__name__]:
             raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")
     return info
 
@@ -295,8 +302,9 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 def check_before_download(directory: Path) -> None:
     """Refuses a model by its config alone, before its weights are fetched."""
     raw = check_config_file(directory)
-    if raw["model_type"] not in FAMILIES:
-        _hosted_info(directory, raw, _build_config(directory, raw))
+    config = _build_config(directory, raw)
+    if raw["model_type"] not in FAMILIES and native_text_part(config) is None:
+        _hosted_info(directory, raw, config)
 
 
 def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | None:
@@ -361,7 +369,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
             refuse_other_architectures(family, raw.get("architectures"))
     with _naming(path):
         quantisation_of(raw)
-    if raw.get("per_layer_config"):
+    if raw.get("per_layer_config") and family in FAMILIES:
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
     check_sizes(raw, str(path), native=family in FAMILIES)
     return raw
@@ -377,11 +385,12 @@ def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
+
+    from fastspec.models.llama_config import config_class
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     family = FAMILIES.get(raw["model_type"])
-    kind = CONFIG_MAPPING[(family and family.read_as) or raw["model_type"]]
+    kind = config_class((family and family.read_as) or raw["model_type"])
     unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
     read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
     try:

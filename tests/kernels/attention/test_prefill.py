@@ -236,8 +236,12 @@ def test_every_head_that_is_taken_has_a_tile() -> None:
 
 
 def test_launch_entries_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large entry where a program may have as much shared memory, and never off CUDA."""
-    assert set(attention.LARGE) <= set(attention.LAUNCH)
+    """The large entry where a program may have as much shared memory, and never off CUDA.
+
+    Its half where large tiles are fewer than there are SMs: a warp has as many rows and keys, so a row keeps its bits.
+    """
+    assert set(attention.HALVES) <= set(attention.LARGE) <= set(attention.LAUNCH)
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(attention, "shared_memory", shared_memory.__wrapped__)  # what it is told here is not kept
     for bytes_there, large in ((attention.LARGE_SHARED - 1, False), (attention.LARGE_SHARED, True)):
         utils = SimpleNamespace(get_device_properties=lambda index, most=bytes_there: {"max_shared_mem": most})
@@ -246,6 +250,12 @@ def test_launch_entries_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = attention.LARGE.get(entry, small) if large else small
             assert attention.launch_of(torch.device("cuda", 0), *entry) == expected
             assert attention.launch_of(torch.device("cpu"), *entry) == small
+            half = attention.HALVES.get(entry, expected) if large else small
+            for rows, chosen in ((64, half), (512, half), (513, expected), (2048, expected)):
+                assert attention.launch_of(torch.device("cuda", 0), *entry, heads=32, rows=rows) == chosen
+    for entry, tiles in attention.HALVES.items():
+        whole = attention.LARGE[entry]
+        assert (tiles.rows * 2, tiles.num_warps * 2, tiles.block_n) == (whole.rows, whole.num_warps, whole.block_n)
 
 
 @pytest.mark.parametrize("device", devices())

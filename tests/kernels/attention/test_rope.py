@@ -25,7 +25,7 @@ def rotated(given: dict[str, Any]) -> Tensor:
 def expected(given: dict[str, Any]) -> Tensor:
     query = given["qkv"].unflatten(-1, (-1, given["keys"].shape[3]))[:, :, : given["num_heads"]]
     if given["q_norm"] is not None:
-        query = reference.rms_norm(query, given["q_norm"], given["eps"])
+        query = reference.norm(query, given["q_norm"], given["eps"])
     at = given["positions"].clamp(max=given["cos"].shape[0] - 1)
     return reference.rope(query, given["cos"][at][:, :, None], given["sin"][at][:, :, None])
 
@@ -52,9 +52,13 @@ def test_bits_are_the_twins(dim: int, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), PLACES, ids=str)
-def test_norms(device: str, dtype: torch.dtype) -> None:
+def test_norms(device: str, dtype: torch.dtype, wide: bool) -> None:
+    """With weights of the heads' dtype, or in fp32, with which a normed value is rounded once."""
     given = case(device, lengths=[40], queries=40, dim=48, dtype=dtype, norm=True)
+    if wide:
+        given |= {name: given[name].float() * 1.001 for name in ("q_norm", "k_norm")}  # which bf16 does not have
     same = copied(given)
     # torch sums the squares in another order: a last bit of the factor may differ, and with it one rounding each of
     # the normed value, of its product with the weight, and of what is rotated

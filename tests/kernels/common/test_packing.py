@@ -69,8 +69,8 @@ def test_rows_of_an_embedding(ids: list[object], device: str) -> None:
     [
         (8, 128, torch.bfloat16),
         (24, 128, torch.bfloat16),
-        (16, 64, torch.bfloat16),
-        (16, 320, torch.float16),
+        (16, 32, torch.bfloat16),
+        (16, 352, torch.float16),
         (16, 128, torch.float32),
         (16, 128, torch.int16),
         (0, 128, torch.bfloat16),
@@ -84,7 +84,7 @@ def test_what_cannot_be_packed(n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def test_what_can() -> None:
-    for shape in [(128256, 4096), (151936, 896), (4864, 896), (896, 4864), (16, 128)]:
+    for shape in [(128256, 4096), (151936, 896), (4864, 896), (896, 4864), (201088, 2880), (16, 64)]:
         assert packing.can_pack(shape, torch.bfloat16)
         assert packing.can_pack(shape, torch.float16)
 

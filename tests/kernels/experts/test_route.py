@@ -89,6 +89,31 @@ def test_rows_that_are_no_numbers_name_experts_that_are_there(device: str) -> No
     assert bool(((ids >= 0) & (ids < EXPERTS)).all())
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_beside_it(weight_dtype: torch.dtype, device: str) -> None:
+    """The choice is the same, and a row's norm does not depend on others."""
+    pytest.importorskip("triton", reason="Triton ships for Linux only")
+    from fastspec.kernels.experts.route import route, route_normed
+
+    rule = RULES["qwen normed"]
+    logits, _ = logits_and_correction(6, device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 300, generator=generator).to(device, torch.bfloat16)
+    weight = (1 + 0.3 * torch.randn(300, generator=generator)).to(device, weight_dtype)
+    ids, factors, normed = route_normed(logits, rule, None, x, weight, 1e-5)
+    for found, expected in zip((ids, factors), route(logits, rule), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)  # more threads: sums in another order
+    expected = reference.norm(x, weight, 1e-5)
+    eps = 2 * torch.finfo(torch.bfloat16).eps  # a rounding or two
+    torch.testing.assert_close(normed, expected, rtol=eps, atol=eps)
+    alone = route_normed(logits[4:5], rule, None, x[1:, 1:2], weight, 1e-5)
+    for found, whole in zip(alone, (ids[4:5], factors[4:5], normed[1:, 1:2]), strict=True):
+        assert torch.equal(found, whole)
+    with pytest.raises(ValueError, match="for 6 rows of logits"):
+        route_normed(logits, rule, None, x[:1], weight, 1e-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     pytest.importorskip("triton", reason="Triton ships for Linux only")
     from fastspec.kernels.experts.route import route

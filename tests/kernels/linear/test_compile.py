@@ -32,9 +32,10 @@ CASES = [
     for group in PRODUCTS
 ]
 TAILS = [(90, f"tails_{hidden}") for hidden in (4096, 2048, 896)]
+TREES = [(90, "products_trees")]
 
 
-@pytest.mark.parametrize(("arch", "group"), [*CASES, *TAILS])
+@pytest.mark.parametrize(("arch", "group"), [*CASES, *TAILS, *TREES])
 def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int, group: str) -> None:
     _check(module_output("tests.helpers.compile_launches", str(arch), group), arch)
 

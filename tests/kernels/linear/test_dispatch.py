@@ -73,7 +73,17 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Weight, arguments: dict[str
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None:
     with modules(device) as packed:
-        for rows, n, k in ((1, 48, 896), (6, 160, 128), (12, 32, 1024), (20, 144, 384), (40, 272, 640)):
+        for rows, n, k in (
+            (1, 48, 896),
+            (6, 160, 128),
+            (12, 32, 1024),
+            (20, 144, 384),
+            (40, 272, 640),
+            (3, 48, 192),
+            (40, 272, 704),
+            (5, 16, 64),
+            (12, 48, 64),
+        ):
             x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
             ours = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
             assert ours.dtype == arguments.get("out_dtype", dtype)
@@ -85,11 +95,11 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize("epilogue", ["plain", "norm+fp32", "norm+gated"])
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
-    """For every split: alone, in every kernel and tile that rows come in."""
+    """For every split: alone, in every kernel and tile that rows come in. K ends with half of a slab of 128."""
     with modules("cpu", capability) as packed:
         for split in {split for split, _ in packed.plan.SMALL} | {packed.plan.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)
-            x, weight, arguments = case(70, 144, 1408, torch.bfloat16, "cpu", epilogue)
+            x, weight, arguments = case(70, 144, 1472, torch.bfloat16, "cpu", epilogue)
             whole = packed.dispatch.packed_linear(x, weight, **arguments, pdl=True)
             for many in (16384, 1):
                 monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
@@ -108,8 +118,8 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     """
     with modules("cpu") as packed:
         launch = packed.plan
-        ragged = [(split, 272, 1408) for split in {split for split, _ in launch.SMALL}]
-        ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1408)]
+        ragged = [(split, 272, 1472) for split in {split for split, _ in launch.SMALL}]
+        ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1472)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, n, k, torch.bfloat16, "cpu", epilogue)
@@ -201,7 +211,7 @@ def test_values_that_are_not_numbers_stay_where_they_belong(epilogue: str, devic
 def test_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
     from fastspec.kernels.linear.dispatch import packed_linear
 
-    for n, k in ((6144, 4096), (4096, 14336), (1152, 896), (896, 4864), (3584, 18944)):
+    for n, k in ((6144, 4096), (4096, 14336), (5120, 2880), (896, 4864), (3584, 18944)):
         for rows in (1, 6, 13, 24, 40, 100):
             x, weight, arguments = case(rows, n, k, dtype, "cuda", epilogue)
             error, bound = error_and_bound(packed_linear(x, weight, **arguments, pdl=False), x, weight, arguments)
@@ -211,7 +221,7 @@ def test_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated", "norm+fp32"])
 @pytest.mark.parametrize(
-    ("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (1152, 896)]
+    ("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (5120, 2880)]
 )
 def test_bits_on_a_gpu(n: int, k: int, epilogue: str) -> None:
     """A row with 0 to 63 others and 99 others, and in random places among them, until 10^4 rows were compared."""
@@ -293,7 +303,7 @@ def test_leading_dimensions_are_kept() -> None:
     [
         ({"weight": Weight(torch.zeros(32, 256, dtype=torch.bfloat16))}, ValueError, "pack it first"),
         ({"weight": Weight(torch.zeros(2, 8, 16, 32), "packed")}, TypeError, "both must be"),
-        ({"weight": Weight(torch.zeros(2, 6, 16, 32, dtype=torch.bfloat16), "packed")}, ValueError, "multiple of 128"),
+        ({"weight": Weight(torch.zeros(2, 5, 16, 32, dtype=torch.bfloat16), "packed")}, ValueError, "multiple of 64"),
         ({"x": torch.zeros(3, 128, dtype=torch.bfloat16)}, ValueError, "must be equal"),
         ({"x": torch.zeros(3, 256)}, TypeError, "both must be"),
         ({"bias": torch.zeros(16, dtype=torch.bfloat16)}, ValueError, "bias has shape"),
@@ -311,7 +321,8 @@ def test_what_does_not_go_together_is_refused(change: dict[str, Any], error: typ
 
 
 MODELS = [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (3072, 2048), (2048, 8192), (151936, 896)]
-MODELS += [(896, 4864), (9728, 896), (3584, 18944), (4608, 3584), (6144, 1024), (1024, 3072), (8192, 28672), (16, 128)]
+MODELS += [(896, 4864), (9728, 896), (3584, 18944), (4608, 3584), (6144, 1024), (1024, 3072), (8192, 28672), (16, 64)]
+MODELS += [(5120, 2880), (201088, 2880), (960, 320), (576, 1536)]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -16,7 +16,9 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
+from fastspec.parallel.exchange import add_rounded, one_way
 from fastspec.shapes import UNTILED
+from tests.helpers.limits import HANGS
 from tests.helpers.products import product_case
 from tests.kernels.linear.test_dispatch import modules
 
@@ -145,14 +147,15 @@ class SumOfTwo:
 
     def __init__(self) -> None:
         self.given: list[Any] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=60)
+        self.barrier = threading.Barrier(2, timeout=HANGS)
 
-    def __call__(self, half: int, product: Tensor) -> Tensor:
-        self.given[half] = product
+    def __call__(self, half: int, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        assert partial.dtype == torch.float32
+        self.given[half] = one_way(partial, residual)
         self.barrier.wait()
         total = self.given[0] + self.given[1]
         self.barrier.wait()  # nobody gives the next product before both have read these
-        return total
+        return add_rounded(total, bias, residual)
 
 
 def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], attended: Tensor, x: Tensor) -> list[Any]:
@@ -162,7 +165,11 @@ def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], atte
     def one(half: int) -> Any:
         mine = [half_of(layer, half) for layer in layers]
         next_layer = mine[1] if len(mine) > 1 else None
-        return tail(attended.chunk(2, -1)[half], x, mine[0], next_layer, partial(summed, half))
+        try:
+            return tail(attended.chunk(2, -1)[half], x, mine[0], next_layer, partial(summed, half))
+        except BaseException:
+            summed.barrier.abort()  # or the other half waits for this one
+            raise
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, range(2)))
@@ -170,7 +177,7 @@ def on_two_devices(tail: Callable[..., Any], layers: list[SimpleNamespace], atte
 
 @pytest.mark.parametrize("last", [False, True])
 def test_two_halves_and_a_sum_are_the_whole_layer(last: bool) -> None:
-    """In torch. Products are rounded to bf16 before the sum, so results are close and not the same."""
+    """In torch, whose sums have an order of their own, so results are close and not the same."""
     layers = [a_layer(256, 512, 256, 512, "cpu", seed, torch.bfloat16, True) for seed in range(1 if last else 2)]
     attended, x = inputs(layers[0], 5)
 
@@ -199,9 +206,9 @@ def test_a_sum_over_devices_goes_behind_o_and_behind_down() -> None:
 
         seen: list[list[Tensor]] = [[], []]
 
-        def reduce(product: Tensor, calls: list[Tensor]) -> Tensor:
-            calls.append(product.clone())
-            return product * 3
+        def reduce(given: Tensor, bias: Tensor | None, residual: Tensor, calls: list[Tensor]) -> Tensor:
+            calls.append(one_way(given, residual).clone())
+            return add_rounded(calls[-1] * 3, bias, residual)
 
         for next_layer in (layers[1], None):
             chain = packed.layer_tail.layer_tail(

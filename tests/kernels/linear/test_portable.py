@@ -270,7 +270,7 @@ def test_ids_can_be_looked_up_while_kernels_are_compiled(compiled_only: bool, mo
     """No kernel runs then, and a later op may index with what the pick returned: it is 0 in every row."""
     monkeypatch.setattr(tile, "launch", lambda *arguments, **options: None)
     x, weight = torch.ones(3, 32), torch.ones(20, 32)
-    token = launching._compiling.set(compiled_only)
+    token = launching._compiling.set(set() if compiled_only else None)
     torch.use_deterministic_algorithms(True)  # fills new memory, with the largest number for integers
     try:
         picked = tile.tile_argmax(x, weight, 20, torch.zeros(4, dtype=torch.int64))

@@ -32,11 +32,11 @@ from fastspec.kernels.sampling import (  # noqa: E402
 from fastspec.kernels.sampling import (  # noqa: E402
     threshold as sampled_search,
 )
-from fastspec.kernels.sampling.distribution import find_laws  # noqa: E402
+from fastspec.kernels.sampling.distribution import find_distributions  # noqa: E402
 from fastspec.kernels.sampling.logits import GROUP, sampled_work  # noqa: E402
 
 INTERPRETED = not torch.cuda.is_available()
-GREEDY, BROKEN = 2, 3
+GREEDY, INVALID = 2, 3
 # exp of a difference of up to 40 in fp32, on CUDA by its fast instruction; sums over up to 151936 ids
 LAW = {"rtol": 8e-6, "atol": 1e-12}
 
@@ -58,13 +58,13 @@ def found(rows: DecodeState, logits: Tensor, first: int = 0) -> tuple[Tensor, Te
     work.records.fill_(-1)
     work.groups.fill_(float("nan"))
     work.found.fill_(-1)
-    find_laws(logits, rows, work, first=first)
+    find_distributions(logits, rows, work, first=first)
     assert not work.counters.any()
     records = work.records.view(batch, places, -1)
-    return law_of(records, rows, logits, first), records
+    return load_distribution(records, rows, logits, first), records
 
 
-def law_of(records: Tensor, rows: DecodeState, logits: Tensor, first: int = 0) -> Tensor:
+def load_distribution(records: Tensor, rows: DecodeState, logits: Tensor, first: int = 0) -> Tensor:
     """What a record says, written out."""
     places, vocab = logits.shape[1:]
     drafts = rows.draft_tokens[:, : first + places - 1]
@@ -79,7 +79,7 @@ def law_of(records: Tensor, rows: DecodeState, logits: Tensor, first: int = 0) -
     keeps = (key > words[..., 2]) | ((key == words[..., 2]) & (ids <= words[..., 3]))
     p = torch.where(keeps & (e >= rows.min_p[:, None, None]) & (x > -INF), e / values[..., 1], 0.0)
     p = torch.where(words[..., 5] == GREEDY, (ids == words[..., 8]).float(), p)
-    return torch.where(words[..., 5] == BROKEN, 0.0, p)
+    return torch.where(words[..., 5] == INVALID, 0.0, p)
 
 
 def expected(rows: DecodeState, logits: Tensor, first: int = 0) -> Tensor:
@@ -138,7 +138,7 @@ def test_biases_known_to_be_none_are_not_read(device: str) -> None:
         rows.bias.fill_(bias)
         rows.unbiased.copy_(torch.tensor([True, False]))
         work = sampled_work(2, 2, 111, torch.device(device))
-        find_laws(logits, rows, work)
+        find_distributions(logits, rows, work)
         tops.append(work.groups[:, 0].clone().view(2, 3, -1))
     assert torch.equal(tops[0][0], tops[1][0])
     assert (tops[0][1] < tops[1][1]).all()
@@ -307,9 +307,9 @@ def test_offsets_beyond_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.numel() > 2**31
     whole[-1] = last[0]
     work = sampled_work(batch, k, vocab, whole.device)
-    find_laws(whole, rows, work)
+    find_distributions(whole, rows, work)
     alone = rows.rows(batch - 1, batch)
-    ours = law_of(work.records.view(batch, k + 1, -1)[-1:], alone, last)
+    ours = load_distribution(work.records.view(batch, k + 1, -1)[-1:], alone, last)
     torch.testing.assert_close(ours, expected(alone, last), **LAW)
 
 

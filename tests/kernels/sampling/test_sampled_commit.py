@@ -234,7 +234,7 @@ def test_races_of_listed_ids_and_of_chunks(rule: str, device: str, monkeypatch: 
     """One program lets few ids race, as all programs would; tokens and counts of them are those of the definition."""
     k, vocab = 2, 150
     for raced, piece, listed in ((1024, 256, 1024), (1024, 16, 1024), (16, 16, 1024), (1024, 256, 0)):
-        monkeypatch.setattr(sampled_commit_module, "RACED", raced)
+        monkeypatch.setattr(sampled_commit_module, "MAX_LISTED", raced)
         monkeypatch.setattr(sampled_commit_module, "LISTED", piece)
         monkeypatch.setattr(sampled_parts, "LISTED", listed)
         for seed in range(1 if INTERPRETED else 10):
@@ -328,8 +328,8 @@ def _under_p(p, q, c):
 
 
 @triton.jit
-def _never_spread(racers, kinds, place, first, last, raced):
-    return module_spread(racers, kinds, place, first, last, raced) & (first > last)
+def _never_shared(num_listed, kinds, place, first, last, raced):
+    return module_is_shared(num_listed, kinds, place, first, last, raced) & (first > last)
 
 
 @triton.jit
@@ -338,12 +338,12 @@ def _wrong_place(seed, position, purpose: tl.constexpr, start, size: tl.constexp
 
 
 @triton.jit
-def _wrong_coin(seed, position, purpose: tl.constexpr):
-    return module_coin(seed, position + 1, purpose)
+def _wrong_uniform(seed, position, purpose: tl.constexpr):
+    return module_uniform(seed, position + 1, purpose)
 
 
-module_entry, module_times, module_coin = module._entry, module.times, module.coin
-module_spread = module.spread
+module_entry, module_times, module_uniform = module._entry, module.times, module.uniform
+module_is_shared = module.is_shared
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels do not see what is planted")
@@ -353,9 +353,9 @@ module_spread = module.spread
         ("_leading", _all_counted),
         ("_entry", _no_noise),
         ("_excess", _under_p),
-        ("spread", _never_spread),
+        ("is_shared", _never_shared),
         ("times", _wrong_place),
-        ("coin", _wrong_coin),
+        ("uniform", _wrong_uniform),
     ],
 )
 def test_planted_bugs_are_seen(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:

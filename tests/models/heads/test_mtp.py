@@ -166,7 +166,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     target, live, tensors = write_target(tmp_path / "whole", "mtp")
     for name, options in (
         ("draft_revision", {"revisions": (None, "main")}),
-        ("draft_quantization", {"quantization": (None, "int4")}),
         ("feature_layers", {"feature_layers": (1,)}),
     ):
         with pytest.raises(UnsupportedOption, match=f"{name}=.* does not go with draft='mtp'"):

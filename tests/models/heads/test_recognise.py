@@ -63,13 +63,15 @@ def test_heads_are_recognised_by_tensors_and_layouts_by_config() -> None:
         ({"speculators_model_type": "peagle"}, EAGLE3, "peagle"),
         ({"speculators_model_type": "dflash2"}, DFLASH, "dflash2"),
         ({"speculators_model_type": "xpress"}, DFLASH, "xpress"),
-        ({"speculators_model_type": "mtp"}, MODEL, "mtp"),
+        ({"speculators_model_type": "mtp"}, MODEL, "mtp.*give that checkpoint as target, with draft='mtp'"),
         ({}, [*EAGLE3, "mask_hidden"], "P-EAGLE"),
         ({}, [*DFLASH, "markov_head.markov_w1"], "DSpark"),
         ({"architectures": ["DFlash2DraftModel"]}, DFLASH, "DFlash2"),
         ({"medusa_num_heads": 4}, ["0.0.linear.weight"], "Medusa"),
         ({}, ["fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight"], "EAGLE-1"),
         ({"draft_vocab_size": 8}, ["mtp.fc.weight"], "MTP"),
+        ({"model_type": "qwen3_next"}, ["mtp.fc.weight", "mtp.norm.weight"], "MTP.*with draft='mtp'; put the layer's"),
+        ({"model_type": "deepseek_v3"}, ["model.layers.61.eh_proj.weight"], "MTP.*with draft='mtp'"),
     ],
 )
 def test_relatives_are_refused_by_name(raw: dict[str, Any], tensors: list[str], named: str) -> None:
@@ -79,6 +81,7 @@ def test_relatives_are_refused_by_name(raw: dict[str, Any], tensors: list[str], 
 
 def test_a_model_with_layers_for_drafting_stays_a_model() -> None:
     assert recognise({"model_type": "qwen3"}, [*MODEL, "mtp.fc.weight"]) is None
+    assert recognise({"model_type": "glm4"}, [*MODEL, "model.layers.1.eh_proj.weight"]) is None
 
 
 def test_what_a_config_leaves_out_is_what_its_engine_takes(target: Path, tmp_path: Path) -> None:
@@ -226,7 +229,7 @@ def test_what_cannot_be_shared_is_refused(target: Path, tmp_path: Path) -> None:
 
 def test_options_that_heads_do_not_have(target: Path, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, eagle3_tensors())
-    assert "runs in the target's dtype" in refused(target, head, UnsupportedOption, quantization="int4")
+    assert "draft_quantization='int3'" in refused(target, head, UnsupportedOption, quantization="int3")
     with pytest.raises(ValueError, match="compile=True is for draft models"):
         FastSpecGenerator(target, head, compile=True, exact=False, device="cpu", progress=False)
 

@@ -24,8 +24,20 @@ from tests.helpers import checkpoints, model_table
 from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
-# partial rotation; layer norms of heads
-QUICK = ["gpt2", "gpt_neox", "gemma4_text", "qwen3_moe", "gpt_oss", "phi", "stablelm"]
+# partial rotation; layer norms of heads; values narrower than keys; two values for the same keys; a head that calls a
+# part of its base model
+QUICK = [
+    "gpt2",
+    "gpt_neox",
+    "gemma4_text",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi",
+    "stablelm",
+    "deepseek_v3",
+    "diffllama",
+    "opt",
+]
 PROMPTS = [[3, 5, 7, 9, 11], [8], [4, 90] * 12]
 NEW = 20
 
@@ -90,9 +102,20 @@ def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest
         assert "hosted" in hosted.explain()
 
 
-def test_weights_are_held_once_and_counted_right() -> None:
-    model = make_model("gemma4_text")
-    with generator(model, release_source=True) as gen:
+def test_norms_are_counted_and_said() -> None:
+    info = hosted_info(config_of("deepseek_v3"))
+    assert info.norms == 2 * 2 + 2 * 2 + 1  # before each part, of latent queries and keys, before the head
+    assert ", 9 norms" in info.hosting
+    assert info.weight_bytes(torch.bfloat16) == 2 * info.parameters + info.kept_bytes
+    assert hosted_info(config_of("gpt2")).norms == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma4_text", "float32"), ("gemma4_text", "bfloat16"), ("gpt2", "float32")]
+)
+def test_weights_are_held_once_and_counted_right(name: str, dtype: str) -> None:
+    model = make_model(name, dtype=getattr(torch, dtype))
+    with generator(model, release_source=True, dtype=dtype) as gen:
         target = gen._open().engine.parts.target
         assert isinstance(target, HostedModel)
         held: dict[int, int] = {}
@@ -103,7 +126,8 @@ def test_weights_are_held_once_and_counted_right() -> None:
             held |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
         assert gen.memory_plan.target_weights == sum(held.values())
         assert gen.memory_plan.target_cache == sum(pages.nbytes for pages in (*target.keys, *target.values))
-        assert len(target.keys) == 2 < target.info.num_layers  # two layers share the K/V of the others
+        # two layers of Gemma 4 share the K/V of the others
+        assert (len(target.keys) == 2 < target.info.num_layers) == (name == "gemma4_text")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

@@ -66,7 +66,7 @@ def _permuted(words, CONTROL: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
+def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
     """Words [S, R, 16] -> codes of two blocks of 32 values of K as bf16 pairs, each [S, R, 16]."""
     if FORM == "fp8":
         first = words & -0x780F7810  # 0x87F087F0
@@ -92,7 +92,7 @@ def _halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _in_order(first, second):
+def joined_halves(first, second):
     """Pairs of two blocks of 32 values, each [S, R, 16] -> [S, R, 32] in the order of K."""
     S: gl.constexpr = first.shape[0]
     R: gl.constexpr = first.shape[1]
@@ -128,11 +128,11 @@ def units_of(words, scales, FORM: gl.constexpr, UNIT: gl.constexpr):
 
     scales: of fp4, words [S, R, 8]; else unused.
     """
-    first, second = _halves(words, FORM, 0)
+    first, second = code_halves(words, FORM, 0)
     if bits_of(FORM) == 8:
-        return (_in_order(first, second),)
+        return (joined_halves(first, second),)
     else:
-        third, fourth = _halves(words, FORM, 1)
+        third, fourth = code_halves(words, FORM, 1)
         if FORM == "fp4":
             low, high = gl.split(gl.reshape(scales, [words.shape[0], words.shape[1], 4, 2]))
             first, second = _scaled(first, low, "0x1010"), _scaled(second, low, "0x3232")
@@ -140,7 +140,7 @@ def units_of(words, scales, FORM: gl.constexpr, UNIT: gl.constexpr):
         if UNIT == 32:
             return _narrow(first), _narrow(second), _narrow(third), _narrow(fourth)
         else:
-            return _in_order(first, second), _in_order(third, fourth)
+            return joined_halves(first, second), joined_halves(third, fourth)
 
 
 @gluon.jit
@@ -150,9 +150,9 @@ def ones(S: gl.constexpr, lay: gl.constexpr, FORM: gl.constexpr, UNIT: gl.conste
     if UNIT == 32:
         return _narrow(low)
     elif FORM == "int4":
-        return _in_order(low, gl.full([S, 16, 16], ONE_HIGH, gl.int32, layout=lay))
+        return joined_halves(low, gl.full([S, 16, 16], ONE_HIGH, gl.int32, layout=lay))
     else:
-        return _in_order(low, low)
+        return joined_halves(low, low)
 
 
 @gluon.jit

@@ -32,14 +32,22 @@ from fastspec.kernels.linear.epilogue import (
     STAYS,
     addends,
     enter_keys,
-    in_order,
     loaded_factor,
     regrouped,
     settle_keys,
     times_gamma,
     write_tile,
 )
-from fastspec.kernels.linear.quantised.conversion import ONE_HIGH, ONE_LOW, UP, UP_LESS, _in_order, offset_of, units_of
+from fastspec.kernels.linear.k_steps import in_order
+from fastspec.kernels.linear.quantised.conversion import (
+    ONE_HIGH,
+    ONE_LOW,
+    UP,
+    UP_LESS,
+    joined_halves,
+    offset_of,
+    units_of,
+)
 from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
 from fastspec.kernels.linear.tma_sm90 import group_operand, group_sums, pieces_layout
 
@@ -154,7 +162,7 @@ def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
     high = low
     if FORM == "int4":
         high = gl.full_like(piece, ONE_HIGH)
-    return _left_operand(_in_order(low, high), like)
+    return _left_operand(joined_halves(low, high), like)
 
 
 @gluon.jit

@@ -1,0 +1,171 @@
+"""What one kernel is compiled from, as text that another process reads; and what such a process does.
+
+A job is JSON: a kernel by module and name, the types and constants of its arguments, the target and Triton's options.
+Only names in `fastspec` and `triton` are looked up, whoever wrote the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from inspect import getclosurevars
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+_ROOTS: Final = ("fastspec", "triton")
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class NotSendable(TypeError):
+    """A job holds something that has no text; the process that has it compiles it."""
+
+
+def job_of(compiling: Callable[[], Any]) -> bytes:
+    """The job of a call that Triton hands to an executor.
+
+    Args:
+        compiling: Triton's closure over the source, the target, the options and its settings.
+
+    Raises:
+        NotSendable: another Triton, or an argument that has no text.
+    """
+    held = getclosurevars(compiling).nonlocals
+    try:
+        source = held["src"]
+        parts = source.fn, source.signature, source.constants, source.attrs
+        target, options, settings = held["target"], held["options"].__dict__, held["env_vars"]
+    except (KeyError, AttributeError) as error:
+        raise NotSendable(f"this Triton compiles from something else: {error}") from error
+    gluon = type(source).__name__ == "GluonASTSource"
+    return json.dumps([gluon, *map(_told, (*parts, target, options, settings))]).encode()
+
+
+def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The source, the target, the options and the settings of a job.
+
+    Raises:
+        NotSendable: a name that is not in `fastspec` or `triton`.
+    """
+    gluon, *told = json.loads(job)
+    kernel, signature, constants, attrs, target, options, settings = map(_made, told)
+    if gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    source = Source(kernel, signature, None, attrs)
+    source.constants.update(constants)
+    return source, target, options, settings
+
+
+def serve(cache: str, ends: list[int]) -> None:
+    """A process that forks one for each of these sockets; each compiles the jobs that come until its socket closes.
+
+    All modules with kernels are imported before, once for all.
+
+    Args:
+        cache: the directory for what is compiled. ends: numbers of the open sockets.
+    """
+    import triton
+
+    import_module("fastspec.kernels.triton_ops")
+    triton.knobs.cache.dir = cache
+    for end in ends:
+        if os.fork() == 0:
+            for other in ends:
+                if other != end:
+                    os.close(other)
+            _work(Connection(end))
+            os._exit(0)
+    for end in ends:
+        os.close(end)
+    for _ in ends:
+        os.wait()
+
+
+def _work(asked: Connection) -> None:
+    import triton
+
+    try:
+        asked.send_bytes(b"ready")
+        while True:
+            job = asked.recv_bytes()
+            try:
+                source, target, options, settings = read_job(job)
+                compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
+                _make_launcher(source, compiled)
+            finally:
+                asked.send_bytes(b"done")  # if it failed, who asked compiles it again and sees why
+    except (EOFError, OSError):
+        return
+
+
+def _make_launcher(source: Any, compiled: Any) -> None:
+    """What calls a kernel is C in some versions of Triton, which a compiler of C turns into a module in the cache."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(AssertionError, AttributeError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
+        CudaLauncher(source, compiled.metadata)  # if it cannot be made here, who launches makes it
+
+
+def _told(value: Any) -> Any:
+    """JSON for a value: plain ones as they are, all else as an object of one field that says what it is."""
+    from triton.language import constexpr, dtype
+    from triton.runtime.jit import JITCallable
+
+    if isinstance(value, dtype):
+        return {"dtype": value.name}
+    if isinstance(value, JITCallable):
+        return {"kernel": [value.__module__, value.__name__]}
+    if isinstance(value, constexpr):
+        return {"constexpr": _told(value.value)}
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[_told(key), _told(each)] for key, each in value.items()]}
+    if type(value) is list:
+        return [_told(each) for each in value]
+    if type(value) is tuple:
+        return {"tuple": [_told(each) for each in value]}
+    kind = [type(value).__module__, type(value).__qualname__]
+    if isinstance(value, tuple):
+        return {"named": [kind, [_told(each) for each in value]]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"fields": [kind, {name: _told(getattr(value, name)) for name in fields}]}
+    raise NotSendable(f"{type(value).__name__} has no text")
+
+
+def _made(told: Any) -> Any:
+    """The value that `_told` gave text for."""
+    if isinstance(told, list):
+        return [_made(each) for each in told]
+    if not isinstance(told, dict):
+        return told
+    ((what, inner),) = told.items()
+    if what == "dict":
+        return {_made(key): _made(each) for key, each in inner}
+    if what == "tuple":
+        return tuple(_made(each) for each in inner)
+    if what == "named":
+        return _named(*inner[0])(*map(_made, inner[1]))
+    if what == "fields":
+        return _named(*inner[0])(**{name: _made(each) for name, each in inner[1].items()})
+    if what == "kernel":
+        return _named(*inner)
+    from triton.language import constexpr, dtype
+
+    return dtype(inner) if what == "dtype" else constexpr(_made(inner))
+
+
+def _named(module: str, name: str) -> Any:
+    if module.split(".")[0] not in _ROOTS:
+        raise NotSendable(f"{module} is not ours")
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

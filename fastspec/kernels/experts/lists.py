@@ -1,0 +1,112 @@
+"""Pairs (row, expert) by expert, cut into tiles of pairs of one expert each; nothing is read on the host.
+
+| result | shape, dtype      | what it is                                                                          |
+|--------|-------------------|-------------------------------------------------------------------------------------|
+| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, by expert and then as they were             |
+| tiles  | [T, 3] int32      | expert, place in `order` of a tile's first pair, its pairs; 0 pairs where none is left |
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import launch, new_ids, pdl_options
+
+FEW_ROWS = 64  # up to so many rows one program makes the lists
+PART = 64  # pairs that are compared at a time
+
+
+@triton.jit(do_not_specialize=["rows"])
+def list_kernel(
+    ids_ptr,  # int32 [R * CHOSEN]
+    order_ptr,  # int32 [R * CHOSEN]
+    tiles_ptr,  # int32 [T, 3]
+    rows,
+    count,  # T
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    EACH: tl.constexpr,  # pairs of a tile
+    PAIRS: tl.constexpr,  # that there is room for, of PART of them at a time
+    PART: tl.constexpr,
+    EXPERTS: tl.constexpr,  # powers of two, for E and T
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for all rows."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pairs = rows * CHOSEN
+    e = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, PAIRS, PART):
+        p = first + tl.arange(0, PART)
+        ids = tl.load(ids_ptr + p, mask=p < pairs, other=E)
+        rank = tl.zeros((PART,), tl.int32)
+        for second in range(0, PAIRS, PART):
+            q = second + tl.arange(0, PART)
+            others = tl.load(ids_ptr + q, mask=q < pairs, other=E)[None, :]
+            before = (others < ids[:, None]) | ((others == ids[:, None]) & (q[None, :] < p[:, None]))
+            rank += tl.sum(before.to(tl.int32), axis=1)
+        tl.store(order_ptr + rank, p, mask=p < pairs)
+        counts += tl.sum((ids[:, None] == e[None, :]).to(tl.int32), axis=0)
+    counts = tl.where(e < E, counts, 0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    each = (counts + EACH - 1) // EACH
+    ends = tl.cumsum(each, axis=0)
+    for i in range(0, tl.cdiv(pairs, EACH)):  # rows that are no numbers name one expert for all their pairs
+        at = tiles_ptr + (ends - each + i) * 3
+        here = i < each
+        tl.store(at, e, mask=here)
+        tl.store(at + 1, starts + i * EACH, mask=here)
+        tl.store(at + 2, tl.minimum(EACH, counts - i * EACH), mask=here)
+    t = tl.arange(0, TILES)
+    tl.store(tiles_ptr + t * 3 + 2, tl.zeros((TILES,), tl.int32), mask=(t >= tl.sum(each, axis=0)) & (t < count))
+
+
+def tiles_of(pairs: int, experts: int, each: int) -> int:
+    """Tiles of `each` pairs that so many pairs may come to: an expert's last one may have fewer."""
+    return min(pairs, pairs // each + experts)
+
+
+def lists_of(ids: Tensor, experts: int, each: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """Order and tiles of ids int32 [R, chosen].
+
+    Args:
+        experts: E, ids are below it.
+        each: pairs of a tile.
+        pdl: launch programmatically dependent (sm_90 on).
+    """
+    rows, chosen = ids.shape
+    pairs = ids.numel()
+    count = tiles_of(pairs, experts, each)
+    if rows > FEW_ROWS:
+        return _by_sorting(ids.flatten(), experts, each, count)
+    order = new_ids(pairs, ids.device, torch.int32)
+    tiles = new_ids(count * 3, ids.device, torch.int32).view(count, 3)
+    launch(
+        list_kernel, (1,), ids, order, tiles, rows, count,
+        E=experts, CHOSEN=chosen, EACH=each, PAIRS=triton.cdiv(pairs, PART) * PART, PART=PART,
+        EXPERTS=triton.next_power_of_2(experts), TILES=triton.next_power_of_2(count), num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
+    return order, tiles
+
+
+def _by_sorting(pairs: Tensor, experts: int, each: int, count: int) -> tuple[Tensor, Tensor]:
+    """As `lists_of`, of ids [R * chosen]."""
+    order = pairs.sort(stable=True).indices.int()
+    counts = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
+    counts = counts.scatter_add(0, pairs.long(), torch.ones_like(pairs))
+    starts, tiles = counts.cumsum(0) - counts, (counts + each - 1) // each
+    ends = tiles.cumsum(0)
+    number = torch.arange(count, device=pairs.device)
+    expert = torch.searchsorted(ends, number, right=True)
+    there = expert < experts
+    expert = expert.clamp(max=experts - 1)
+    within = (number - (ends - tiles)[expert]) * each
+    left = torch.where(there, (counts[expert] - within).clamp(max=each), 0)
+    return order, torch.stack((expert, starts[expert] + within, left), dim=1).int()

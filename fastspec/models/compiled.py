@@ -1,0 +1,60 @@
+"""A decoder whose passes run through torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
+from fastspec.models.decoder import Decoder
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
+
+
+class CompiledDecoder(Decoder):
+    """A Decoder whose passes in a step run through torch.compile, each as one graph; its ops must be `compiled(ops)`.
+
+    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, of more
+    tokens, run as they are: their sizes are many, and their products take most of their time.
+
+    Args:
+        *args, **options: as for Decoder.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, *args: Any, backend: str | Callable[..., Any] = INDUCTOR, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._compiled_hidden = PerShape(_hidden, backend)
+        self._compiled_logits = PerShape(_logits, backend)
+        self._compiled_pick = PerShape(_pick, backend)
+
+    def hidden(self, rows: ForwardBatch) -> Tensor:
+        """As Decoder's."""
+        if rows.ids.shape[1] > MAX_QUERIES:
+            return super().hidden(rows)
+        return self._compiled_hidden(self, rows.ids, rows.positions, rows.write_mask, rows.block_table)
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """As Decoder's; any number of rows at once."""
+        return self._compiled_logits(self, hidden)
+
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As Decoder's; any number of rows at once."""
+        # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
+        out.copy_(self._compiled_pick(self, hidden, limit))
+
+
+def _hidden(model: Decoder, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> Tensor:
+    return Decoder.hidden(model, ForwardBatch(ids, positions, write_mask, block_table, 0, UNTILED))
+
+
+def _logits(model: Decoder, hidden: Tensor) -> Tensor:
+    return Decoder.logits(model, hidden, UNTILED)
+
+
+def _pick(model: Decoder, hidden: Tensor, limit: int) -> Tensor:
+    chosen = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    Decoder.argmax(model, hidden, limit, UNTILED, chosen)
+    return chosen

@@ -1,0 +1,33 @@
+"""Layers that launch the same kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from fastspec.kernels.common.weights import Weight
+from fastspec.models.families.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from fastspec.models.weights.load import LayerWeights
+
+
+def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
+    """Layers that together launch all that the model launches, in order: the first of each kind, and the last.
+
+    A layer's kind is its plan and how its matrices are stored, and that of the next layer, whose first product it
+    makes. All layers where some are recurrent: what one layer hands to the next has a size of its own there.
+    """
+    count = len(layers)
+    if any(plan.delta is not None for plan in plans):
+        return list(range(count))
+    kinds = [(plan, *_stored(layer)) for plan, layer in zip(plans, layers, strict=True)]
+    pairs = list(zip(kinds, [*kinds[1:], None], strict=True))
+    return [index for index, pair in enumerate(pairs) if pairs.index(pair) == index]
+
+
+def _stored(layer: LayerWeights) -> Iterator[object]:
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        yield (value.format, tuple(value.shape)) if isinstance(value, Weight) else value is not None

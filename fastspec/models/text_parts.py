@@ -1,0 +1,101 @@
+"""Models that read images or sound, too: their text model by itself, and the names of its tensors in a checkpoint.
+
+With text alone in its prompt such a model computes what its text model computes; for every type here a test compares
+the two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.families import FAMILIES
+from fastspec.models.weights.shards import ShardTensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+TEXT_PARTS: Final = (
+    *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
+    *("exaone4_5", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "glmasr", "got_ocr2", "granite_speech"),
+    *("granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "lighton_ocr"),
+    *("llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "omniasr"),
+    *("ovis2", "pp_chart2table", "qwen2_audio", "qwen3_asr", "shieldgemma2", "smolvlm", "vibevoice_asr"),
+    *("video_llama_3", "video_llava", "vipllava", "voxtral"),
+)
+"""By the `model_type` of the whole model; those of `FAMILIES` with a `text_part` are not among them."""
+_PARTS: Final = ("language_model.", "text_model.")
+_HEAD: Final = "lm_head."
+
+
+def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of the text model of a larger one, with what only the whole one says; None: not of `TEXT_PARTS`."""
+    text: PretrainedConfig | None = getattr(config, "text_config", None)
+    if text is None or config.model_type not in TEXT_PARTS:
+        return None
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    text.dtype = config.dtype or text.dtype
+    return text
+
+
+def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of the text model of a larger one, where our decoder runs it; None: it does not, or this is no part.
+
+    Raises:
+        UnsupportedModel: `architectures` name another class than that of the whole model.
+    """
+    text = text_part_of(config)
+    if text is None or text.model_type not in FAMILIES:
+        return None
+    check_whole_class(config)
+    return text
+
+
+def check_whole_class(config: PretrainedConfig) -> str:
+    """Name of the class of the whole model, which its checkpoints give as their architecture.
+
+    Raises:
+        UnsupportedModel: a config names another.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    found: str = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[config.model_type]
+    if config.architectures and config.architectures != [found]:
+        raise UnsupportedModel(f"architectures={config.architectures!r} is not supported, wanted [{found!r}]")
+    return found
+
+
+def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
+    """transformers' causal model of the text part of a config.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for one in (text, config):
+        if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[type(one)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedModel(f"transformers has no causal language model of type {text.model_type!r}")
+
+
+def text_name(stored: str) -> str | None:
+    """The name that a stored tensor has in the text model; None: it is of another part."""
+    name = stored.removeprefix("model.")
+    for part in _PARTS:
+        if name.startswith(part):
+            inner = name.removeprefix(part).removeprefix("model.")
+            return inner if inner.startswith(_HEAD) else f"model.{inner}"
+    return stored if stored.startswith(_HEAD) else None
+
+
+def text_values(directory: Path) -> dict[str, Tensor]:
+    """The stored tensors of the text model, by their names in it."""
+    shards = ShardTensors(directory)
+    names = {stored: text_name(stored) for stored in shards.infos()}
+    with shards.open():
+        return {name: shards.read(stored) for stored, name in names.items() if name is not None}

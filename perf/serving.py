@@ -1,0 +1,296 @@
+"""Many requests at once: `generate` on the whole batch, handles, our server, and the server of transformers.
+
+All have the same weights and prompts, in the same run, and as many tokens to write: no token ends a text. Servers are
+processes of their own, read the checkpoints from disk and are asked over HTTP, by as many clients as there are
+requests, for whole answers. What cannot take part says why in its row's `status`.
+
+Usage: python -m perf serving --workload 8b+1b --requests 32 --prompt 64 --new 128 --drafts 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import WordPiece
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from fastspec import FastSpecGenerator, GenerateOutput
+from perf.opened import opened
+from perf.peers import FAILURES
+from perf.records import Row, private
+from perf.workloads import WORKLOADS
+
+ROUNDS = 3  # after one that pays for captures
+READY_SECONDS = 150.0  # for a server to answer its first request
+ANSWER_SECONDS = 120.0
+ENGINES = ("handles", "fastspec serve", "transformers", "transformers serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for.
+
+    Attributes:
+        texts, prompts: of every request, as text and as ids. new: tokens of an answer. k: drafts per step.
+        target, draft: directories of the checkpoints, with a tokenizer.
+        device: that all run on.
+    """
+
+    texts: list[str]
+    prompts: list[list[int]]
+    new: int
+    k: int
+    target: Path
+    draft: Path
+    device: str
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a row."""
+        return max(map(len, self.prompts)) + self.new + 32
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    made.add_argument("--workload", choices=sorted(WORKLOADS), default="8b+1b")
+    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
+    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
+    made.add_argument("--requests", type=int, default=32, help="at once")
+    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    made.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    made.add_argument("--drafts", type=int, default=2, help="per step")
+    made.add_argument("--engines", type=lambda text: tuple(text.split(",")), default=ENGINES, help=", ".join(ENGINES))
+
+
+def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """Many requests at once: generate, handles, our server and transformers'."""
+    options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
+    about = f"{given.workload}, {given.requests} prompts of {given.prompt}, {given.new} new, k = {given.drafts}"
+    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, save=True, **options) as models:
+        prompts = models.prompts(given.requests, given.prompt)
+        directories = models.directories or _written(models.target, models.draft, Path(scratch))
+        for place, config in zip(directories, models.configs, strict=True):
+            words(config.vocab_size).save_pretrained(place)
+        texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+        load = Load(texts, prompts, given.new, given.drafts, *directories, given.device)
+        _let_go(models)
+        base: float | None = None
+        for name, seconds, status in timed(load, given.engines):
+            tokens = given.requests * given.new
+            row: Row = {"bench": "serving", "workload": about, "how": name, "status": status}
+            if seconds:
+                taken = statistics.median(seconds)
+                base = base or taken
+                row |= {"tok_s": round(tokens / taken), "over_generate": round(base / taken, 3)}
+                row["seconds"] = [round(one, 3) for one in seconds]
+            yield [row]
+
+
+def _written(target: Any, draft: Any, scratch: Path) -> tuple[Path, Path]:
+    places = scratch / "target", scratch / "draft"
+    for model, place in zip((target, draft), places, strict=True):
+        model.save_pretrained(place)
+    return places
+
+
+def _let_go(models: Any) -> None:
+    """The live models give back their memory: everybody reads from disk."""
+    for model in (models.target, models.draft):
+        model.to("meta")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def words(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose token i is the word "t<i>", so that any engine can be asked by text."""
+    model = WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0")
+    made = Tokenizer(model)
+    made.pre_tokenizer = WhitespaceSplit()
+    made.decoder = WordPiece(prefix="##", cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="t0")
+
+
+def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[float], str]]:
+    """Name, seconds of each round, and what went wrong, "ok" where nothing did."""
+    yield from _in_process(load, handles="handles" in engines)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    ours = ["-m", "fastspec.cli", "serve", str(load.target), "--draft", str(load.draft), "--device", load.device]
+    ours += ["--num-speculative-tokens", str(load.k), "--max-batch-size", str(len(load.texts))]
+    ours += ["--max-length", str(load.max_length), "--name", "model"]
+    theirs = ["-m", "transformers.cli.transformers", "serve", str(load.target), "--continuous-batching"]
+    theirs += ["--device", load.device]
+    if "transformers" in engines:
+        try:
+            yield "transformers, generate_batch", _continuous(load), "ok"
+        except FAILURES as error:
+            yield "transformers, generate_batch", [], _failed("generate_batch", error)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for name, line, model in (
+        ("fastspec serve", ours, "model"),
+        ("transformers serve", theirs, str(load.target)),
+    ):
+        if name in engines:
+            try:
+                yield name, _served(line, load, model), "ok"
+            except (OSError, RuntimeError, ValueError, KeyError) as error:
+                yield name, [], _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> str:
+    """The status of what could not take part; all that it said goes to stderr, for it may name this machine."""
+    print(f"{name}: {error!r}", file=sys.stderr, flush=True)
+    status = f"failed: {str(error).splitlines()[0][:200]}"
+    return status if private({"status": status}) is None else "failed"
+
+
+def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
+    options: dict[str, Any] = {"max_new_tokens": load.new, "do_sample": False, "eos_token_id": []}
+    made: dict[str, Any] = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
+    made |= {"num_speculative_tokens": load.k, "device": load.device}
+    with FastSpecGenerator(load.target, load.draft, **made) as generator:
+
+        def batch() -> list[list[int]]:
+            output = generator.generate(load.prompts, return_dict_in_generate=True, **options)
+            assert isinstance(output, GenerateOutput)
+            return output.new_tokens
+
+        def submitted() -> list[list[int]]:
+            waiting = [generator.submit(prompt, **options) for prompt in load.prompts]
+            return [handle.result().new_tokens[0] for handle in waiting]
+
+        def streamed() -> list[list[int]]:
+            async def one(prompt: list[int]) -> list[int]:
+                return [token async for token in generator.submit(prompt, **options)]
+
+            async def every() -> list[list[int]]:
+                return list(await asyncio.gather(*map(one, load.prompts)))
+
+            return asyncio.run(every())
+
+        expected = batch()
+        ways = {"generate": batch} | ({"submit": submitted, "submit, one event loop": streamed} if handles else {})
+        for name, way in ways.items():
+
+            def checked(way: Callable[[], list[list[int]]] = way) -> None:
+                if way() != expected:
+                    raise RuntimeError("another text than generate's")
+
+            yield name, _rounds(checked), "ok"
+
+
+def _continuous(load: Load) -> list[float]:
+    """transformers' continuous batching in this process, without a server: the whole batch at once."""
+    config = GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(load.target, dtype="auto")
+    model.to(load.device).eval()
+
+    def once() -> None:
+        with torch.inference_mode():
+            found = model.generate_batch(load.prompts, generation_config=config, persistent_manager=True)
+        counts = {len(each.generated_tokens) for each in found.values()}
+        if counts != {load.new} or len(found) != len(load.prompts):
+            errors = {str(each.error) for each in found.values()}
+            raise RuntimeError(f"{len(found)} answers of {sorted(counts)} tokens, errors {sorted(errors)}")
+
+    try:
+        return _rounds(once)
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+
+
+def _rounds(once: Callable[[], object]) -> list[float]:
+    taken = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        once()
+        taken.append(time.perf_counter() - start)
+    return taken[1:]
+
+
+def _served(line: list[str], load: Load, model: str) -> list[float]:
+    with _server(line, load, model) as port, ThreadPoolExecutor(len(load.texts)) as pool:
+
+        def once() -> None:
+            counts = list(pool.map(lambda text: _asked(port, model, text, load.new, ANSWER_SECONDS), load.texts))
+            if counts != [load.new] * len(counts):
+                raise RuntimeError(f"answers of {sorted(set(counts))} tokens, wanted {load.new}")
+
+        return _rounds(once)
+
+
+@contextmanager
+def _server(line: list[str], load: Load, model: str) -> Iterator[int]:
+    """A server on a free port, which has answered a request; its end when the context is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as told:
+        command = [sys.executable, *line, "--port", str(port)]
+        with subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT) as process:
+            try:
+                _wait(process, port, model, load.texts[0])
+                yield port
+            except (OSError, RuntimeError) as error:
+                told.seek(0)
+                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-2000:]}") from error
+            finally:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, model: str, text: str) -> None:
+    end, error = time.monotonic() + READY_SECONDS, "no answer"
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"it ended with {process.returncode}")
+        try:
+            _asked(port, model, text, 2, end - time.monotonic())
+        except (OSError, http.client.HTTPException) as found:
+            error = repr(found)
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError(f"not ready within {READY_SECONDS:.0f} s: {error}")
+
+
+def _asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
+    """Tokens of an answer.
+
+    Raises:
+        RuntimeError: the server refuses.
+    """
+    body = {"model": model, "prompt": text, "max_tokens": new, "temperature": 0.0}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        told = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"{answer.status}: {told[:300]!r}")
+    return int(json.loads(told)["usage"]["completion_tokens"])

@@ -1,0 +1,124 @@
+"""Kernels compiled by processes, and the jobs that these get. Prints JSON lines.
+
+Usage: python -m tests.helpers.compile_jobs keys 90     does every launch come back from its text as it was?
+       python -m tests.helpers.compile_jobs processes   what two processes compile, and what this one finds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from inspect import getclosurevars
+from typing import Any
+
+import triton
+from triton.compiler import get_cache_key, make_backend
+
+from fastspec.kernels.common.compile_jobs import NotSendable, job_of, read_job
+from fastspec.kernels.common.compilers import HERE, Compilers, nothing_compiled
+from fastspec.kernels.common.launch import compiling, launch
+from tests.helpers import recorder
+from tests.helpers.launches import GROUPS
+
+KERNELS = 4  # of the quick ones
+
+
+def key_of(source: Any, target: Any, options: dict[str, Any], settings: dict[str, Any]) -> str:
+    """What Triton's cache on the disk is looked up by."""
+    backend = make_backend(target)
+    return str(get_cache_key(source, backend, backend.parse_options(dict(options)), settings))
+
+
+class Reading(Executor):
+    """Compiles nothing: reads the text of each job again, and keeps what comes back otherwise."""
+
+    def __init__(self) -> None:
+        self.jobs, self.other = 0, list[str]()
+
+    def submit(self, call: Callable[[], Any], /, *args: Any, **options: Any) -> Future[Any]:
+        held = getclosurevars(call).nonlocals
+        given = held["src"], held["target"], held["options"].__dict__, held["env_vars"]
+        made = read_job(job_of(call))
+        self.jobs += 1
+        if key_of(*made) != key_of(*given) or type(made[0]) is not type(given[0]):
+            self.other.append(given[0].name)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+
+def launches(arch: int, groups: Iterator[str] | list[str]) -> Iterator[recorder.Launch]:
+    for name in groups:
+        found = recorder.record(arch, lambda name=name: GROUPS[name](arch))  # type: ignore[misc]
+        yield from recorder.first_of_each(found, recorder.specialised)
+
+
+def keys(arch: int) -> dict[str, Any]:
+    recorder.use(recorder.cuda(arch))
+    reading = Reading()
+    with triton.AsyncCompileMode(reading, ignore_errors=True):
+        for each in launches(arch, list(GROUPS)):
+            each.kernel.warmup(*each.given, grid=each.grid, **each.options)
+    return {"jobs": reading.jobs, "other": reading.other}
+
+
+def compile_all(executor: Executor, found: list[recorder.Launch]) -> list[bool]:
+    """Whether each kernel was there when this process looked."""
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+    with executor, compiling(executor):
+        for _ in range(2):  # the second layer of a model: nothing that is not begun
+            for each in found:
+                launch(each.kernel, each.grid, *each.given, **each.options)
+    return hits
+
+
+def alone(executor: Compilers) -> Compilers:
+    """One that compiles nothing in this process while its processes live."""
+    for _ in range(HERE):
+        assert executor._places.get() is None
+    return executor
+
+
+def processes() -> Iterator[dict[str, Any]]:
+    recorder.use(recorder.cuda(90))
+    found = list(launches(90, ["steps"]))[:KERNELS]
+    yield {"what": "empty", "empty": nothing_compiled()}
+    first = alone(Compilers(2, now=True))
+    yield {"what": "processes", "hits": compile_all(first, found), "empty": nothing_compiled()}
+    assert first._process is not None
+    yield {"what": "ended", "status": first._process.returncode}
+    for each in found:
+        each.kernel.device_caches.clear()
+    yield {"what": "once more", "hits": compile_all(later := Compilers(2), found), "begun": later._process is not None}
+
+
+def broken() -> Iterator[dict[str, Any]]:
+    """Processes that are killed before they have compiled anything; and a job that has no text."""
+    recorder.use(recorder.cuda(90))
+    found = list(launches(90, ["steps"]))[:KERNELS]
+    executor = Compilers(1, now=True)
+    assert executor._process is not None
+    os.killpg(executor._process.pid, signal.SIGKILL)
+    yield {"what": "killed", "hits": compile_all(executor, found)}
+    try:
+        job_of(lambda: None)
+    except NotSendable as error:
+        yield {"what": "no text", "error": str(error)}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as caches:
+        triton.knobs.cache.dir = caches
+        what = {"keys": lambda: [keys(int(sys.argv[2]))], "processes": processes, "broken": broken}
+        for line in what[sys.argv[1]]():  # type: ignore[operator]
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

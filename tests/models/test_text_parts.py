@@ -1,0 +1,129 @@
+"""Checkpoints of models that read images or sound, too: their text model is read, natively where it can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.generator import FastSpecGenerator
+from fastspec.models.config import ModelSpec
+from fastspec.models.families import FAMILIES
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.text_parts import TEXT_PARTS, check_whole_class, native_text_part, text_name
+from fastspec.models.weights.sources import resolve
+from tests.helpers import checkpoints, families, model_table
+from tests.helpers.hosted import fill
+
+NAMED = pytest.mark.filterwarnings("ignore:.*not used. they are for images or sound")
+
+
+def saved(model_type: str, directory: Path) -> Any:
+    """A tiny whole model, saved."""
+    config = model_table.tiny_config(model_type)
+    config.dtype = torch.float32
+    model = fill(getattr(transformers, check_whole_class(config))(config).eval())
+    model.save_pretrained(directory)
+    return model
+
+
+def texts(directory: Path, prompt: list[int], new: int) -> list[int]:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_length": 64, "progress": False}
+    with FastSpecGenerator(directory, directory, num_speculative_tokens=2, **options) as gen:
+        out = gen.generate([prompt], max_new_tokens=new, eos_token_id=None, return_dict_in_generate=True)
+        assert out.stats.acceptance_rate == 1.0
+        found: list[int] = out.new_tokens[0]
+        return found
+
+
+def own_text(model: Any, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new}
+    found: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("mistral3", ModelSpec), ("gemma4", HostedInfo)])
+def test_text_is_that_of_the_whole_model(model_type: str, kind: type, tmp_path: Path) -> None:
+    model = saved(model_type, tmp_path)
+    with pytest.warns(UserWarning, match=r"tensor\(s\) \(.*not used: they are for images or sound"):
+        spec = resolve(tmp_path, role="target").spec
+    assert isinstance(spec, kind)
+    if isinstance(spec, HostedInfo):
+        assert "Gemma4ForCausalLM, the text model of Gemma4ForConditionalGeneration, runs as it is" in spec.hosting
+    prompt = [3, 5, 7, 9, 11] * 3
+    with pytest.warns(UserWarning, match="not used"):
+        assert texts(tmp_path, prompt, 16) == own_text(model, prompt, 16)
+
+
+@NAMED
+def test_ministral_3_is_read_under_old_names_out_of_a_mistral3(tmp_path: Path) -> None:
+    """As it is published: a text model with yarn and growing queries under the names of the whole."""
+    text = families.make_family("ministral3", tie_word_embeddings=False)
+    whole = transformers.Mistral3Config(text_config=text.config.to_dict(), tie_word_embeddings=False)
+    whole.architectures, whole.dtype = ["Mistral3ForConditionalGeneration"], torch.float32
+    whole.save_pretrained(tmp_path)
+    tensors = {f"language_model.{name}": value.contiguous() for name, value in text.state_dict().items()}
+    save_file({**tensors, "vision_tower.ln.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    spec = resolve(tmp_path, role="target").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec == resolve(text, role="target").spec
+    assert spec.rope.query_beta
+    prompt = list(range(5, 30))
+    assert texts(tmp_path, prompt, 24) == own_text(text, prompt, 24)
+
+
+@NAMED
+def test_what_is_wrong_is_refused_in_words(tmp_path: Path) -> None:
+    saved("mistral3", tmp_path / "native")
+    saved("gemma4", tmp_path / "hosted")
+    for each in ("native", "hosted"):
+        config = tmp_path / each / "config.json"
+        named = json.loads(config.read_text())["architectures"]
+        checkpoints.edit(config, architectures=["OtherForCausalLM"])
+        refused = checkpoints.refusal(tmp_path / each, UnsupportedModel)
+        assert "architectures=['OtherForCausalLM'] is not supported, wanted ['" in refused
+        checkpoints.edit(config, architectures=named)
+    checkpoints.edit(tmp_path / "hosted" / "config.json", quantization_config={"quant_method": "fp8"})
+    assert "quantised text parts are read for native families" in checkpoints.refusal(
+        tmp_path / "hosted", UnsupportedModel
+    )
+    stored = load_file(tmp_path / "native" / "model.safetensors")
+    del stored["language_model.model.layers.1.mlp.up_proj.weight"]  # transformers saves this type by its old names
+    save_file(stored, tmp_path / "native" / "model.safetensors", {"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in checkpoints.refusal(tmp_path / "native", CheckpointError)
+
+
+def test_a_live_whole_model_is_refused_with_what_to_do() -> None:
+    config = model_table.tiny_config("gemma4")
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModel, match="takes more than text; save it and pass the directory"):
+        resolve(model, role="target")
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+        ("model.text_model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.vision_tower.layers.0.mlp.up_proj.weight", None),
+        ("multi_modal_projector.linear.weight", None),
+    ],
+)
+def test_names_of_the_text_model(stored: str, wanted: str | None) -> None:
+    assert text_name(stored) == wanted
+
+
+def test_every_type_is_of_transformers_and_no_family_of_its_own() -> None:
+    assert list(TEXT_PARTS) == sorted(set(TEXT_PARTS))
+    assert not set(TEXT_PARTS).intersection(FAMILIES)
+    assert native_text_part(model_table.tiny_config("gemma4")) is None
