@@ -173,7 +173,7 @@ def test_bits_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_bits_of_ten_thousand_rows_on_a_gpu(name: str) -> None:
     """Rows alone, and in passes of 1 to 64 rows: with the norm inside the product, and before it."""
