@@ -23,7 +23,7 @@ def _rotate_kernel(
     strides,  # of q by row, head and token, and of k
     angles,  # (cos, sin)
     steps,  # strides of cos by row and token, and of sin
-    out,  # (q, k) [B, Q, H, D], contiguous
+    turned,  # (q, k) [B, Q, H, D], contiguous
     tokens,
     H: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -42,11 +42,11 @@ def _rotate_kernel(
     sin = angles[1] + row.to(tl.int64) * steps[2] + token * steps[3]
     if head < H:
         at = given[0] + row.to(tl.int64) * strides[0] + head * strides[1] + token * strides[2]
-        to = out[0] + (tl.program_id(0).to(tl.int64) * H + head) * DIM
+        to = turned[0] + (tl.program_id(0).to(tl.int64) * H + head) * DIM
         _turn(at, cos, sin, to, half, inside, DIM)
     else:
         at = given[1] + row.to(tl.int64) * strides[3] + (head - H) * strides[4] + token * strides[5]
-        to = out[1] + (tl.program_id(0).to(tl.int64) * KV_HEADS + head - H) * DIM
+        to = turned[1] + (tl.program_id(0).to(tl.int64) * KV_HEADS + head - H) * DIM
         _turn(at, cos, sin, to, half, inside, DIM)
 
 
