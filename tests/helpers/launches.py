@@ -33,6 +33,7 @@ from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.rotate import rotate
 from fastspec.kernels.sampling.commit import commit, scratch_of
@@ -260,6 +261,9 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
         decay=on_meta((heads,), F32),
         step=on_meta((heads,), F32),
     )
+    state = on_meta((heads, rule.value_dim, rule.key_dim), F32)
+    of_prompt = KeptState(on_meta((1,), I64), state, on_meta((rule.width, rule.channels), dtype))
+    kept = of_prompt if tokens > slots else None
     return delta_rule(
         on_meta((rows, tokens, rule.rows), dtype),
         layer,
@@ -269,6 +273,7 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
         on_meta((rows, tokens), I64),
         on_meta((rows, tokens), torch.bool),
         rule,
+        kept,
     )
 
 
