@@ -15,6 +15,7 @@ UNUSED = (
     "torch._dynamo",
     "torch._inductor",
     "transformers.generation.utils",
+    "transformers.utils.type_validators",
     "transformers.integrations.finegrained_fp8",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
@@ -24,8 +25,8 @@ IMPORT = "from fastspec import FastSpecGenerator"
 MAKE = f"""{IMPORT}
 generator = FastSpecGenerator({str(demo_pair()[0])!r}, {str(demo_pair()[1])!r}, device="cpu", progress=False)
 generator.generate([[5, 6, 7]], max_new_tokens=4)
-generator.tokenizer.decode([5])
 """
+TOKENIZER = f"{MAKE}generator.tokenizer.decode([5])"
 
 
 def imported(code: str) -> set[str]:
@@ -39,6 +40,11 @@ def imported(code: str) -> set[str]:
 @pytest.mark.parametrize("code", [IMPORT, MAKE], ids=["import", "make"])
 def test_a_generator_of_a_directory_imports_nothing_heavy(code: str) -> None:
     assert not imported(code)
+
+
+def test_a_tokenizer_imports_no_more_than_transformers_does_for_any() -> None:
+    """Some versions import all of generation for their class of tokenizers; the newest import none of UNUSED."""
+    assert imported(TOKENIZER) <= imported("from transformers import AutoTokenizer")
 
 
 def test_the_check_sees_what_is_imported() -> None:
