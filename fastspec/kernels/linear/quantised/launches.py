@@ -59,7 +59,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
-        GATED=call.gated,
+        GATED=call.gate,
         PDL=pdl,
         **options,
     )
@@ -87,7 +87,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     pieces = 1 if codes.form == "int4" else 2
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form, "GROUP": codes.group}
     shape |= {"PAIRS": 1 if codes.scales is None else codes.scales.shape[2], "R": tile.weight_rows, "BM": tile.rows}
-    shape |= {"STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated, "PDL": pdl}
+    shape |= {"STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gate, "PDL": pdl}
     launch(
         codes_ring_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
