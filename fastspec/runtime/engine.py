@@ -188,11 +188,10 @@ class Engine:
 
     def capture_prompts(self) -> None:
         """Makes the passes over prompts ready that are replayed."""
-        for chunk in reversed(self.chunks):
-            for draft in self._fed if chunk <= _CAPTURED else ():
-                self.runner.capture(
-                    PromptKey(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
-                )
+        for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _CAPTURED):
+            for draft, rows in itertools.product(self._fed, sorted({1, self.rows_together(chunk)}, reverse=True)):
+                key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
+                self.runner.capture(key, body, self.slots[rows].row.all_idle)
 
     @property
     def exact(self) -> bool:
