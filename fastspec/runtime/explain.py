@@ -8,7 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource, is_recurrent
+from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.pair import AS_STORED
@@ -129,9 +129,9 @@ def _no_draft(target: ModelSource) -> str:
 
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
-        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
-    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
+        return "not kept"
+    states = "; of recurrent layers the states behind a prompt's last piece" if engine.kept is not None else ""
+    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
 
 
 def _model(checkpoint: ModelSource, dtype: str) -> str:
