@@ -77,14 +77,16 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         new = tl.sum(factors[:, :, None] * inverse, axis=1)
         inverse = tl.where(here, inverse - new[:, None, :], inverse)
     diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    at = tl.arange(0, CHUNK) // 16
-    off = tl.where(at[:, None] == at[None, :], 0.0, a)
-    joins = tl.dot(diagonal, off, input_precision=PRECISION)
     whole = diagonal
-    if BLOCKS > 2:  # else N^2 is 0 already
-        twice = tl.dot(joins, joins, input_precision=PRECISION)
-        whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
-    return whole - tl.dot(joins, whole, input_precision=PRECISION)
+    if BLOCKS > 1:
+        at = tl.arange(0, CHUNK) // 16
+        off = tl.where(at[:, None] == at[None, :], 0.0, a)
+        joins = tl.dot(diagonal, off, input_precision=PRECISION)
+        if BLOCKS > 2:  # else N^2 is 0 already
+            twice = tl.dot(joins, joins, input_precision=PRECISION)
+            whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+        whole -= tl.dot(joins, whole, input_precision=PRECISION)
+    return whole
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
