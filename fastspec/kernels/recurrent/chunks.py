@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastspec.kernels.recurrent.parts import span
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, span
 
 
 class Prepared(NamedTuple):
@@ -105,7 +105,7 @@ def solve_kernel(
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
     if begin < count:

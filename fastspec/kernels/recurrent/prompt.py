@@ -18,7 +18,7 @@ from torch import Tensor
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.chunks import Chunks, Prepared, solve_kernel
 from fastspec.kernels.recurrent.delta import sizes_of
-from fastspec.kernels.recurrent.parts import Weights, Where, convs, gates, span, units
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, Weights, Where, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule
 
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 # measured on an H100; products of bf16 halves leave out what is below 2^-16 of a factor, much less than 16 bits keep
-IN_16_BITS = Plan(chunk=32, block=32, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
+IN_16_BITS = Plan(chunk=32, block=16, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
 IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not timed
 
 
@@ -69,7 +69,7 @@ def _prepare_kernel(
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first that is not masked
     there = token < count
     if tl.program_id(0) * TOKENS < count:
@@ -132,7 +132,7 @@ def _scan_kernel(
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
     value = tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     states_ptr = where.states + (tl.load(where.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
     within = key[:, None] + value[None, :] * KEY_DIM  # here a state is [keys, values]
     whole = has_key[:, None] & has_value[None, :]
@@ -198,7 +198,7 @@ def _keep_kernel(
     Those of the last tokens before `kept.at` as well.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     t = first + count - 1 - tl.program_id(1)
     if (t >= first) & (count > 0):
         position = tl.load(where.positions + row * num_tokens + t)
