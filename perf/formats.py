@@ -2,13 +2,14 @@
 
 One row per format of the draft's weights, of K and V, and k, greedy, with a 95% bootstrap interval over prompts;
 `over_stored` is the ratio to the draft as it is stored, on the same prompts. Counts, no times: the rows do not depend
-on the machine. Texts of all formats with the same K and V are compared.
+on the machine. Texts of all formats with the same K and V are compared. --picture FOLDER draws what GPUs took instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
 from fastspec.kernels.common.rounding import FORMATS
@@ -69,12 +70,24 @@ def rows_of(kv: str | None, k: int, prompts: list[list[int]]) -> list[Row]:
     return found
 
 
+def picture(folder: Path) -> Path | None:
+    """Draws the newest rows of a pair's tokens per second by format, as folder / formats.png."""
+    from perf import plots  # matplotlib is needed here alone
+
+    rows = [row for row in records.read("formats") if row["bench"] == "formats pair"]
+    return plots.save("formats", folder, plots.by_format(rows))
+
+
 def main() -> None:
     """Measures, prints a table and appends to perf/results/formats.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--commit", help="where there is no checkout")
+    parser.add_argument("--picture", type=Path, help="folder to draw the GPU rows that there are in; measures nothing")
     options = parser.parse_args()
+    if options.picture:
+        print(picture(options.picture))
+        return
     prompts = code_prompts(demo_pair()[0], options.prompts, PROMPT)
     rows = [row for k in DRAFTS for kv in (None, "fp8") for row in rows_of(kv, k, prompts)]
     environment = records.environment("cpu", options.commit)

@@ -279,3 +279,35 @@ def _engine_name(row: Row) -> str:
     """The engine, with its drafts per step where it makes any."""
     drafts = f", k = {row['k']}" if row["k"] else ""
     return f"{str(row['engine']).partition(' k=')[0]}{drafts}"
+
+
+def by_format(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Tokens per second of a pair by the formats of its weights: with the best k, and plainly, as shorter bars inside.
+
+    Rows have `target_weights`, `draft_weights`, `k` and `tok_s`.
+    """
+
+    def draw(axes: Axes) -> bool:
+        best: dict[str, Row] = {}
+        plain = {row["target_weights"]: row["tok_s"] for row in rows if not row["k"]}
+        for row in rows:
+            name = f"{row['target_weights']} + {row['draft_weights']}"
+            if row["k"] and row["tok_s"] > best.get(name, row | {"tok_s": 0})["tok_s"]:
+                best[name] = row
+        if not best:
+            return False
+        listed = sorted(best.items(), key=lambda item: float(item[1]["tok_s"]))
+        names, rates = [name for name, _ in listed], [row["tok_s"] for _, row in listed]
+        bars = axes.barh(names, rates, color=COLOURS[0], label="with drafts, best k")
+        axes.bar_label(bars, [f"{row['tok_s']:.0f}, k = {row['k']}" for _, row in listed], padding=4)
+        alone = [plain.get(row["target_weights"], 0) for _, row in listed]
+        axes.barh(names, alone, height=0.3, color=COLOURS[1], label="the target alone")
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.2 * max(rates))
+        axes.set_xlabel(f"tokens per second, one prompt ({listed[0][1].get('gpu')})")
+        axes.set_ylabel("weights of target + draft")
+        axes.legend(loc="lower right")
+        axes.set_title(f"By format of the weights: {listed[0][1]['workload']}", loc="left")
+        return True
+
+    return draw

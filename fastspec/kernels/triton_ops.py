@@ -41,6 +41,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
+from fastspec.kernels.rotate import rotate as rotate_heads
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -125,13 +126,18 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
         prompt = prompt and not (quantised and rows <= MOST_ROWS)
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
-            return (prefill_quantised if quantised else prefill_linear)(x, weight, bias, **options)
+            product = prefill_quantised if quantised else prefill_linear
+            if options.pop("gelu", False) and options.pop("gated", False):
+                return gelu.gelu_tanh_mul(product(x, weight, **options), in_turn=True, pdl=has_pdl(x.device))
+            return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
     if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
         if wide and tiling.rows is not None:
             check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)
+    if options.pop("gelu", False) and options.pop("gated", False):
+        return gelu_tanh_mul(tile_linear(x, weight.data, bias, pdl=has_pdl(x.device), **options))
     return tile_linear(x, weight.data, bias, pdl=has_pdl(x.device), **options)
 
 
@@ -171,6 +177,11 @@ def joined_norms(
         return join_rows(table, ids, x.contiguous(), norms, eps, x_first=x_first, pdl=has_pdl(x.device))
     parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
     return torch.cat(parts[::-1] if x_first else parts, dim=-1)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.rotate`, which defines it."""
+    return rotate_heads(q, k, cos, sin, pdl=has_pdl(q.device))
 
 
 def add_norm(
@@ -242,6 +253,7 @@ TRITON_OPS = Ops(
     route_normed=route_normed,
     experts=experts,
     attend=attend,
+    rotate=rotate,
     store_heads=store_heads,
     delta_rule=delta_rule,
     gated_norm=gated_norm,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastspec.graphs.results import ResultRing
-from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
@@ -87,7 +87,9 @@ def build(
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
-    runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
+    ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
+    warm_ups = 1 if ours else WARM_UPS
+    runner: Runner = GraphRunner(device, nvtx=nvtx, warm_ups=warm_ups) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
     inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
@@ -224,6 +226,10 @@ def build(
         states = (*map(states_of, models), None)[:2]
         engine.share_prefixes(reads_ahead(chosen), (target.name, draft.name if draft else None), *states)
     return engine, pending
+
+
+def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
+    return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
 
 
 def _alike(

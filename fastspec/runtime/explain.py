@@ -52,7 +52,7 @@ def explain(
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
-        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",
+        f"prompts    in chunks of {_chunks(engine)} tokens{_together(engine)}{_waited_for(engine)}",
         f"prefixes   {_prefixes(engine)}",
         f"attention  {_attention(settings, engine)}",
         f"products   {_products(settings)}",
@@ -106,6 +106,14 @@ def _kv(layout: Layout) -> str:
 def _chunks(engine: Engine) -> str:
     sizes = engine.chunks
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
+
+
+def _together(engine: Engine) -> str:
+    """Which prompts share a pass."""
+    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.rows_together(chunk)) > 1}
+    if not sizes:
+        return ", one at a time"
+    return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
 
 
 def _waited_for(engine: Engine) -> str:

@@ -21,6 +21,7 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
+_CROWD = 4  # budgets at most
 _LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
 
 
@@ -112,6 +113,14 @@ class Intake:
                 request.draft_length = self._known(drafted, draft=True) * prefix.unit
         return request, pages
 
+    def crowd(self, running: int) -> int:
+        """How many budgets the running rows wait for in this step: several where more short prompts wait than rows run.
+
+        Requests that come at once then run side by side after a few steps, not one behind the other.
+        """
+        short = sum(2 * len(request.prompt) <= self.engine.together for request in self.waiting)
+        return max(1, min(_CROWD, short // max(1, running)))
+
     def plan(self, *, drafting: bool, most: int | None) -> None:
         """Decides how the prompt is cut into passes.
 
@@ -155,7 +164,10 @@ class Intake:
             self._target.at += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.left:
-                fed += self._feed_draft(request, draft, None if limit is None else limit - fed, some=some and not fed)
+                left = (
+                    None if limit is None else max(limit - fed, limit // _LIGHTER)
+                )  # for a short prompt not a turn more
+                fed += self._feed_draft(request, draft, left, some=some and not fed)
         if not self._target.left and not (draft and draft.left):
             self._finish(request, self.row)
             self.request = None

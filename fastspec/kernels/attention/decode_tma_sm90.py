@@ -290,13 +290,12 @@ def shares_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     KEYS: gl.constexpr,  # of a tile; part of the bits of a row
-    STAGES: gl.constexpr,  # tiles of keys or values in the pipeline
-    WIDE: gl.constexpr,  # of a cache in 8 bits, tiles of 16 bits that are made of those; else 0
+    STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits also of 16 bits made of them, else 0
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
-    NARROW: gl.constexpr = WIDE > 0
+    NARROW: gl.constexpr = STAGES[1] > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -319,8 +318,8 @@ def shares_kernel(
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(stored.index(0), count=1)
-    loaded = _pipeline(gl.uint8 if NARROW else DTYPE, stored, STAGES, KEYS, D, tile_layout(D, NARROW))
-    pipeline = _pipeline(DTYPE, stored, WIDE, KEYS, D, lay) if NARROW else loaded
+    loaded = _pipeline(gl.uint8 if NARROW else DTYPE, stored, STAGES[0], KEYS, D, tile_layout(D, NARROW))
+    pipeline = _pipeline(DTYPE, stored, STAGES[1], KEYS, D, lay) if NARROW else loaded
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)

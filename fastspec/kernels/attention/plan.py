@@ -344,10 +344,10 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim}
-    constants |= {"KEYS": keys, "STAGES": pipeline // (keys * sizes.dim * 2), "WIDE": 0}
+    constants |= {"KEYS": keys, "STAGES": (pipeline // (keys * sizes.dim * 2), 0)}
     if narrow:
         ctas_per_sm = 1
-        constants |= {"STAGES": NARROW_BYTES // (keys * sizes.dim), "WIDE": WIDE_TILES}
+        constants |= {"STAGES": (NARROW_BYTES // (keys * sizes.dim), WIDE_TILES)}
     grid = tiles, min(splits, ctas_of_late_tile(tiles, ctas_per_sm * gpu.sms))
     return LaunchPlan("shares_kernel", grid, constants, {"num_warps": TMA_WARPS, "maxnreg": TMA_REGISTERS})
 

@@ -76,7 +76,7 @@ def test_no_more_ctas_than_run_at_a_time_whatever_the_number_of_sms(capability: 
 def test_long_rows_fill_the_device(tiles: int, ctas_per_sm: int) -> None:
     planned = plan.late_plan(H100, plan.Pass(4, tiles, 128), 500)
     assert planned.grid == (tiles, plan.ctas_of_late_tile(tiles, ctas_per_sm * H100.sms))
-    assert planned.constants["STAGES"] * 64 * 128 * 2 == {1: 112, 2: 64}[ctas_per_sm] * 1024
+    assert planned.constants["STAGES"][0] * 64 * 128 * 2 == {1: 112, 2: 64}[ctas_per_sm] * 1024
     assert plan.late_plan(H100, plan.Pass(4, tiles, 128), 2).grid[1] <= 2
 
 

@@ -59,7 +59,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
-        GATED=call.gated,
+        GATED=call.gate,
         PDL=pdl,
         **options,
     )
@@ -85,9 +85,16 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     apart = split.split_k // tile.ways
     parts = call.x.new_empty(apart, rows, n, dtype=torch.float32) if apart > 1 else None
     pieces = 1 if codes.form == "int4" else 2
-    shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form, "GROUP": codes.group}
-    shape |= {"PAIRS": 1 if codes.scales is None else codes.scales.shape[2], "R": tile.weight_rows, "BM": tile.rows}
-    shape |= {"STAGES": tile.stages, "WARPS": tile.warps, "GATED": call.gated, "PDL": pdl}
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form}
+    shape |= {"GROUP": (codes.group, 1 if codes.scales is None else codes.scales.shape[2])}
+    shape |= {
+        "R": tile.weight_rows,
+        "BM": tile.rows,
+        "STAGES": tile.stages,
+        "WARPS": tile.warps,
+        "GATED": call.gate,
+        "PDL": pdl,
+    }
     launch(
         codes_ring_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),

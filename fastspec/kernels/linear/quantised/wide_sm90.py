@@ -15,6 +15,8 @@ registers, once for all rows, and multiply as warp groups, whose other operand i
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -48,6 +50,22 @@ from fastspec.kernels.linear.quantised.conversion import (
 )
 from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
 from fastspec.kernels.linear.tma_sm90 import group_operand, group_sums, pieces_layout
+
+
+class Ring(NamedTuple):
+    """Slabs in shared memory.
+
+    Attributes:
+        xs: two, of a slab's halves, bf16 [STAGES, BM, 64].
+        ws: int32 words [STAGES, R / 16, 8 P, 32] of codes.
+        full, free: barriers [STAGES]: a slab has come; it has been multiplied.
+    """
+
+    xs: Any
+    ws: Any
+    full: Any
+    free: Any
+
 
 UNIT = gl.constexpr(64)  # values of K of one product
 WORDS = gl.constexpr(1024)  # of a row of x that one program of `raised_kernel` makes
@@ -175,14 +193,17 @@ def _less_offset(part, total, zeros, g: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass(
-    step, pieces, scales, zeros, xs, ws, full, free, scale_ptr, zero_ptr, tile, way, ones, N, last,
+    step, loaded, ring, given, ones, tile, way, N, last,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """One pass over K: the step behind it with what was loaded of that, and the pass's sums [R, BM].
 
     What the next slab needs is loaded while this one is multiplied; of the last one, the same again.
+    loaded: codes, scales and zero points of a slab.
     """
+    pieces, scales, zeros = loaded
+    xs, ws, full, free = ring
     R: gl.constexpr = ws.shape[1] * 16
     BM: gl.constexpr = xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
@@ -220,8 +241,8 @@ def _pass(
                 if OFFSET:
                     totals = totals + (total,)
             pieces = _codes_of(following, ws, full, WARPS)
-            more = _scales_of(scale_ptr, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _scales_of(zero_ptr, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+            more = _scales_of(given.scales, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _scales_of(given.zeros, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
             done = warpgroup_mma_wait(0, deps=parts + totals + units)
             for g in gl.static_range(GROUPS):
                 part = done[g]
@@ -234,32 +255,31 @@ def _pass(
         step += 1
     if GROUPS == 0 and OFFSET:
         acc = _less_offset(acc, own, (), 0, FORM)
-    return step, pieces, scales, zeros, acc
+    return step, (pieces, scales, zeros), acc
 
 
 @gluon.jit
 def _multiply(
-    given, ends, parts_ptr, xs, ws, full, free, tile, first_row, way, M, N, limit,
+    given, ends, parts_ptr, ring, tile, first_row, way, M, N, limit,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, WAYS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
-    R: gl.constexpr = ws.shape[1] * 16
-    BM: gl.constexpr = xs[0].shape[1]
+    R: gl.constexpr = ring.ws.shape[1] * 16
+    BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
     last = T * WAYS - 1
     scales = _scales_of(given.scales, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
     zeros = _scales_of(given.zeros, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-    pieces = _codes_of(0, ws, full, WARPS)
+    pieces = _codes_of(0, ring.ws, ring.full, WARPS)
     ones = ()
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like, FORM)
     sums = gl.zeros([R, BM], gl.float32, like)
-    step = 0
+    step, loaded = 0, (pieces, scales, zeros)
     for _ in range(WAYS):
-        step, pieces, scales, zeros, acc = _pass(
-            step, pieces, scales, zeros, xs, ws, full, free, given.scales, given.zeros, tile, way, ones, N, last,
-            K, S, T, FORM, GROUP, PAIRS, WARPS,
+        step, loaded, acc = _pass(
+            step, loaded, ring, given, ones, tile, way, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
         sums += acc
     n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
@@ -277,9 +297,9 @@ def _multiply(
         if ends.keys is not None:
             enter_keys(total, tile, first_row, ends.keys, M, N, limit)
         else:
-            loaded = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
+            added = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
             write_tile(
-                *(total, loaded, tile, first_row, ends.out, M, N, GATED),
+                *(total, added, tile, first_row, ends.out, M, N, GATED),
                 *(ends.bias is not None, ends.residual is not None, False, R, WARPS),
             )
 
@@ -299,8 +319,7 @@ def codes_ring_kernel(
     S: gl.constexpr,
     WAYS: gl.constexpr,  # passes over K of one program
     FORM: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAIRS: gl.constexpr,  # rows of a tile that have pairs of scales of their own: 8, or 1 for all
+    GROUP: gl.constexpr,  # values of K that share a scale, 0 for all; pairs of scales in a tile: 8, or 1 for all rows
     R: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -328,8 +347,8 @@ def codes_ring_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                given, ends, parts_ptr, xs, ws, full, free, tile, first_row, way, M, N, limit,
-                K, S, T, WAYS, FORM, GROUP, PAIRS, WARPS, GATED,
+                given, ends, parts_ptr, Ring(xs, ws, full, free), tile, first_row, way, M, N, limit,
+                K, S, T, WAYS, FORM, GROUP[0], GROUP[1], WARPS, GATED,
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, way, T, S, WAYS, BYTES, PDL)),
         ],

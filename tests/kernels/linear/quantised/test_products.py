@@ -170,3 +170,21 @@ def test_bits_on_a_gpu(name: str) -> None:
             for rows in (*range(1, 65), 100):
                 at = torch.randperm(100, generator=generator)[:rows].cuda()
                 assert torch.equal(found.dispatch.packed_linear(x[at], weight, **given, pdl=False), expected[at]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_of_ten_thousand_rows_on_a_gpu(name: str) -> None:
+    """Rows alone, and in passes of 1 to 64 rows: with the norm inside the product, and before it."""
+    generator, count = torch.Generator().manual_seed(1), 10_000
+    sizes = torch.randint(1, 65, (count,), generator=generator).tolist()
+    with modules("cuda") as found:
+        x, _, weight, given = case(name, count, 3072, 2048, "cuda", "norm")
+        x = x * torch.logspace(-3, 3, count, device="cuda", dtype=torch.bfloat16)[:, None]
+        alone = torch.cat([found.dispatch.packed_linear(row, weight, **given, pdl=False) for row in x.split(1)])
+        first = 0
+        while first < count:
+            rows = slice(first, first + sizes.pop())
+            assert torch.equal(found.dispatch.packed_linear(x[rows], weight, **given, pdl=False), alone[rows]), rows
+            first = rows.stop
