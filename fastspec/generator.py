@@ -140,6 +140,7 @@ class FastSpecGenerator:
             "kv_dtype": kv_dtype,
             "feature_layers": feature_layers,
             "draft_vocab": draft_vocab,
+            "prefix_cache": prefix_cache,
         }
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first

@@ -13,6 +13,7 @@ from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draf
 KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
 EARLY_BLOCKS = 17
+DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, on a grid from position 0 on
 PASS = 128  # cost of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts

@@ -24,7 +24,7 @@ from perf.records import Row
 from perf.workloads import WORKLOADS
 
 # "make" begins with "build" and has "read" beside "compile"; "first token" is all from the start of the process
-PARTS = ("start", "import torch", "import", "build", "read", "compile", "make", "generate", "first token")
+PARTS = ("start", "import torch", "import", "build", "read", "compile", "capture", "make", "generate", "first token")
 CHILD = """
 import json, sys, time
 times = {"begun": time.time()}
@@ -34,7 +34,7 @@ from fastspec import FastSpecGenerator
 from fastspec.models.weights.loader import Loader
 from fastspec.runtime.engine import Engine
 times["imported"] = time.time()
-took = {"read": 0.0, "compile": 0.0}
+took = {"read": 0.0, "compile": 0.0, "capture": 0.0}
 def timed(owner, name, part):
     inner = getattr(owner, name)
     def outer(*args, **options):
@@ -45,6 +45,8 @@ def timed(owner, name, part):
     setattr(owner, name, outer)
 timed(Loader, "fill", "read")
 timed(Engine, "compile", "compile")
+timed(Engine, "capture", "capture")
+timed(Engine, "capture_prompts", "capture")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
 generator = FastSpecGenerator(sys.argv[1], sys.argv[2], **sizes)
 times["made"] = time.time()

@@ -21,7 +21,7 @@ import torch
 from fastspec.graphs.failures import device_failed
 from fastspec.graphs.keys import describe
 
-_WARM_UPS = 1  # compiles and loads kernels, and takes the libraries' work areas
+WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' work areas; the second finds them there
 
 
 class Runner(Protocol):
@@ -147,12 +147,14 @@ class GraphRunner:
         device: where to capture.
         depth: as in Runner.
         nvtx: mark captures and replays as NVTX ranges.
+        warm_ups: runs of a step before it is captured; one is enough for kernels of this package.
     """
 
     static = True
 
-    def __init__(self, device: torch.device, *, depth: int = 2, nvtx: bool = False) -> None:
+    def __init__(self, device: torch.device, *, depth: int = 2, nvtx: bool = False, warm_ups: int = WARM_UPS) -> None:
         self._device = device
+        self._warm_ups = warm_ups
         self.depth = depth
         self._nvtx = nvtx
         self._graphs: dict[Hashable, Captured] = {}
@@ -194,7 +196,7 @@ class GraphRunner:
         if self.ready(key):
             return
         try:
-            self._graphs[key] = self._capture(key, body, idle, 0 if warm else _WARM_UPS)
+            self._graphs[key] = self._capture(key, body, idle, 0 if warm else self._warm_ups)
         except RuntimeError as error:
             self._failures[key] = f"its capture failed: {error}"
             # a stream whose capture failed may stay in that state, and the pool with it

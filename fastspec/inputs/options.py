@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig
@@ -243,6 +244,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
+@cache
+def _names() -> frozenset[str]:
+    """Options that transformers knows."""
+    return frozenset(vars(GenerationConfig()))
+
+
 def _merge(
     checkpoint: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> GenerationConfig:
@@ -250,7 +257,7 @@ def _merge(
     if checkpoint is not None:
         merged.update(**checkpoint.to_dict(), defaults_only=True, allow_custom_entries=True)
     merged.update(**merged._get_default_generation_params(), defaults_only=True)
-    known = set(vars(GenerationConfig())) | set(merged._get_default_generation_params())
+    known = _names() | set(merged._get_default_generation_params())
     for name in keywords:
         if name not in known:
             near = get_close_matches(name, (*SUPPORTED, *OWN), 1)
@@ -267,7 +274,7 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
     for name, value in vars(merged).items():
         if name in SUPPORTED or name in _NO_EFFECT:
             continue
-        if name not in vars(GenerationConfig()) and name not in neutral:
+        if name not in _names() and name not in neutral:
             continue  # a custom entry of a checkpoint's file, which transformers ignores too
         off = _OFF.get(name, (None, False, neutral.get(name)))
         given = scalar(value)

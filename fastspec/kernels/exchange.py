@@ -72,16 +72,30 @@ def blocks_of(elements: int) -> int:
 
 @triton.jit
 def _store_release(address, value):
-    """Stores behind all that this program has stored before, for every device to see."""
+    """Stores, by one thread, behind all that the program has stored before a barrier, for every device to see."""
     return tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, value], tl.int32, False, 1
+        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
+        " @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, value],
+        tl.int32,
+        False,
+        1,
     )
 
 
 @triton.jit
 def _load_acquire(address):
-    """Loads; what is loaded afterwards is at least as new."""
-    return tl.inline_asm_elementwise("ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], tl.int32, False, 1)
+    """Loads, by one thread: behind the next barrier what all load is at least as new. Other threads get 2^31 - 1."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
+        " mov.u32 $0, 0x7fffffff; @one ld.acquire.sys.global.u32 $0, [$1]; }",
+        "=&r,l",
+        [address],
+        tl.int32,
+        False,
+        1,
+    )
 
 
 @triton.jit

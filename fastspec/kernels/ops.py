@@ -57,6 +57,7 @@ class Ops:
     route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
     attend: Callable[..., Tensor]
+    rotate: Callable[..., tuple[Tensor, Tensor]]
     store_heads: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
@@ -98,6 +99,7 @@ TORCH_OPS = Ops(
     route_normed=reference.route_normed,
     experts=reference.experts,
     attend=reference.attend,
+    rotate=reference.rotate,
     store_heads=reference.store_heads,
     delta_rule=reference.delta_rule,
     gated_norm=reference.gated_norm,

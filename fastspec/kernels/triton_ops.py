@@ -41,6 +41,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
+from fastspec.kernels.rotate import rotate as rotate_heads
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -173,6 +174,11 @@ def joined_norms(
     return torch.cat(parts[::-1] if x_first else parts, dim=-1)
 
 
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.rotate`, which defines it."""
+    return rotate_heads(q, k, cos, sin, pdl=has_pdl(q.device))
+
+
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
@@ -242,6 +248,7 @@ TRITON_OPS = Ops(
     route_normed=route_normed,
     experts=experts,
     attend=attend,
+    rotate=rotate,
     store_heads=store_heads,
     delta_rule=delta_rule,
     gated_norm=gated_norm,

@@ -12,7 +12,7 @@ has those of all its ancestors, so all descendants of an idle node are idle.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from fastspec.kv_cache.pages import PageTable
@@ -63,6 +63,7 @@ class PrefixCache:
         self._table = table
         self._ahead = ahead
         self._salt = salt
+        self.on_drop: Callable[[Node], None] = _nothing  # is told of nodes that are dropped
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # the longest unused first
 
     def __len__(self) -> int:
@@ -142,6 +143,7 @@ class PrefixCache:
         """Drops all nodes."""
         for node in self._nodes.values():
             self._table.give_up(node.pages)
+            self.on_drop(node)
         self._nodes.clear()
 
     def check_integrity(self) -> None:
@@ -174,6 +176,11 @@ class PrefixCache:
 
     def _give_up(self, node: Node) -> None:
         self._table.give_up(node.pages)
+        self.on_drop(node)
         del self._nodes[node.key]
         if isinstance(node.parent, Node):
             node.parent.children -= 1
+
+
+def _nothing(node: Node) -> None:
+    """Nobody is told."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule
 
 
@@ -27,19 +28,76 @@ class StateCache:
         states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], slots being max_drafts + 1.
         inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as are read and
             written in one step, so no place is written that other programs still read.
+        kept: states behind prefixes of prompts; None: none are kept.
     """
 
     states: Tensor
     inputs: Tensor
+    kept: StatePool | None = None
 
     @classmethod
     def allocate(
-        cls, rules: tuple[DeltaRule, ...], rows: int, max_drafts: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        rules: tuple[DeltaRule, ...],
+        rows: int,
+        max_drafts: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: int = 0,
     ) -> StateCache:
-        """Allocates zeroed states for layers of these rules, all equal, and steps with up to `max_drafts` drafts."""
+        """Allocates zeroed states for layers of these rules, all equal, and steps with up to `max_drafts` drafts.
+
+        With `kept` there is room for the states behind so many prefixes, one of them for passes to write to.
+        """
+        pool = StatePool.allocate(rules, kept, dtype=dtype, device=device) if kept else None
         states, inputs = _shapes(rules[0], max_drafts)
         made = torch.zeros(len(rules), rows, *states, dtype=torch.float32, device=device)
-        return cls(made, torch.zeros(len(rules), rows, *inputs, dtype=dtype, device=device))
+        return cls(made, torch.zeros(len(rules), rows, *inputs, dtype=dtype, device=device), pool)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """States behind prefixes of prompts, see `KeptStates`.
+
+    Attributes:
+        at: int64 [1], the number of positions behind which passes over prompts leave the state in row 0; 0: nowhere.
+        rows: each as the state of a row that never drafts.
+    """
+
+    at: Tensor
+    rows: StateCache
+
+    @classmethod
+    def allocate(
+        cls, rules: tuple[DeltaRule, ...], count: int, *, dtype: torch.dtype, device: torch.device
+    ) -> StatePool:
+        """Room for `count` states, row 0 included."""
+        rows = StateCache.allocate(rules, count, 0, dtype=dtype, device=device)
+        return cls(torch.zeros(1, dtype=torch.int64, device=device), rows)
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.rows.states.shape[1]
+
+    def of_layer(self, layer: int) -> KeptState:
+        """Where a pass leaves the state of a layer."""
+        return KeptState(self.at, self.rows.states[layer, 0, 0], self.rows.inputs[layer, 0])
+
+    def save(self, row: int) -> None:
+        """Copies what passes left in row 0."""
+        for each in (self.rows.states, self.rows.inputs):
+            each[:, row].copy_(each[:, 0])
+
+    def load(self, row: int, cache: StateCache, place: Tensor, length: int) -> None:
+        """Gives a row of the cache, int64 [1], the state behind its first `length` positions."""
+        slots, places, width = cache.states.shape[2], cache.inputs.shape[2], self.rows.inputs.shape[2]
+        state = cache.states.select(2, (length - 1) % slots)
+        state.index_copy_(1, place, self.rows.states[:, row, 0][:, None])
+        for position in range(length - width + 1, length):
+            given = self.rows.inputs[:, row, position % width][:, None]
+            cache.inputs.select(2, position % places).index_copy_(1, place, given)
 
 
 def row_bytes(rule: DeltaRule, max_drafts: int, dtype: torch.dtype) -> int:

@@ -276,7 +276,9 @@ class Decoder:
         assert layer.delta is not None, "and has the weights of one"
         assert states is not None, "so the model has states"
         where = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
-        out = self.ops.delta_rule(product, layer.delta, *where, rule)
+        prompt = len(product) == 1 and product.shape[1] > states.states.shape[2]
+        kept = states.kept.of_layer(place) if prompt and states.kept is not None else None
+        out = self.ops.delta_rule(product, layer.delta, *where, rule, kept)
         gate = product[..., rule.channels : rule.channels + rule.values]
         return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
 

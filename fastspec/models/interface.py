@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.states import StateCache
 from fastspec.shapes import ForwardBatch, Tiling
 
 
@@ -136,9 +137,15 @@ class CausalModel(Protocol):
         """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""
 
 
+def states_of(model: object) -> StateCache | None:
+    """A model's recurrent states beside its K/V; None: it has none."""
+    found: StateCache | None = getattr(getattr(model, "cache", None), "states", None)
+    return found
+
+
 def is_recurrent(model: object) -> bool:
     """Whether a model has recurrent states beside its K/V, which a pass changes and a length alone does not mask."""
-    return getattr(getattr(model, "cache", None), "states", None) is not None
+    return states_of(model) is not None
 
 
 class Pending(Protocol):

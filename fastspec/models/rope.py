@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.models.families.plan import Family
+from fastspec.models.families.plan import ModelFamily
 from fastspec.models.fields import ConfigFields
 
 
@@ -80,7 +80,7 @@ def head_order(turned: int, dim: int, *, interleaved: bool) -> list[int] | None:
     return [*first, *rest[:middle], *second, *rest[middle:]]
 
 
-def ropes_of(fields: ConfigFields, head_dim: int, family: Family) -> tuple[RopeSpec, ...]:
+def ropes_of(fields: ConfigFields, head_dim: int, family: ModelFamily) -> tuple[RopeSpec, ...]:
     """The rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
 
     Raises:
@@ -100,7 +100,9 @@ def ropes_of(fields: ConfigFields, head_dim: int, family: Family) -> tuple[RopeS
     return tuple(_rope(fields, parameters[layer], head_dim, family, layer) for layer in layers)
 
 
-def _rope(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, family: Family, layer: str | None) -> RopeSpec:
+def _rope(
+    fields: ConfigFields, parameters: Mapping[str, Any], dim: int, family: ModelFamily, layer: str | None
+) -> RopeSpec:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic" and parameters.get("alpha"):
         kind = "ntk_alpha"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 
 from fastspec.graphs.results import ResultRing
-from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
-from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.states import StateCache
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
@@ -28,7 +26,7 @@ from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import CausalModel, Pending, is_recurrent
+from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import DecoderWeights, allocate_weights
 from fastspec.models.weights.quantised.cache_scales import CacheScales, for_layers
@@ -89,7 +87,9 @@ def build(
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
-    runner: Runner = GraphRunner(device, nvtx=nvtx) if settings.graphs else EagerRunner(device)
+    ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
+    warm_ups = 1 if ours else WARM_UPS
+    runner: Runner = GraphRunner(device, nvtx=nvtx, warm_ups=warm_ups) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
     inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
@@ -133,14 +133,15 @@ def build(
         return kind(spec, allocated.weights, cache, inside, **sizes)
 
     def cache_of(
-        spec: ModelSpec, dtype: torch.dtype, kept: torch.dtype, found: Mapping[int, CacheScales] | None = None
+        spec: ModelSpec, dtype: torch.dtype, of_pages: torch.dtype, found: Mapping[int, CacheScales] | None = None
     ) -> PagedKVCache:
-        """A cache with pages of dtype `kept` and the checkpoint's scales; recurrent states have the model's dtype."""
+        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=device)
-        states = StateCache.allocate(spec.deltas, *rows, **where) if spec.deltas else None
-        scales = for_layers(found or {}, spec.attending) if kept == FP8 else ()
-        return PagedKVCache.allocate(*sizes, **{**where, "dtype": kept}, states=states, scales=scales)
+        kept = layout.kept_states if prefix_cache else 0
+        states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
+        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
+        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
 
     def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
         assert isinstance(scoring, Decoder), "checked with the head"
@@ -221,12 +222,14 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
-    # pages of a prefix do not hold the recurrent state behind it
-    shares = not any(map(is_recurrent, models)) and (not takes_features(chosen) or kept_in_pages(chosen))
-    if prefix_cache and shares:
-        unit, salt = math.lcm(layout.page_size, engine.cell), (target.name, draft.name if draft else None)
-        object.__setattr__(engine, "prefix", PrefixCache(pages, unit, reads_ahead(chosen), salt))
+    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+        states = (*map(states_of, models), None)[:2]
+        engine.share_prefixes(reads_ahead(chosen), (target.name, draft.name if draft else None), *states)
     return engine, pending
+
+
+def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
+    return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
 
 
 def _alike(

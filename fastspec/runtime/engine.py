@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -16,13 +17,15 @@ import torch
 from fastspec.graphs.keys import PartKey, PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
+from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.states import StateCache
 from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
+from fastspec.shapes import ALONE, BESIDE, DELTA_CHUNK, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, propose, score, step
 from fastspec.surroundings import shielded, using_threads
@@ -55,6 +58,7 @@ class Engine:
         verification: how drafts are judged.
         alike: sizes of passes over prompts that leave the same bits, ascending; None: the largest of `chunks` alone.
         prefix: the prefix cache; None: every prompt is prefilled whole.
+        kept: recurrent states behind prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
@@ -74,6 +78,7 @@ class Engine:
     verification: Verification = REJECTION
     alike: tuple[int, ...] | None = None
     prefix: PrefixCache | None = None
+    kept: KeptStates | None = None
     prefill_budget: int | None = None
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
@@ -96,6 +101,22 @@ class Engine:
         """Prompts that go through together, each with a chunk of that size; 1: they do not."""
         rows = self.together // chunk
         return rows if 1 < rows <= self.state.batch else 1
+
+    def share_prefixes(
+        self, ahead: int, salt: Hashable, target: StateCache | None = None, draft: StateCache | None = None
+    ) -> None:
+        """Keeps prefixes of prompts from now on.
+
+        Args:
+            ahead, salt: as for `PrefixCache`.
+            target, draft: recurrent states of the models; None: they have none.
+        """
+        recurrent = target is not None or draft is not None
+        unit = math.lcm(self.pages.page_size, self.cell, DELTA_CHUNK if recurrent else 1)
+        object.__setattr__(self, "prefix", prefix := PrefixCache(self.pages, unit, ahead, salt))
+        if recurrent:
+            object.__setattr__(self, "kept", kept := KeptStates(target, draft, unit))
+            prefix.on_drop = kept.forget
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

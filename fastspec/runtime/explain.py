@@ -8,7 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
-from fastspec.models.interface import ModelSource, is_recurrent
+from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.pair import AS_STORED
@@ -52,7 +52,7 @@ def explain(
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
-        f"prompts    one at a time, in chunks of {_chunks(engine)} tokens{_waited_for(engine)}",
+        f"prompts    in chunks of {_chunks(engine)} tokens{_together(engine)}{_waited_for(engine)}",
         f"prefixes   {_prefixes(engine)}",
         f"attention  {_attention(settings, engine)}",
         f"products   {_products(settings)}",
@@ -108,6 +108,14 @@ def _chunks(engine: Engine) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
 
 
+def _together(engine: Engine) -> str:
+    """Which prompts share a pass."""
+    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.rows_together(chunk)) > 1}
+    if not sizes:
+        return ", one at a time"
+    return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
+
+
 def _waited_for(engine: Engine) -> str:
     if engine.prefill_budget is None:
         return ""
@@ -121,9 +129,9 @@ def _no_draft(target: ModelSource) -> str:
 
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
-        recurrent = any(map(is_recurrent, (engine.parts.target, getattr(engine.parts.proposer, "model", None))))
-        return "not kept" + (": states of recurrent layers are kept for running rows alone" if recurrent else "")
-    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens"
+        return "not kept"
+    states = "; of recurrent layers the states behind a prompt's last piece" if engine.kept is not None else ""
+    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
 
 
 def _model(checkpoint: ModelSource, dtype: str) -> str:

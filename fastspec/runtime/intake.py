@@ -9,17 +9,19 @@ first step feeds that token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 from fastspec.kv_cache.prefix import Node, PrefixCache
 from fastspec.proposers.interface import kept_in_pages
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
-from fastspec.shapes import chunks_of
+from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
+_CROWD = 4  # budgets at most
 _LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
 
 
@@ -92,6 +94,9 @@ class Intake:
         if row is None or seen == self._refused:
             return None
         nodes = prefix.match(request.prompt, self._shareable(request)) if prefix is not None else []
+        known = self._known(nodes, draft=False)
+        if not self.engine.exact:
+            nodes = nodes[:known]  # what is computed again may have other bits than what lies in pages of others
         shared = tuple(page for node in nodes for page in node.pages)
         if not table.can_fit(positions, shared):
             self._refused = seen
@@ -102,10 +107,19 @@ class Intake:
         self.waiting.popleft()
         self.request, self.row, self._refused, request.nodes = request, row, None, nodes
         if prefix is not None:
-            request.cached = len(nodes) * prefix.unit
+            request.cached = known * prefix.unit
             if kept_in_pages(self.engine.parts.proposer):
-                request.draft_length = drafted_upto(prefix, nodes)
+                drafted = nodes[: drafted_upto(prefix, nodes) // prefix.unit]
+                request.draft_length = self._known(drafted, draft=True) * prefix.unit
         return request, pages
+
+    def crowd(self, running: int) -> int:
+        """How many budgets the running rows wait for in this step: several where more short prompts wait than rows run.
+
+        Requests that come at once then run side by side after a few steps, not one behind the other.
+        """
+        short = sum(2 * len(request.prompt) <= self.engine.together for request in self.waiting)
+        return max(1, min(_CROWD, short // max(1, running)))
 
     def plan(self, *, drafting: bool, most: int | None) -> None:
         """Decides how the prompt is cut into passes.
@@ -116,12 +130,13 @@ class Intake:
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
-        length = len(request.prompt)
-        self._target = Passes(request.cached, deque(engine.passes(length - 1, request.cached, most)))
-        self._draft = None
+        length, self._draft = len(request.prompt), None
+        self._resume(request, self.row, request.cached, draft=False)
+        self._resume(request, self.row, request.draft_length, draft=True)
+        self._target = self._passes(request, request.cached, length - 1, most, draft=False)
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
-            self._draft = Passes(start, deque(engine.passes(stop, start, most and _LIGHTER * most)))
+            self._draft = self._passes(request, start, stop, most and _LIGHTER * most, draft=True)
 
     def feed(self, limit: int | None, *, some: bool) -> int:
         """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
@@ -145,12 +160,14 @@ class Intake:
             if self._waits(request, taken):
                 return fed + sum(taken)
             if taken or len(request.prompt) == 1:
-                first = self._target.at == request.cached
-                self.engine.prefill_row(self.row, self._target.at, taken, draft=False, running=False, first=first)
+                self._fed(request, self.row, self._target.at, taken, draft=False, running=False)
             self._target.at += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.left:
-                fed += self._feed_draft(request, draft, None if limit is None else limit - fed, some=some and not fed)
+                left = (
+                    None if limit is None else max(limit - fed, limit // _LIGHTER)
+                )  # for a short prompt not a turn more
+                fed += self._feed_draft(request, draft, left, some=some and not fed)
         if not self._target.left and not (draft and draft.left):
             self._finish(request, self.row)
             self.request = None
@@ -197,7 +214,7 @@ class Intake:
         """Queues the draft's next passes; arguments and result as of `feed`."""
         chunks = passes.take(None if limit is None else _LIGHTER * limit, some=some)
         if chunks:
-            self.engine.prefill_row(self.row, passes.at, chunks, draft=True, running=False)
+            self._fed(request, self.row, passes.at, chunks, draft=True, running=False)
             passes.at += sum(chunks)
             self._drafted(request, passes.at)
         return -(-sum(chunks) // _LIGHTER)
@@ -209,6 +226,10 @@ class Intake:
             pages = self.engine.pages.pages_of(row)
             request.nodes = prefix.insert(request.nodes, request.prompt, pages, self._shareable(request))
             mark_drafted(prefix, request)
+            if self.engine.kept is not None:
+                last = self._last(request)
+                whole = 0 < last <= len(request.nodes)  # else another row's pages are kept for these tokens
+                self.engine.kept.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
         state.finish[row].fill_(RUNNING if request.grammar is None else PAUSED)
@@ -218,6 +239,8 @@ class Intake:
         if request is self.request:
             self.engine.pages.release(self.row)
             self.request = None
+            if self.engine.kept is not None:
+                self.engine.kept.forget(request)
         else:
             self.waiting.remove(request)
 
@@ -227,6 +250,8 @@ class Intake:
         self._short.clear()
         if self.engine.prefix is not None:
             self.engine.prefix.clear()
+        if self.engine.kept is not None:
+            self.engine.kept.clear()
 
     def catch_up(self, rows: Mapping[int, Request]) -> float:
         """Lets the draft take in what it has not read of these rows; returns the passes that takes."""
@@ -242,7 +267,7 @@ class Intake:
                 if len(together) == self.engine.rows_together(chunks[0]):
                     self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
             elif chunks:
-                self.engine.prefill_row(row, start, chunks, draft=True)
+                self._fed(request, row, start, chunks, draft=True, running=True)
             if chunks:
                 self._drafted(request, start + sum(chunks))
                 if self.engine.prefix is not None and not request.drafted:
@@ -256,8 +281,10 @@ class Intake:
         prefix, proposer = self.engine.prefix, self.engine.parts.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
-        known = drafted_upto(prefix, request.nodes)
+        drafted = request.nodes[: drafted_upto(prefix, request.nodes) // prefix.unit]
+        known = self._known(drafted, draft=True) * prefix.unit
         if known > request.draft_length:
+            self._resume(request, row, known, draft=True)
             request.draft_length = known
             self.engine.state.draft_lengths[row].fill_(known)
 
@@ -268,6 +295,55 @@ class Intake:
             tokens, pages = request.prompt + request.new_tokens, self.engine.pages.pages_of(row)
             request.nodes = prefix.insert(request.nodes, tokens, pages, len(tokens) - 1)
             mark_drafted(prefix, request)
+
+    def _fed(self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool) -> None:
+        """Queues passes, and keeps the recurrent states behind them that later prompts may begin with."""
+        kept, left, first = self.engine.kept, deque(chunks), start == request.cached
+        for length, key in [*self._points(request, start, draft=draft), (None, None)]:
+            part: list[int] = []
+            while left and (length is None or start + sum(part) < length):
+                part.append(left.popleft())
+            if not part and chunks:
+                continue
+            if kept is not None:
+                kept.watch(length or 0, draft=draft)
+            self.engine.prefill_row(row, start, part, draft=draft, running=running, first=first)
+            start, first = start + sum(part), False
+            if kept is not None and length is not None and start >= length:
+                kept.save(key, draft=draft)
+
+    def _points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
+        """Lengths behind which passes from `start` on leave states to keep, and what to keep them under."""
+        kept, prefix = self.engine.kept, self.engine.prefix
+        # a pass over as few tokens as a step leaves none, and one that begins inside a chunk has other bits
+        whole = self.engine.chunks[0] > self.engine.max_drafts + 1 and not start % DELTA_CHUNK
+        if kept is None or prefix is None or not kept.recurrent(draft=draft) or not whole:
+            return []
+        shared, last = len(request.nodes) * prefix.unit, self._last(request) * prefix.unit
+        points: list[tuple[int | None, Hashable]] = [(shared, request.nodes[-1])] if start < shared else []
+        return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
+
+    def _passes(self, request: Request, start: int, stop: int, most: int | None, *, draft: bool) -> Passes:
+        """Passes over the positions start..stop-1, of which one ends wherever states are kept but behind the last."""
+        ends = [length for length, _ in self._points(request, start, draft=draft)[:-1] if length is not None]
+        edges = [start, *(end for end in ends if end < stop), stop]
+        passes = (self.engine.passes(end, begin, most) for begin, end in pairwise(edges))
+        return Passes(start, deque(chain.from_iterable(passes)))
+
+    def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
+        """Gives a row the recurrent states behind the positions that it shares."""
+        if self.engine.kept is not None:
+            place = self.engine.state.state_rows[row : row + 1]
+            self.engine.kept.load(request.nodes, length, place, draft=draft)
+
+    def _known(self, nodes: list[Node], *, draft: bool) -> int:
+        """How many nodes of a path a model can go on behind: all, but where it needs a state that is not kept."""
+        kept = self.engine.kept
+        return len(nodes) if kept is None else kept.known(nodes, draft=draft) // kept.unit
+
+    def _last(self, request: Request) -> int:
+        """How many nodes a prompt can have."""
+        return self._shareable(request) // self.engine.prefix.unit if self.engine.prefix is not None else 0
 
     def _shareable(self, request: Request) -> int:
         """The number of a prompt's positions that may be shared: those that no step writes to.

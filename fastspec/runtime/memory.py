@@ -14,6 +14,7 @@ from fastspec.state import StateSizes
 
 _GIB = 2**30
 _LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
+_KEPT_STATES = 4  # prefixes at least behind which states are kept
 FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
 
 
@@ -72,6 +73,7 @@ class Layout:
         feature_layers: layers of the target whose hidden states the proposer reads.
         feature_elements: of a row, what is kept for the proposer between steps.
         weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
+        keeps_prefixes: states behind prefixes of prompts are kept, if there are recurrent layers.
         kv_dtypes: of the K/V pages of target and draft; None: as the models.
     """
 
@@ -89,6 +91,7 @@ class Layout:
     feature_elements: int = 0
     weights: tuple[int, int] | None = None
     kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    keeps_prefixes: bool = True
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -122,9 +125,9 @@ class Layout:
             target_weights=target_weights,
             draft_weights=draft_weights,
             target_cache=positions * position_bytes(self.target, of_target)
-            + self.batch * self.target.state_bytes(self.max_drafts, self.target_dtype),
+            + self._state_bytes(self.target, self.target_dtype),
             draft_cache=positions * position_bytes(self.draft, of_draft)
-            + self.batch * self.draft.state_bytes(self.max_drafts, self.draft_dtype)
+            + self._state_bytes(self.draft, self.draft_dtype)
             if self.draft
             else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
@@ -132,6 +135,15 @@ class Layout:
             graphs=0,
             free=free,
         )
+
+    @property
+    def kept_states(self) -> int:
+        """Prefixes behind which states are kept, and one for passes to write to; 0: none are kept."""
+        return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
+
+    def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
+        """Recurrent states of the rows, and those behind prefixes of prompts."""
+        return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property
     def weight_bytes(self) -> tuple[int, int]:

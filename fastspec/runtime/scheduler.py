@@ -271,9 +271,10 @@ class Scheduler:
     def _admit(self) -> None:
         """Takes prompts in, first come first served: whole, or as much of them as rows of other calls wait for."""
         fed, intake = 0, self._intake
+        crowd = intake.crowd(len(self._rows))
         while (request := intake.request or self._begin()) is not None:
             patience = self._patience(self._calls[request])
-            fed += intake.feed(None if patience is None else patience - fed, some=not fed)
+            fed += intake.feed(None if patience is None else patience * crowd - fed, some=not fed)
             self._disturbed = True
             if intake.request is not None:
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tqdm import tqdm
@@ -67,6 +67,16 @@ class Settings:
         return self.decode_tiling.rows is not None
 
 
+class Caches(NamedTuple):
+    """Arguments of the generator about caches."""
+
+    kv_dtype: str | None = None
+    prefix_cache: bool = True
+
+
+USUAL_CACHES = Caches()
+
+
 def settings_of(
     target: ModelSource,
     draft: ModelSource | None,
@@ -82,14 +92,15 @@ def settings_of(
     compile: bool = False,
     verification: object = BLOCK,
     proposer: object | None = None,
-    kv_dtype: str | None = None,
+    caches: Caches = USUAL_CACHES,
 ) -> Settings:
     """Checks the arguments and completes them with their defaults; allocates nothing.
 
     Args:
         target, draft: what they are is read here, not their weights.
         num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
-            proposer, kv_dtype: the generator's arguments.
+            proposer: the generator's arguments.
+        caches: those of them about caches.
 
     Raises:
         ValueError: a value out of range.
@@ -110,8 +121,9 @@ def settings_of(
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
+        keeps_prefixes=caches.prefix_cache,
     )
-    layout = replace(layout, kv_dtypes=_kv_dtypes(kv_dtype, layout, target, draft, on, compile))
+    layout = replace(layout, kv_dtypes=_kv_dtypes(caches.kv_dtype, layout, target, draft, on, compile))
     read, kept = _features(target, draft, proposer, drafts)
     layout = replace(layout, feature_layers=read, feature_elements=kept)
     layout = replace(layout, weights=_weights(layout, target, draft, on, compile))

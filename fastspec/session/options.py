@@ -16,7 +16,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import Proposer
-from fastspec.runtime.settings import Settings, settings_of
+from fastspec.runtime.settings import Caches, Settings, settings_of
 from fastspec.sampling.rules import Verification
 from fastspec.session.draft_format import with_format
 from fastspec.session.ranks import settled
@@ -45,6 +45,7 @@ class PlanOptions(TypedDict, total=False):
     feature_layers: Sequence[int] | None
     draft_vocab: Sequence[int] | None
     kv_dtype: str | None
+    prefix_cache: bool
 
 
 def checked(
@@ -65,6 +66,8 @@ def checked(
         (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
     )
     of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
+    asked = {name: sizes.pop(name) for name in Caches._fields if name in sizes}
+    sizes["caches"] = Caches(**asked)
     if draft is None and quantization[1] is not None:
         raise UnsupportedOption(f"draft_quantization={quantization[1]!r}, and there is no draft; leave it out")
     auto = quantization[1] == AUTO

@@ -81,14 +81,14 @@ def test_greedy_text_is_that_of_transformers(model: Model) -> None:
         assert float((top[:, 0] - top[:, 1]).min()) > GAP
         assert len(set(text)) > VOCAB // 4, "a text that repeats itself tests little"
     assert "3 of them recurrent" in model.explained
-    assert "not kept: states of recurrent layers are kept for running rows alone" in model.explained
+    assert "of recurrent layers the states behind a prompt's last piece" in model.explained
 
 
 def test_a_draft_that_is_the_target_is_always_right(model: Model) -> None:
     with FastSpecGenerator(model.directory, model.directory, num_speculative_tokens=DRAFTS, **OPTIONS) as gen:
-        for k in (1, 3, DRAFTS):
-            out = output(gen, model.prompts, 60, num_speculative_tokens=k)
-            assert out.new_tokens == [text[:60] for text in model.texts]
+        for k, new in ((1, 60), (3, 100), (DRAFTS, NEW)):
+            out = output(gen, model.prompts, new, num_speculative_tokens=k)
+            assert out.new_tokens == [text[:new] for text in model.texts]
             assert out.stats.acceptance_rate == 1.0
 
 

@@ -40,8 +40,8 @@ from tests.helpers.limits import HANGS
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
 ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
 MODULES = [
-    "epilogue",
     "k_steps",
+    "epilogue",
     "small_m",
     "large_m",
     "tma_sm90",

@@ -121,6 +121,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon": ("FalconConfig", {"head_dim": None}, "does not go through transformers' AttentionInterface"),
     "recurrent": ("MambaConfig", {}, "keeps recurrent state"),
     "hybrid": ("Qwen3NextConfig", {"layer_types": ["linear_attention", "full_attention"]}, "keeps recurrent state"),
+    "mamba2": (
+        "GraniteMoeHybridConfig",
+        {
+            **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+            **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 32},
+        },
+        "for the gated delta rule .* not for its recurrent layers",
+    ),
     "mask": ("DogeConfig", {}, "layer 'model.layers.0.self_attn.*': the model changes its attention mask"),
     "chunks": (
         "Llama4TextConfig",

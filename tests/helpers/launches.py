@@ -33,7 +33,9 @@ from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
+from fastspec.kernels.rotate import rotate
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -259,6 +261,9 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
         decay=on_meta((heads,), F32),
         step=on_meta((heads,), F32),
     )
+    state = on_meta((heads, rule.value_dim, rule.key_dim), F32)
+    of_prompt = KeptState(on_meta((1,), I64), state, on_meta((rule.width, rule.channels), dtype))
+    kept = of_prompt if tokens > slots else None
     return delta_rule(
         on_meta((rows, tokens, rule.rows), dtype),
         layer,
@@ -268,6 +273,7 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
         on_meta((rows, tokens), I64),
         on_meta((rows, tokens), torch.bool),
         rule,
+        kept,
     )
 
 
@@ -440,6 +446,12 @@ def steps(arch: int) -> Calls:
                 partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
             )
             yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+        q, k, angles = (
+            on_meta((BATCH, 32, 2, 128), dtype),
+            on_meta((BATCH, 8, 2, 128), dtype),
+            on_meta((1, 2, 128), dtype),
+        )
+        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
         yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)

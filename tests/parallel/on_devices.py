@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
+from fastspec.kernels import exchange
 from fastspec.kernels.reference import keys_of
 from fastspec.parallel.devices import OverDevices, _all_gather
 from fastspec.parallel.exchange import add_rounded, tree_sum
@@ -45,6 +47,17 @@ def sums() -> None:
         added(x, torch.randn(width, device=device, generator=common).bfloat16(), residual)
         assert torch.equal(over.sum(x), tree_sum(everyone(x))), (rows, width)
         assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
+
+    turns = exchange.TWO_TURNS
+    for least in (1, exchange.ALL):  # all sums in two turns, and none
+        exchange.TWO_TURNS = dict.fromkeys(turns, least)
+        for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):
+            x = torch.randn(ways, rows, 4096, device=device, generator=own)
+            residual = torch.randn(rows, 4096, device=device, generator=common).bfloat16()
+            want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
+            for _ in range(4):
+                assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
+    exchange.TWO_TURNS = turns
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
@@ -114,10 +127,44 @@ def texts(**more: Any) -> None:
         assert torch.cuda.memory_allocated() == used
 
 
+def one_text() -> None:
+    """The text of this many GPUs is that of one, to the bit: prompts of one pass and of several, few rows and many."""
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=4096,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    with torch.device("cuda", torch.cuda.current_device()):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    lengths = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 4096, (length,), generator=lengths).tolist() for length in (7, 700, 200, *[30] * 9)]
+    sampled = {"do_sample": True, "temperature": 0.9, "seed": 3}
+    found = []
+    for more in ({}, {"tensor_parallel": "auto"}):
+        with FastSpecGenerator(model, model, max_batch_size=12, max_length=900, progress=False, **more) as made:  # type: ignore[arg-type]
+            for options in ({}, sampled, {"num_speculative_tokens": 0}):
+                for count in (2, 12):
+                    output = made.generate(
+                        prompts[:count], max_new_tokens=64, eos_token_id=None, return_dict_in_generate=True, **options
+                    )
+                    found.append(output.new_tokens)
+                    if more:
+                        assert output.stats.same_text_on == (1, 2, 4), output.stats
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "sums": sums,
     "texts": texts,
     "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),
+    "texts of a quantised target": lambda: texts(target_quantization="int8"),
+    "one text": one_text,
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.runtime.settings import settings_of
+from fastspec.runtime.settings import Caches, settings_of
 from fastspec.session.options import PlanOptions
 
 
@@ -17,10 +17,10 @@ def defaults(function: Any) -> dict[str, Any]:
 
 
 def test_a_plan_has_the_defaults_of_a_generator() -> None:
-    ours, theirs = defaults(FastSpecGenerator), defaults(settings_of)
+    ours, theirs = defaults(FastSpecGenerator), {**defaults(settings_of), **Caches._field_defaults}
     assert ours.keys() >= PlanOptions.__annotations__.keys()
     shared = ours.keys() & theirs.keys() - {"target", "draft"}
-    assert len(shared) == 12
+    assert len(shared) == 13
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
     assert {name for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None} == set()
 

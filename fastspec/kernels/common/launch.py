@@ -82,7 +82,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
 def is_compiling() -> bool:
     """Whether kernels are compiled and none is launched: within `compiling()`."""
-    return _compiling.get() is not None
+    # a pass that torch.compile traces is none of those, and asking a ContextVar breaks its graph
+    return not torch.compiler.is_dynamo_compiling() and _compiling.get() is not None
 
 
 def _kind(value: Any) -> Hashable:

@@ -154,10 +154,15 @@ def mxfp4_kernel(
     CLAMPED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """R weight rows of an expert by up to 8 BLOCKS of its pairs."""
+    """R weight rows of an expert by up to 8 BLOCKS of its pairs.
+
+    The product of pairs loads which they are, and weights, before it waits for the one of rows, which writes x alone:
+    that one lets it start only once what lists pairs has ended.
+    """
     if PDL:
+        if not OF_PAIRS:
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     tile, number = gl.program_id(0), gl.program_id(1)
     if chosen.tiles is None:
         expert, first, count = gl.load(chosen.ids + number), number, 1
@@ -167,7 +172,7 @@ def mxfp4_kernel(
     if count > 0:
         _multiply(
             given, chosen, ends, alpha, limit, tile, expert, first, count,
-            N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, CLAMPED,
+            N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, CLAMPED, PDL,
         )  # fmt: skip
 
 
@@ -175,7 +180,7 @@ def mxfp4_kernel(
 def _multiply(
     given, chosen, ends, alpha, limit, tile, expert, first, count,
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
-    CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr,
+    CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program that has pairs."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
@@ -200,7 +205,10 @@ def _multiply(
     ws = ()
     for i in gl.static_range(min(D, T)):
         ws = ws + (_chunk(at, of, i, inside, RAGGED and i == T - 1, S),)
-    thread_barrier()  # the assembler would move these loads down to where they are needed
+    if PDL and OF_PAIRS:
+        gdc_wait()
+    else:
+        thread_barrier()  # the assembler would move these loads down to where they are needed
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)

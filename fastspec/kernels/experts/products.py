@@ -109,12 +109,19 @@ def expert_kernel(
     OF_PAIRS: tl.constexpr,  # x has a row for each pair
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of the result for up to ROWS pairs of one expert."""
+    """BLOCK_N columns of the result for up to ROWS pairs of one expert.
+
+    The product of pairs loads which they are before it waits for the one of rows, which writes x alone: that one lets
+    it start only once what lists pairs has ended.
+    """
     if PDL:
+        if not OF_PAIRS:
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert, pair, valid = _pairs_of(chosen, tl.program_id(1), ROWS)
+    if PDL and OF_PAIRS:
+        gdc_wait()
     if tl.max(valid.to(tl.int32), axis=0) > 0:
         ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
         row = pair if OF_PAIRS else pair // CHOSEN

@@ -19,8 +19,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
-from fastspec.kernels.recurrent.parts import TILE, Weights, Where, advanced, conv, gates, span, unit
+from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, gates, row_of, span, units
 from fastspec.shapes import DeltaRule
+
+STEP_TILE, WARPS = 4096, 4  # elements of the state that one program holds, and its warps
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -35,6 +37,7 @@ def _delta_kernel(
     DIMS: tl.constexpr,  # of a key and of a value
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,  # a power of two, SLOTS at least
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -70,26 +73,38 @@ def _delta_kernel(
     q_channel = key_head * KEY_DIM + key
     k_channel = KEY_HEADS * KEY_DIM + q_channel
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    keeps_qk = has_key & (head % SERVED == 0) & (tile == 0)
+    token = tl.arange(0, TOKENS)
+    mine = token < count
+    product_ptr += first * ROWS
     if PDL:
         gdc_wait()  # the product comes from the previous kernel; states come from earlier passes
-    for t in range(first, first + count):
-        position, old = start + t - first, t - first + 1
-        at = product_ptr + t * ROWS
-        q, q_in = conv(at, inputs_ptr, weights.conv, q_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-        k, k_in = conv(at, inputs_ptr, weights.conv, k_channel, has_key, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-        v, v_in = conv(at, inputs_ptr, weights.conv, v_channel, has_value, old, position, ROWS, CHANNELS, WIDTH, PLACES)
-        beta, softplus = gates(at + (ROWS - 2 * VALUE_HEADS) + head, more, VALUE_HEADS)
-        q, k = unit(q) * KEY_DIM**-0.5, unit(k)
-        state, out = advanced(state, q, k, v, tl.exp(-rate * softplus), beta)
+    # all tokens at once: their loads do not wait for each other
+    q, q_in = convs(
+        product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
+    k, k_in = convs(
+        product_ptr, inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
+    v, v_in = convs(
+        product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
+    )
+    beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
+    decay = tl.exp(-rate * softplus)
+    q, k = units(q) * KEY_DIM**-0.5, units(k)
+    kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None]
+    keeps_qk = mine[:, None] & (has_key & (head % SERVED == 0) & (tile == 0))[None, :]
+    tl.store(kept + q_channel[None, :], q_in, mask=keeps_qk)
+    tl.store(kept + k_channel[None, :], k_in, mask=keeps_qk)
+    tl.store(kept + v_channel[None, :], v_in, mask=mine[:, None] & has_value[None, :])
+    for t in range(0, count):
+        one = token == t
+        q_t, k_t, v_t = row_of(q, one), row_of(k, one), row_of(v, one)
+        decay_t, beta_t = tl.sum(tl.where(one, decay, 0.0), axis=0), tl.sum(tl.where(one, beta, 0.0), axis=0)
+        state, out = advanced(state, q_t, k_t, v_t, decay_t, beta_t)
         out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
-        place = position % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
+        tl.store(out_ptr + (first + t) * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
+        place = (start + t) % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
         tl.store(states_ptr + place + within, state, mask=whole)
-        kept = inputs_ptr + position % PLACES * CHANNELS
-        tl.store(kept + q_channel, q_in, mask=keeps_qk)
-        tl.store(kept + k_channel, k_in, mask=keeps_qk)
-        tl.store(kept + v_channel, v_in, mask=has_value)
     nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
     for t in range(0, num_tokens):
         if (t < first) | (t >= first + count):
@@ -99,7 +114,7 @@ def _delta_kernel(
 def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
     batch, tokens, _ = product.shape
-    block = block_of(rule)
+    block = block_of(rule, STEP_TILE)
     pdl = has_pdl(product.device)
     launch(
         _delta_kernel,
@@ -112,16 +127,17 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
         **sizes_of(rule),
         WIDTH=rule.width,
         SLOTS=where.states.shape[1],
+        TOKENS=triton.next_power_of_2(where.states.shape[1]),
         BLOCK=block,
-        num_warps=4,
+        num_warps=WARPS,
         enable_fp_fusion=False,
         **pdl_options(pdl),
     )
 
 
-def block_of(rule: DeltaRule) -> int:
-    """Values of a head that one program computes."""
-    return int(min(triton.next_power_of_2(rule.value_dim), max(4, TILE // triton.next_power_of_2(rule.key_dim))))
+def block_of(rule: DeltaRule, tile: int) -> int:
+    """Values of a head that one program computes, of a state of which it holds `tile` elements."""
+    return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:

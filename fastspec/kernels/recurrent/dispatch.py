@@ -22,7 +22,7 @@ from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.recurrent.delta import step_rule
 from fastspec.kernels.recurrent.parts import Weights, Where
 from fastspec.kernels.recurrent.prompt import prompt_rule
-from fastspec.kernels.reference.recurrent import DeltaParts
+from fastspec.kernels.reference.recurrent import DeltaParts, KeptState
 from fastspec.shapes import DeltaRule
 
 MAX_KEY_DIM = 256
@@ -38,6 +38,7 @@ def delta_rule(
     positions: Tensor,
     write_mask: Tensor,
     rule: DeltaRule,
+    kept: KeptState | None = None,
 ) -> Tensor:
     """As `reference.delta_rule`, which defines it; the output of masked tokens is zero.
 
@@ -45,12 +46,29 @@ def delta_rule(
         ValueError: a tensor is not as above.
     """
     _check(product, layer, states, inputs, state_rows, positions, write_mask, rule)
+    _check_kept(kept, product, states, rule)
     batch, tokens = positions.shape
     out = product.new_empty(batch, tokens, rule.values)
-    run = step_rule if tokens <= states.shape[1] else prompt_rule
     weights = Weights(layer.conv, layer.decay, layer.step)
-    run(product, weights, Where(states, inputs, state_rows, positions, write_mask), out, rule)
+    where = Where(states, inputs, state_rows, positions, write_mask)
+    if tokens <= states.shape[1]:
+        step_rule(product, weights, where, out, rule)
+    else:
+        prompt_rule(product, weights, where, out, rule, kept)
     return out
+
+
+def _check_kept(kept: KeptState | None, product: Tensor, states: Tensor, rule: DeltaRule) -> None:
+    if kept is None:
+        return
+    if product.shape[0] != 1 or product.shape[1] <= states.shape[1]:
+        raise ValueError(
+            f"a state is kept of a pass over a prompt, one row of more than {states.shape[1]} tokens; product is "
+            f"{told(product)}"
+        )
+    check("kept.at", kept.at, (1,), torch.int64)
+    check("kept.state", kept.state, (rule.value_heads, rule.value_dim, rule.key_dim), torch.float32)
+    check("kept.inputs", kept.inputs, (rule.width, rule.channels), product.dtype)
 
 
 def _check(

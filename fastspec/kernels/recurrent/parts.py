@@ -11,7 +11,6 @@ from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
 _SCANNED = tl.constexpr(64)  # tokens whose mask is loaded at once
-TILE = 4096  # elements of the state that one program holds
 
 
 class Weights(NamedTuple):
@@ -52,52 +51,65 @@ def sigmoid(x):
 
 
 @triton.jit
-def conv(
+def convs(
     product_ptr,
     inputs_ptr,
     conv_ptr,
     channel,
     inside,
-    old,
-    position,
+    token,
+    there,
+    start,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """silu of the convolution of some channels at one token, in fp32, and that token's inputs.
+    """silu of the convolution at some tokens [T] and channels [C], and the inputs of those tokens.
 
-    `product_ptr` points to that token. The inputs of the `old` newest tokens, it included, are in the product; those of
-    older positions are in the ring `inputs_ptr`.
+    `product_ptr` points to token 0 of the pass that counts, at position `start`. Inputs of older positions are in the
+    ring `inputs_ptr`. Of tokens that are not `there` nothing is read.
+
+    Returns:
+        Both [T, C]: the first in fp32 and rounded to the product's dtype, the second in that dtype.
     """
     dtype: tl.constexpr = product_ptr.dtype.element_ty
-    total = tl.zeros(channel.shape, tl.float32)
-    x = tl.zeros(channel.shape, dtype)
+    total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
+    x = tl.zeros([token.shape[0], channel.shape[0]], dtype)
+    wanted = there[:, None] & inside[None, :]
     for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        place = (position - back + PLACES) % PLACES
-        here = tl.load(product_ptr - back * ROWS + channel, mask=inside & (back < old), other=0.0)
-        older = inside & (back >= old) & (position >= back)
-        before = tl.load(inputs_ptr + place * CHANNELS + channel, mask=older, other=0.0)
-        x = tl.where(back < old, here, before)
-        total += x.to(tl.float32) * tl.load(conv_ptr + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
+        at = token - (WIDTH - 1 - tap)
+        new, position = (at >= 0)[:, None], start + at
+        here = tl.load(product_ptr + at[:, None] * ROWS + channel[None, :], mask=wanted & new, other=0.0)
+        older = wanted & ~new & (position >= 0)[:, None]
+        place = (position + PLACES) % PLACES
+        before = tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
+        x = tl.where(new, here, before)
+        taps = tl.load(conv_ptr + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
+        total += x.to(tl.float32) * taps[None, :]
     rounded = total.to(dtype).to(tl.float32)
     return (rounded * sigmoid(rounded)).to(dtype).to(tl.float32), x
 
 
 @triton.jit
-def gates(b_ptr, more, VALUE_HEADS: tl.constexpr):
-    """beta = sigmoid(b) and softplus(a + step), of which the decay is made, for one token and head, in fp32."""
-    b = tl.load(b_ptr)
-    a = tl.load(b_ptr + VALUE_HEADS).to(tl.float32) + more
+def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
+    """beta = sigmoid(b) and softplus(a + step), of which the decay is made, of some tokens and one head, in fp32."""
+    b = tl.load(b_ptr, mask=there, other=0.0)
+    a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
     return beta, tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
 
 
 @triton.jit
-def unit(x):
-    """x / |x|."""
-    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) + _EPS))
+def units(x):
+    """x / |x| of each row of x [T, D]."""
+    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) + _EPS))[:, None]
+
+
+@triton.jit
+def row_of(x, one):
+    """The row of x [T, D] where `one` [T] is true."""
+    return tl.sum(tl.where(one[:, None], x, 0.0), axis=0)
 
 
 @triton.jit

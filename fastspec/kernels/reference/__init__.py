@@ -1,6 +1,6 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
-from fastspec.kernels.reference.attention import attend, paged_attention, rope, store_heads
+from fastspec.kernels.reference.attention import attend, paged_attention, rope, rotate, store_heads
 from fastspec.kernels.reference.experts import experts, route, route_normed
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
@@ -51,6 +51,7 @@ __all__ = [
     "publish",
     "rms_norm",
     "rope",
+    "rotate",
     "route",
     "route_normed",
     "sampled_commit",

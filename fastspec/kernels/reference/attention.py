@@ -21,6 +21,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding as models of transformers write it: x cos + [-x2 | x1] sin, of heads x = [x1 | x2].
+
+    Args:
+        q, k: [B, H, Q, D] and [B, Hkv, Q, D]. cos, sin: [B or 1, Q, D], of their dtype.
+
+    Returns:
+        Both rotated; each product and the sum are rounded to their dtype.
+    """
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+    return rotated(q), rotated(k)
+
+
 def paged_attention(
     query: Tensor,
     keys: Tensor,

@@ -7,7 +7,7 @@ where in a tensor an element lies.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,21 @@ class DeltaParts(Protocol):
     norm: Tensor
 
 
+class KeptState(NamedTuple):
+    """Where a pass over a prompt leaves the state behind one of its tokens, for prompts that begin with the same ones.
+
+    Attributes:
+        at: int64 [1], positions before that state; a multiple of DELTA_CHUNK. 0, or one that the pass does not come to:
+            nothing is written.
+        state: fp32 [value_heads, value_dim, key_dim].
+        inputs: [width, channels], the input of position p at place p % width.
+    """
+
+    at: Tensor
+    state: Tensor
+    inputs: Tensor
+
+
 def delta_rule(
     product: Tensor,
     layer: DeltaParts,
@@ -36,6 +51,7 @@ def delta_rule(
     positions: Tensor,
     write_mask: Tensor,
     rule: DeltaRule,
+    kept: KeptState | None = None,
 ) -> Tensor:
     """The gated delta rule (arXiv 2412.06464, equation 10) over the new tokens of each row, one after the other.
 
@@ -59,11 +75,12 @@ def delta_rule(
         positions: int64 [B, Q].
         write_mask: bool [B, Q], False for masked tokens.
         rule: sizes.
+        kept: with B = 1 and Q > slots, the state behind one of the tokens is written there as well.
 
     Returns:
         [B, Q, rule.values] in product's dtype; states and sums are in fp32.
     """
-    kept, slots = write_mask, states.shape[1]
+    counts, slots = write_mask, states.shape[1]
     mixed = causal_conv(product[..., : rule.channels], layer.conv, inputs, state_rows, positions, write_mask)
     q, k, v = (
         part.unflatten(-1, (heads, -1)).float()
@@ -80,7 +97,7 @@ def delta_rule(
     beta = sigmoid(b).float()
     decay = torch.exp(-torch.exp(layer.decay) * _softplus(a.float() + layer.step))
 
-    first = positions.gather(1, kept.to(torch.int64).argmax(dim=1, keepdim=True))[:, 0]
+    first = positions.gather(1, counts.to(torch.int64).argmax(dim=1, keepdim=True))[:, 0]
     state = states[state_rows, (first - 1) % slots]
     state = torch.where((first > 0)[:, None, None, None], state, torch.zeros_like(state))
     outs = []
@@ -89,13 +106,29 @@ def delta_rule(
         delta = (v[:, t] - _sum(new * k[:, t, :, None])) * beta[:, t, :, None]
         new = new + delta[..., None] * k[:, t, :, None]
         outs.append(_sum(new * q[:, t, :, None]))
-        state = torch.where(kept[:, t, None, None, None], new, state)
+        state = torch.where(counts[:, t, None, None, None], new, state)
         if product.shape[1] <= slots:
-            _store(states, state_rows, positions[:, t] % slots, state, kept[:, t])
+            _store(states, state_rows, positions[:, t] % slots, state, counts[:, t])
+        if kept is not None:
+            here = counts[0, t] & (positions[0, t] + 1 == kept.at)
+            kept.state.copy_(torch.where(here[:, None, None], state[0], kept.state))
     if product.shape[1] > slots:
-        newest = torch.where(kept, positions, 0).amax(dim=1)
-        _store(states, state_rows, newest % slots, state, kept.any(dim=1))
+        newest = torch.where(counts, positions, 0).amax(dim=1)
+        _store(states, state_rows, newest % slots, state, counts.any(dim=1))
+    if kept is not None:
+        _keep_inputs(product[0, :, : rule.channels], kept, positions[0], counts[0])
     return torch.stack(outs, dim=1).flatten(2).to(product.dtype)
+
+
+def _keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
+    """Writes the inputs x [Q, channels] of the last positions before `kept.at`, if the pass comes to that."""
+    reached = (counts & (positions + 1 == kept.at)).any()
+    places = kept.inputs.shape[0]
+    for place, line in enumerate(kept.inputs):
+        here = (
+            counts & (positions < kept.at) & (positions >= kept.at - places) & (positions % places == place) & reached
+        )
+        line.copy_(torch.where(here.any(), x[here.to(torch.int64).argmax()], line))
 
 
 def causal_conv(

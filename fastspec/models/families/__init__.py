@@ -20,13 +20,13 @@ from fastspec.models.families.mixtures.qwen_hybrid import QWEN3_5_MOE, QWEN3_5_M
 from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
-from fastspec.models.families.plan import Family
+from fastspec.models.families.plan import ModelFamily
 from fastspec.models.families.qwen2 import MIMO, QWEN2
 from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
-FAMILIES: Final[dict[str, Family]] = {
+FAMILIES: Final[dict[str, ModelFamily]] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerPlan, ModelScales, windows_by_layer_type, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, ModelScales, windows_by_layer_type, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -33,5 +33,5 @@ def _scales(fields: ConfigFields) -> ModelScales:
     return ModelScales(logits=fields.positive("logit_scale"))
 
 
-COHERE = Family("CohereForCausalLM", _plans, scales=_scales, eps="layer_norm_eps", interleaved=True)
-COHERE2 = Family("Cohere2ForCausalLM", _plans2, scales=_scales, eps="layer_norm_eps", interleaved=True)
+COHERE = ModelFamily("CohereForCausalLM", _plans, scales=_scales, eps="layer_norm_eps", interleaved=True)
+COHERE2 = ModelFamily("Cohere2ForCausalLM", _plans2, scales=_scales, eps="layer_norm_eps", interleaved=True)

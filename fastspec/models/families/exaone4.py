@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
 
@@ -20,4 +20,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-EXAONE4 = Family("Exaone4ForCausalLM", _plans)
+EXAONE4 = ModelFamily("Exaone4ForCausalLM", _plans)

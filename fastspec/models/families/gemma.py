@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, ModelScales, windows_by_layer_type
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, ModelScales, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
 _NAMES = LayerNames(post_norm="pre_feedforward_layernorm")
@@ -52,8 +52,8 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-GEMMA2 = Family("Gemma2ForCausalLM", _plans2, _NAMES, _scales, act=_ACT, rope_kinds=("default",))
-GEMMA3_TEXT = Family(
+GEMMA2 = ModelFamily("Gemma2ForCausalLM", _plans2, _NAMES, _scales, act=_ACT, rope_kinds=("default",))
+GEMMA3_TEXT = ModelFamily(
     "Gemma3ForCausalLM",
     _plans3,
     _NAMES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, without_windows
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -20,5 +20,5 @@ def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 _NAMES = LayerNames(
     gate_up=("mlp.gate_up_proj",), attended_norm="post_self_attn_layernorm", mlp_norm="post_mlp_layernorm"
 )
-GLM = Family("GlmForCausalLM", _plans, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
-GLM4 = Family("Glm4ForCausalLM", _plans4, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
+GLM = ModelFamily("GlmForCausalLM", _plans, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
+GLM4 = ModelFamily("Glm4ForCausalLM", _plans4, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, ModelScales, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, ModelScales, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -23,4 +23,4 @@ def _scales(fields: ConfigFields) -> ModelScales:
     return ModelScales(embed=fields.positive("embedding_multiplier"), logits=1.0 / fields.positive("logits_scaling"))
 
 
-GRANITE = Family("GraniteForCausalLM", _plans, scales=_scales)
+GRANITE = ModelFamily("GraniteForCausalLM", _plans, scales=_scales)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, without_windows
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -12,7 +12,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head_after_rope"),) * layers
 
 
-HUNYUAN = Family(
+HUNYUAN = ModelFamily(
     "HunYuanDenseV1ForCausalLM",
     _plans,
     LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),

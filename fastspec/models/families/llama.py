@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -22,5 +22,5 @@ def _seed_oss_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (plan,) * layers
 
 
-LLAMA = Family("LlamaForCausalLM", _plans)
-SEED_OSS = Family("SeedOssForCausalLM", _seed_oss_plans)
+LLAMA = ModelFamily("LlamaForCausalLM", _plans)
+SEED_OSS = ModelFamily("SeedOssForCausalLM", _seed_oss_plans)

@@ -5,7 +5,7 @@ Ministral: windows in the layers of layer_types. Ministral 3: yarn, and queries 
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, one_window, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, one_window, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
 
@@ -17,6 +17,6 @@ def _ministral_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]
     return tuple(LayerPlan(window=window) for window in windows_by_layer_type(fields, layers))
 
 
-MISTRAL = Family("MistralForCausalLM", _plans)
-MINISTRAL = Family("MinistralForCausalLM", _ministral_plans)
-MINISTRAL3 = Family("Ministral3ForCausalLM", _plans, rope_kinds=("yarn",))
+MISTRAL = ModelFamily("MistralForCausalLM", _plans)
+MINISTRAL = ModelFamily("MinistralForCausalLM", _ministral_plans)
+MINISTRAL3 = ModelFamily("Ministral3ForCausalLM", _plans, rope_kinds=("yarn",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, windows_by_layer_type, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -27,5 +27,5 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-OLMO2 = Family("Olmo2ForCausalLM", _plans)
-OLMO3 = Family("Olmo3ForCausalLM", _plans3, rope_layers=("full_attention", "sliding_attention"))
+OLMO2 = ModelFamily("Olmo2ForCausalLM", _plans)
+OLMO3 = ModelFamily("Olmo3ForCausalLM", _plans3, rope_layers=("full_attention", "sliding_attention"))

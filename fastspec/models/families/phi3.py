@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, one_window
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 
 
@@ -10,7 +10,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (LayerPlan(window=one_window(fields, layers)),) * layers
 
 
-PHI3 = Family(
+PHI3 = ModelFamily(
     "Phi3ForCausalLM",
     _plans,
     LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),

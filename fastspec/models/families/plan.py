@@ -216,7 +216,7 @@ def _no_scales(fields: ConfigFields) -> ModelScales:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """One family of models.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
 
@@ -12,5 +12,5 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(LayerPlan(window=window, qkv_bias=True) for window in windows_by_layer_type(fields, layers))
 
 
-QWEN2 = Family("Qwen2ForCausalLM", _plans)
+QWEN2 = ModelFamily("Qwen2ForCausalLM", _plans)
 MIMO = replace(QWEN2, architecture="MiMoForCausalLM", read_as="qwen2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import DeltaRule
 
@@ -41,6 +41,6 @@ def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(attends if kind == "full_attention" else recurs for kind in types)
 
 
-QWEN3 = Family("Qwen3ForCausalLM", _plans)
-QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", hybrid_plans, rope_kinds=("default",), partial_rope=True)
+QWEN3 = ModelFamily("Qwen3ForCausalLM", _plans)
+QWEN3_5_TEXT = ModelFamily("Qwen3_5ForCausalLM", hybrid_plans, rope_kinds=("default",), partial_rope=True)
 QWEN3_5 = replace(QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", text_part=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerPlan, windows_by_layer_type, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, windows_by_layer_type, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -22,4 +22,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-SMOLLM3 = Family("SmolLM3ForCausalLM", _plans)
+SMOLLM3 = ModelFamily("SmolLM3ForCausalLM", _plans)

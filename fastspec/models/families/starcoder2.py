@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan, one_window
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 
 
@@ -21,7 +21,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (plan,) * layers
 
 
-STARCODER2 = Family(
+STARCODER2 = ModelFamily(
     "Starcoder2ForCausalLM",
     _plans,
     LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),

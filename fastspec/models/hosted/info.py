@@ -14,6 +14,7 @@ from fastspec.models.config import DTYPES
 from fastspec.models.hosted.hooks import register
 from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
+from fastspec.models.hosted.rotations import rotates
 from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
 from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
 
@@ -34,6 +35,7 @@ class HostedInfo:
         kind: its class in transformers.
         config: of it, private to this object.
         norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
+        rotations: attention modules whose rotation of heads is known.
         whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
@@ -54,6 +56,7 @@ class HostedInfo:
     experts: int
     norms: int
     wide_norms: int
+    rotations: int = 0
     whole: str = ""
 
     @property
@@ -96,7 +99,9 @@ class HostedInfo:
     def hosting(self) -> str:
         """What is swapped and what is not, for people."""
         norms = f", {self.norms} norms" if self.norms else ""
+        norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
+        left = "" if self.rotations else "rotations, "
         part = f", the text model of {self.whole}," if self.whole else ""
         narrow = [call for call in self.probed.calls if call.value_dim != call.head_dim]
         latent = (
@@ -104,8 +109,8 @@ class HostedInfo:
         )
         return (
             f"hosted: transformers' {self.kind.__name__}{part} runs as it is, but for attention, K/V, {self.linears} "
-            f"matrix products{norms}{experts}; rotations, activations and what else it has are torch operations of "
-            f"their own, so a pass takes longer than that of a native family{latent}"
+            f"matrix products{norms}{experts}; {left}activations and what else it has are torch operations of their "
+            f"own, so a pass takes longer than that of a native family{latent}"
         )
 
     def rotary_bytes(self, positions: int) -> int:
@@ -234,6 +239,7 @@ def _info(
         linears=sum(is_product(part) for part in shell.modules()),
         experts=len(expert_layers(shell)),
         norms=len(norms),
+        rotations=sum(rotates(part) for part in shell.modules()),
         wide_norms=sum(width for known, width in norms if known.form != "rounded"),
     )
 

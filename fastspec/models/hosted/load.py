@@ -18,6 +18,7 @@ from fastspec.models.hosted.codes import ProductCodes
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.norms import Norm, known_norm
+from fastspec.models.hosted.rotations import rotates, use_our_rotation
 from fastspec.models.hosted.swaps import Embedding, Product, is_product
 from fastspec.models.text_parts import text_values
 
@@ -112,6 +113,8 @@ class _Filler:
                 swapped[name] = Product(self.model, kept or self._weight(like.weight, rows), bias, wide)
             elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
                 swapped[name] = Norm(self.model, known, self._parameter(like.weight).data)
+            elif rotates(part):
+                use_our_rotation(part, self.model)
         for name, part in swapped.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.shell.get_submodule(owner), attribute, part)

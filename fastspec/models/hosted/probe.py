@@ -87,7 +87,10 @@ def probe(module: nn.Module) -> Probed:
     kind: Any = type(module)
     base: Any = base_of(module)
     if getattr(module, "_is_stateful", False):
-        raise UnsupportedModel("it keeps recurrent state (_is_stateful), which a rejected draft would spoil")
+        raise UnsupportedModel(
+            "it keeps recurrent state (_is_stateful), which a rejected draft would spoil; kernels that keep a state "
+            "for each draft are there for the gated delta rule of Qwen3-Next, 3.5 and 3.6, not for its recurrent layers"
+        )
     if not kind._can_set_attn_implementation():
         raise UnsupportedModel("its attention does not go through transformers' AttentionInterface")
     if base is module or module.get_output_embeddings() is None:  # type: ignore[operator]

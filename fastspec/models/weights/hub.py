@@ -35,7 +35,7 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
     name = os.fspath(source)
     if os.path.isfile(source) or name.endswith(OF_FILES):
         raise CheckpointError(
-            f"{name!r} names a file; wanted the directory that it lies in, with a config.json beside it"
+            f"{name!r} names a file; wanted a checkpoint directory, in which weights lie beside a config.json"
         )
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(

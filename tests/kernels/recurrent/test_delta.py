@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.reference.recurrent import KeptState
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
 WIDE = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=80, width=3)  # a head in several programs
@@ -148,20 +149,78 @@ def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], devic
         assert torch.equal(other.inputs, together.inputs)
 
 
+SMALL = DeltaRule(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
-def test_a_prompt_may_be_cut_anywhere(op: Callable[..., Tensor], device: str) -> None:
-    product, everything = a_product(1, 12, F32, device), torch.ones(1, 12, dtype=torch.bool, device=device)
-    whole, pieces = (a_case(F32, device, 1) for _ in range(2))
-    at = placed([0], 12, device)
+def test_a_prompt_may_be_cut_on_the_grid_of_positions(op: Callable[..., Tensor], device: str) -> None:
+    """Wherever a prompt begins and is cut, its chunks are those of the grid, and so are its bits."""
+    start, tokens = 64, 150
+    product = a_product(1, tokens, F32, device, rule=SMALL)
+    everything = torch.ones(1, tokens, dtype=torch.bool, device=device)
+    whole, pieces = (a_case(F32, device, 1, SMALL) for _ in range(2))
+    at = placed([start], tokens, device)
     found = whole.run(op, product, at, everything)
-    first, second = (
+    parts = [
         pieces.run(op, product[:, cut].contiguous(), at[:, cut].contiguous(), everything[:, cut].contiguous())
-        for cut in (slice(0, 6), slice(6, 12))
-    )
-    assert torch.equal(torch.cat([first, second], dim=1), found)
-    assert torch.equal(pieces.states[1, 11 % 5], whole.states[1, 11 % 5])
+        for cut in (slice(0, 64), slice(64, tokens))
+    ]
+    assert torch.equal(torch.cat(parts, dim=1), found)
+    newest = (start + tokens - 1) % 5
+    assert torch.equal(pieces.states[1, newest], whole.states[1, newest])
     assert torch.equal(pieces.inputs, whole.inputs)
+
+
+def kept_of(case: Case, at: int) -> KeptState:
+    """Room for one state of a case."""
+    rule, device = case.rule, case.states.device
+    state = torch.full((rule.value_heads, rule.value_dim, rule.key_dim), -7.0, device=device)
+    inputs = torch.full((rule.width, rule.channels), -7.0, dtype=case.inputs.dtype, device=device)
+    return KeptState(torch.tensor([at], device=device), state, inputs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
+@pytest.mark.parametrize("behind", [64, 128, 192, 256, 0])
+def test_the_state_behind_a_chunk_is_kept(op: Callable[..., Tensor], behind: int, device: str) -> None:
+    """It is the state of a prompt that ends there, with its newest inputs; a pass that ends before keeps none."""
+    start, tokens = 64, 160  # positions 64..223
+    product = a_product(1, tokens, F32, device, rule=SMALL)
+    everything = torch.ones(1, tokens, dtype=torch.bool, device=device)
+    whole, short, plain = (a_case(F32, device, 1, SMALL) for _ in range(3))
+    at = placed([start], tokens, device)
+    kept = kept_of(whole, behind)
+    where = whole.states, whole.inputs, whole.state_rows, at, everything
+    found = op(product, whole.layer, *where, SMALL, kept)
+    assert torch.equal(found, plain.run(op, product, at, everything)), "what is kept changes nothing"
+    assert torch.equal(whole.states, plain.states)
+    if not start < behind <= start + tokens:
+        assert bool((kept.state == -7).all())
+        assert bool((kept.inputs == -7).all())
+        return
+    cut = slice(0, behind - start)
+    short.run(op, product[:, cut].contiguous(), at[:, cut].contiguous(), everything[:, cut].contiguous())
+    assert torch.equal(kept.state, short.states[1, (behind - 1) % 5])
+    for position in range(behind - SMALL.tail, behind):
+        assert torch.equal(kept.inputs[position % SMALL.width], short.inputs[1, position % short.inputs.shape[1]])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("decay", [-9.0, 0.0, 4.0])
+def test_chunks_of_like_keys_are_the_definition(decay: float, device: str) -> None:
+    """Keys that are all one another, as of a token that repeats itself: powers of their products would overflow."""
+    case = a_case(F32, device, 1, SMALL)
+    layer = replace(case.layer, decay=torch.full_like(case.layer.decay, decay))
+    mine, wanted = replace(case, layer=layer).copy(), replace(case, layer=layer).copy()
+    product = a_product(1, 1, F32, device, rule=SMALL).repeat(1, 130, 1)
+    product[..., -4:-2] = 3.0  # beta is nearly 1
+    at, mask = placed([0], 130, device), torch.ones(1, 130, dtype=torch.bool, device=device)
+    found, expected = (
+        each.run(op, product, at, mask) for each, op in ((mine, delta_rule), (wanted, reference.delta_rule))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # sums over a chunk of 64 in another order
+    torch.testing.assert_close(mine.states, wanted.states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -199,6 +258,9 @@ def test_what_it_cannot_take_is_refused() -> None:
         case.run(delta_rule, **{**good, "product": good["product"][..., 1:]})
     with pytest.raises(ValueError, match="write_mask is"):
         case.run(delta_rule, **{**good, "mask": one.int()})
+    where = case.states, case.inputs, case.state_rows, good["positions"], one
+    with pytest.raises(ValueError, match="a state is kept of a pass over a prompt"):
+        delta_rule(good["product"], case.layer, *where, RULE, kept_of(case, 64))
     with pytest.raises(ValueError, match="states is"):
         replace(case, states=case.states.half()).run(delta_rule, **good)
     x = good["product"][..., : RULE.values]

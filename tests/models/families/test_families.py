@@ -15,7 +15,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import spec_from_config
 from fastspec.models.decoder import Decoder
 from fastspec.models.families import FAMILIES
-from fastspec.models.families.plan import Family, LayerPlan, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.sources import resolve
@@ -44,7 +44,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 @pytest.fixture(autouse=True)
 def granite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "granite", Family("GraniteForCausalLM", _plans))
+    monkeypatch.setitem(FAMILIES, "granite", ModelFamily("GraniteForCausalLM", _plans))
 
 
 def model(scale: float) -> GraniteForCausalLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastspec.models.families.mixtures.experts import MOST_EXPERTS, counts, width
-from fastspec.models.families.plan import ExpertsPlan, Family, LayerNames, LayerPlan, without_windows
+from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import RoutingRule
 
@@ -34,7 +34,7 @@ def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
     return count, RoutingRule(chosen, "sigmoid", normed, scale, groups, kept)
 
 
-GLM4_MOE = Family(
+GLM4_MOE = ModelFamily(
     "Glm4MoeForCausalLM",
     _plans,
     LayerNames(

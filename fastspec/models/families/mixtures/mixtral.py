@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastspec.models.families.mixtures.experts import counts, width
-from fastspec.models.families.plan import ExpertsPlan, Family, LayerPlan, one_window
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import RoutingRule
 
@@ -14,4 +14,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (LayerPlan(window=one_window(fields, layers), experts=experts),) * layers
 
 
-MIXTRAL = Family("MixtralForCausalLM", _plans)
+MIXTRAL = ModelFamily("MixtralForCausalLM", _plans)

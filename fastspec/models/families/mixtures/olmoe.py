@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastspec.models.families.mixtures.experts import counts, width
-from fastspec.models.families.plan import ExpertsPlan, Family, LayerPlan, one_window
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import RoutingRule
 
@@ -18,4 +18,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return (LayerPlan(window=window, qkv_bias=bias, o_bias=bias, qk_norm="projection", experts=experts),) * layers
 
 
-OLMOE = Family("OlmoeForCausalLM", _plans)
+OLMOE = ModelFamily("OlmoeForCausalLM", _plans)

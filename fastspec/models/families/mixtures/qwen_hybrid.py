@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fastspec.models.families.mixtures.experts import sparse_layers
 from fastspec.models.families.mixtures.qwen_moe import with_shared_expert
-from fastspec.models.families.plan import Family, LayerNames, LayerPlan
+from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily
 from fastspec.models.families.qwen3 import hybrid_plans
 from fastspec.models.fields import ConfigFields
 
@@ -27,14 +27,14 @@ def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(replace(plan, experts=experts if has else None) for plan, has in zip(plans, sparse, strict=True))
 
 
-QWEN3_NEXT = Family(
+QWEN3_NEXT = ModelFamily(
     "Qwen3NextForCausalLM",
     _next_plans,
     LayerNames(delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
     rope_kinds=("default",),
     partial_rope=True,
 )
-QWEN3_5_MOE_TEXT = Family(
+QWEN3_5_MOE_TEXT = ModelFamily(
     "Qwen3_5MoeForCausalLM",
     _plans,
     inner="shared_expert_intermediate_size",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from fastspec.models.families.mixtures.experts import counts, sparse_layers, width
 from fastspec.models.families.plan import (
     ExpertsPlan,
-    Family,
     LayerPlan,
+    ModelFamily,
     one_window,
     windows_by_layer_type,
     without_windows,
@@ -49,5 +49,5 @@ def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
-QWEN2_MOE = Family("Qwen2MoeForCausalLM", _plans2)
-QWEN3_MOE = Family("Qwen3MoeForCausalLM", _plans3)
+QWEN2_MOE = ModelFamily("Qwen2MoeForCausalLM", _plans2)
+QWEN3_MOE = ModelFamily("Qwen3MoeForCausalLM", _plans3)

@@ -1,0 +1,98 @@
+"""Rotation of heads that are already apart, as hosted models turn theirs, in one launch for queries and keys.
+
+| argument | shape, dtype                            | notes                                  |
+|----------|-----------------------------------------|----------------------------------------|
+| q, k     | [B, H, Q, D] and [B, Hkv, Q, D]         | one dtype, any strides, D is even      |
+| cos, sin | [B or 1, Q, D], their dtype             | any strides                            |
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import told
+from fastspec.kernels.common.launch import launch, pdl_options
+
+
+@triton.jit
+def _rotate_kernel(
+    given,  # (q, k)
+    strides,  # of q by row, head and token, and of k
+    angles,  # (cos, sin)
+    steps,  # strides of cos by row and token, and of sin
+    turned,  # (q, k) [B, Q, H, D], contiguous
+    tokens,
+    H: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of a token."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, token, head = tl.program_id(0) // tokens, tl.program_id(0) % tokens, tl.program_id(1)
+    half = tl.arange(0, BLOCK)
+    inside = half < DIM // 2
+    cos = angles[0] + row.to(tl.int64) * steps[0] + token * steps[1]
+    sin = angles[1] + row.to(tl.int64) * steps[2] + token * steps[3]
+    if head < H:
+        at = given[0] + row.to(tl.int64) * strides[0] + head * strides[1] + token * strides[2]
+        to = turned[0] + (tl.program_id(0).to(tl.int64) * H + head) * DIM
+        _turn(at, cos, sin, to, half, inside, DIM)
+    else:
+        at = given[1] + row.to(tl.int64) * strides[3] + (head - H) * strides[4] + token * strides[5]
+        to = turned[1] + (tl.program_id(0).to(tl.int64) * KV_HEADS + head - H) * DIM
+        _turn(at, cos, sin, to, half, inside, DIM)
+
+
+@triton.jit
+def _turn(at, cos, sin, to, half, inside, DIM: tl.constexpr):
+    """Every product and the sum are rounded to the heads' dtype."""
+    HALF: tl.constexpr = DIM // 2
+    kind: tl.constexpr = to.dtype.element_ty
+    first = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF + half, mask=inside, other=0.0).to(tl.float32)
+    one = (first * tl.load(cos + half, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    one -= (second * tl.load(sin + half, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    tl.store(to + half, one.to(kind), mask=inside)
+    two = (second * tl.load(cos + HALF + half, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    two += (first * tl.load(sin + HALF + half, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    tl.store(to + HALF + half, two.to(kind), mask=inside)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """As `reference.rotate`, which defines it; the results lie as [B, Q, H, D].
+
+    Args:
+        q, k, cos, sin: as there; of each a head lies in one piece.
+        pdl: launch programmatically dependent (sm_90 on).
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together.
+    """
+    batch, heads, tokens, dim = q.shape
+    kv_heads = k.shape[1]
+    alike = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in (q, k, cos, sin))
+    if k.shape != (batch, kv_heads, tokens, dim) or cos.shape[1:] != (tokens, dim) or dim % 2 or not alike:
+        raise ValueError(
+            f"q is {told(q)}, k {told(k)}, cos {told(cos)}; wanted [B, H, Q, D], [B, Hkv, Q, D] and [B, Q, D] of one "
+            "dtype and of an even D"
+        )
+    if sin.shape != cos.shape or cos.shape[0] not in (1, batch):
+        raise ValueError(f"cos is {told(cos)}, sin {told(sin)} for {batch} rows; wanted [B or 1, Q, D]")
+    out = q.new_empty(batch, tokens, heads, dim), k.new_empty(batch, tokens, kv_heads, dim)
+    if q.numel() > 0:
+        shared = cos.shape[0] == 1  # by all rows
+        steps = [step for each in (cos, sin) for step in (0 if shared else each.stride(0), each.stride(1))]
+        launch(
+            _rotate_kernel, (batch * tokens, heads + kv_heads),
+            (q, k), (*q.stride()[:3], *k.stride()[:3]), (cos, sin), tuple(steps), out, tokens,
+            H=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
+            enable_fp_fusion=False, **pdl_options(pdl),
+        )  # fmt: skip
+    return out[0].transpose(1, 2), out[1].transpose(1, 2)

@@ -1,0 +1,109 @@
+"""Which recurrent states are kept for prompts to come, beside the pages of the prefix cache.
+
+K/V of a prefix can be cut anywhere, the state behind it cannot: it is known at one place alone. So the states of a
+prompt are kept behind its last piece that may be shared, where its chat goes on, and behind the last piece that it
+shares with earlier prompts, where further ones will branch off. A prompt is computed from the last such place on. It
+shares the pages behind that place all the same: its passes write the bits to them that lie there.
+
+A state is copied when it is kept and when a row begins from it, so none is ever in use. Where there is no room, the
+longest unused one goes; and it goes with the pages of its node.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastspec.kv_cache.states import StateCache
+
+
+@dataclass(slots=True)
+class Kept:
+    """States behind one prefix.
+
+    Attributes:
+        row: of the pools of both models.
+        of: models whose state lies there: False is the target, True the draft.
+    """
+
+    row: int
+    of: set[bool]
+
+
+class KeptStates:
+    """Keeps states by the node of the prefix cache that ends where they are.
+
+    Args:
+        target, draft: states of the models' rows; None: the model attends in every layer. One of them has states.
+        unit: positions of a node.
+    """
+
+    def __init__(self, target: StateCache | None, draft: StateCache | None, unit: int) -> None:
+        self.unit = unit
+        self._caches = {of: cache for of, cache in ((False, target), (True, draft)) if cache is not None}
+        self._pools = {of: cache.kept for of, cache in self._caches.items() if cache.kept is not None}
+        count = min(pool.count for pool in self._pools.values())
+        self._free = list(range(count - 1, 0, -1))
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()  # the longest unused first
+
+    def __len__(self) -> int:
+        """The number of prefixes with states."""
+        return len(self._kept)
+
+    def recurrent(self, *, draft: bool) -> bool:
+        """Whether that model has states."""
+        return draft in self._pools
+
+    def known(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
+        """The number of positions of a path of nodes from which that model can go on: all, if it has no states."""
+        if not self.recurrent(draft=draft):
+            return len(nodes) * self.unit
+        found = (place for place in range(len(nodes), 0, -1) if draft in self._of(nodes[place - 1]))
+        return next(found, 0) * self.unit
+
+    def _of(self, key: Hashable) -> set[bool]:
+        return self._kept[key].of if key in self._kept else set()
+
+    def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
+        """Gives a row, int64 [1], that model's state behind the first `length` positions, which are `known`."""
+        if not length or not self.recurrent(draft=draft):
+            return
+        key = nodes[length // self.unit - 1]
+        self._kept.move_to_end(key)
+        self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
+
+    def watch(self, length: int, *, draft: bool) -> None:
+        """That model's passes leave the state behind `length` positions for `save`, from now on; 0: none."""
+        if self.recurrent(draft=draft):
+            self._pools[draft].at.fill_(length)
+
+    def save(self, key: Hashable, *, draft: bool) -> None:
+        """Keeps what that model's passes left, under this key."""
+        if not self.recurrent(draft=draft):
+            return
+        if key not in self._kept:
+            if not self._free:
+                self.forget(next(iter(self._kept)))
+            self._kept[key] = Kept(self._free.pop(), set())
+        self._kept.move_to_end(key)
+        self._pools[draft].save(self._kept[key].row)
+        self._kept[key].of.add(draft)
+
+    def rename(self, key: Hashable, node: Hashable | None) -> None:
+        """Keeps under a node what was kept under another key; None, or a node with states: forgets it."""
+        if key in self._kept and node is not None and node not in self._kept:
+            self._kept[node] = self._kept.pop(key)
+        self.forget(key)
+
+    def forget(self, key: Hashable) -> None:
+        """Makes room, if states are kept under this key."""
+        if key in self._kept:
+            self._free.append(self._kept.pop(key).row)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        for key in list(self._kept):
+            self.forget(key)

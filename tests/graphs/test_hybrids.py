@@ -1,0 +1,142 @@
+"""On the device: hybrid models in captured steps. Drafts change no text and no state, nothing waits, memory is flat."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastspec import FastSpecGenerator
+from fastspec.inputs.row_options import RowOptions
+from fastspec.models.interface import states_of
+from fastspec.output import GenerateOutput
+from fastspec.runtime.request import Request
+from fastspec.shapes import GREEDY
+from tests.helpers.hybrid import VOCAB, make_hybrid
+from tests.helpers.scheduling import run_all
+from tests.helpers.tiny import capture_all
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # no tokenizers, drafts do not pay
+NEW, DRAFTS, STEPS = 100, 4, 100
+# heads as published ones have them
+SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden_size": 256, "head_dim": 64}
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_batch_size": 4, "page_size": 16, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    make_hybrid("qwen3_5", std=0.1, **SIZES).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that is mostly wrong."""
+    path = tmp_path_factory.mktemp("other")
+    make_hybrid("next", 7, num_hidden_layers=1, layer_types=["linear_attention"]).save_pretrained(path)
+    return path
+
+
+def drawn(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def output(gen: FastSpecGenerator, prompts: list[list[int]], **options: Any) -> GenerateOutput:
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "return_dict_in_generate": True, **options}
+    out = gen.generate(prompts, **options)
+    assert isinstance(out, GenerateOutput)
+    return out
+
+
+def states(gen: FastSpecGenerator, row: int, length: int) -> Tensor:
+    """States of a row behind its last token but one, in every layer of the target."""
+    engine = gen._open().engine
+    cache = states_of(engine.parts.target)
+    assert cache is not None
+    held = int(engine.state.state_rows[row])
+    return cache.states[:, held, (length - 2) % cache.states.shape[2]].clone()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_that_drafts_for_itself_is_always_right(target: Path, dtype: str) -> None:
+    prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
+    with FastSpecGenerator(
+        target, target, num_speculative_tokens=DRAFTS, dtype=dtype, max_length=512, **OPTIONS
+    ) as gen:
+        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
+        for k in (1, 3, DRAFTS):
+            out = output(gen, prompts, num_speculative_tokens=k)
+            assert out.new_tokens == plain
+            assert out.stats.acceptance_rate == 1.0
+        assert [output(gen, [prompt]).new_tokens[0] for prompt in prompts] == plain
+
+
+def test_refused_drafts_leave_the_states_of_plain_decoding(target: Path, other: Path) -> None:
+    with FastSpecGenerator(
+        target, other, num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
+    ) as gen:
+        for count in (1, 40, 130):
+            prompt, found = drawn(count, count), []
+            for k in (0, 1, DRAFTS):
+                out = output(gen, [prompt], num_speculative_tokens=k)
+                found.append((out.new_tokens, states(gen, 0, count + NEW)))
+                assert not k or out.stats.acceptance_rate < 0.9
+            for text, left in found[1:]:
+                assert text == found[0][0]
+                assert torch.equal(left, found[0][1])
+
+
+def test_chats_are_those_of_a_generator_that_keeps_no_states(target: Path) -> None:
+    system = drawn(600)
+    prompts = [system + drawn(count, count) for count in (30, 300, 700, 30)]
+    results = []
+    for prefix_cache in (True, False):
+        with FastSpecGenerator(
+            target, target, dtype="bfloat16", max_length=2048, prefix_cache=prefix_cache, num_speculative_tokens=DRAFTS,
+            **OPTIONS,
+        ) as gen:  # fmt: skip
+            found, cached = [], []
+            for prompt in prompts:
+                out = output(gen, [prompt])
+                assert out.stats.acceptance_rate == 1.0
+                found.append((out.new_tokens, states(gen, 0, len(prompt) + NEW)))
+                cached.append(out.stats.cached_tokens)
+            results.append(found)
+            assert cached == ([0, 512, 512, 512] if prefix_cache else [0] * 4)
+    for mine, theirs in zip(*results, strict=True):
+        assert mine[0] == theirs[0]
+        assert torch.equal(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("k", [0, DRAFTS])
+def test_nothing_waits_or_allocates(target: Path, k: int) -> None:
+    row = RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    with FastSpecGenerator(
+        target, target, num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=1024, **OPTIONS
+    ) as gen:
+        engine = gen._open().engine
+        capture_all(engine, {k}, GREEDY)
+
+        def admissions() -> None:
+            requests = [Request(drawn(count, count), 20 + count, row) for count in (1, 300, 3, 300, 2, 9)]
+            for _ in run_all(engine, requests, (), GREEDY, lambda made: k):
+                pass
+
+        admissions()  # kernels of prompts are compiled at their first use
+        requests = [Request(drawn(3), 900, row), Request(drawn(1), 900, row)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            admissions()
+            loop = iter(run_all(engine, requests, (), GREEDY, lambda made: k))
+            next(loop)
+            allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+            for _ in range(STEPS):
+                next(loop)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
