@@ -51,7 +51,6 @@ MODULES = [
     "layer_tail",
     "quantised/conversion",
     "quantised/loads",
-    "quantised/squares",
     "quantised/small_m",
     "quantised/wide_sm90",
     "quantised/launches",
