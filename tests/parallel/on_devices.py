@@ -52,7 +52,7 @@ def sums() -> None:
     turns = exchange.TWO_TURNS
     for least in (1, exchange.ALL):  # all sums in two turns, and none
         exchange.TWO_TURNS = dict.fromkeys(turns, least)
-        for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):
+        for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):  # many blocks, each in its own place
             x = torch.randn(ways, rows, 4096, device=device, generator=own)
             residual = torch.randn(rows, 4096, device=device, generator=common).bfloat16()
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
@@ -68,7 +68,7 @@ def sums() -> None:
         assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
         assert (ids[:, ::2] == -1).all(), "nothing else is written"
 
-    inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (200, 4096))]
+    inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (70, 4096), (200, 4096))]
     residuals = [torch.randn(x.shape, device=device, generator=common).bfloat16() for x in inputs]
     outputs: list[Tensor] = []
 
