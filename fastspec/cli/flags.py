@@ -114,7 +114,7 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         options["stop_strings"] = list(flags["stop_strings"])
     for name in ("json_schema", "grammar"):
         if flags[name] is not None:
-            options[name] = flags[name].read_text(encoding="utf-8")
+            options[name] = Path(flags[name]).read_text(encoding="utf-8")  # some versions of typer give the text
     if flags["num_return_sequences"] != 1:
         options["num_return_sequences"] = flags["num_return_sequences"]
     if flags["temperature"]:
