@@ -227,13 +227,13 @@ def build(
         share_seconds=ranks.world.share_seconds,
     )
     if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        states = (*map(states_of, models), None)[:2]
-        recurrent = any(each is not None for each in states)
+        of_target, of_draft = (*map(states_of, models), None)[:2]
+        recurrent = of_target is not None or of_draft is not None
         unit = math.lcm(layout.page_size, engine.cell, DELTA_CHUNK if recurrent else 1)
         salt = target.name, draft.name if draft else None
         object.__setattr__(engine, "prefix", prefix := PrefixCache(pages, unit, reads_ahead(chosen), salt))
         if recurrent:
-            object.__setattr__(engine, "kept", kept := KeptStates(*states, unit))
+            object.__setattr__(engine, "kept", kept := KeptStates(of_target, of_draft, unit))
             prefix.on_drop = kept.forget
     return engine, pending
 
