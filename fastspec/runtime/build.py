@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
@@ -15,7 +16,9 @@ from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
+from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.states import StateCache
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
@@ -40,6 +43,7 @@ from fastspec.proposers.interface import Proposer, feature_buffer, kept_in_pages
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings, check_range
 from fastspec.runtime.threads import sampling_alone
+from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import StepModules
 
@@ -224,8 +228,14 @@ def build(
         share_seconds=ranks.world.share_seconds,
     )
     if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        states = (*map(states_of, models), None)[:2]
-        engine.share_prefixes(reads_ahead(chosen), (target.name, draft.name if draft else None), *states)
+        of_target, of_draft = (*map(states_of, models), None)[:2]
+        recurrent = of_target is not None or of_draft is not None
+        unit = math.lcm(layout.page_size, engine.cell, DELTA_CHUNK if recurrent else 1)
+        salt = target.name, draft.name if draft else None
+        object.__setattr__(engine, "prefix", prefix := PrefixCache(pages, unit, reads_ahead(chosen), salt))
+        if recurrent:
+            object.__setattr__(engine, "kept", kept := KeptStates(of_target, of_draft, unit))
+            prefix.on_drop = kept.forget
     return engine, pending
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -18,12 +17,11 @@ from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
-from fastspec.kv_cache.states import StateCache
 from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import ALONE, BESIDE, DELTA_CHUNK, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
+from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
 from fastspec.surroundings import shielded, using_threads
@@ -99,22 +97,6 @@ class Engine:
         """Prompts that go through together, each with a chunk of that size; 1: they do not."""
         rows = self.together // chunk
         return rows if 1 < rows <= self.state.batch else 1
-
-    def share_prefixes(
-        self, ahead: int, salt: Hashable, target: StateCache | None = None, draft: StateCache | None = None
-    ) -> None:
-        """Keeps prefixes of prompts from now on.
-
-        Args:
-            ahead, salt: as for `PrefixCache`.
-            target, draft: recurrent states of the models; None: they have none.
-        """
-        recurrent = target is not None or draft is not None
-        unit = math.lcm(self.pages.page_size, self.cell, DELTA_CHUNK if recurrent else 1)
-        object.__setattr__(self, "prefix", prefix := PrefixCache(self.pages, unit, ahead, salt))
-        if recurrent:
-            object.__setattr__(self, "kept", kept := KeptStates(target, draft, unit))
-            prefix.on_drop = kept.forget
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -20,6 +20,10 @@ AS_86 = 89  # launches what sm_86 does, as another has it
 # bytes of a thread that may wait in memory, by (kernel, registers): measured faster than fewer programs on a
 # multiprocessor, or, for what runs once and waits for its instructions, than fewer threads
 SPILLS = {
+    ("_delta_kernel", None): 320,  # of fp32, where it is not timed; up to 80 in 16 bits
+    ("_prepare_kernel", None): 80,  # of fp32, on sm_80; not timed
+    ("solve_kernel", None): 1760,  # what is multiplied lies in registers, by halves; 1080 where it was timed
+    ("_scan_kernel", None): 32,
     ("fragment_kernel", 168): 16,  # on sm_100, 8 on sm_90: not timed there
     ("fragment_kernel", 255): 16,
     ("batch_kernel", 168): 24,
