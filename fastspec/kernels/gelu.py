@@ -1,8 +1,8 @@
 """The activation of an MLP whose product has none: gelu(gate) * up, in one launch.
 
-| argument | shape, dtype                       | notes                          |
-|----------|------------------------------------|--------------------------------|
-| gate_up  | [..., 2 I] bf16, fp16 or fp32      | contiguous; gate first         |
+| argument | shape, dtype                       | notes                            |
+|----------|------------------------------------|----------------------------------|
+| gate_up  | [..., 2 I] bf16, fp16 or fp32      | gate first, or 8 of each in turn |
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
 
 
 @triton.jit
-def _gelu_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gelu_kernel(
+    gate_up_ptr, out_ptr, WIDTH: tl.constexpr, IN_TURN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """BLOCK columns of a row."""
     if PDL:
         gdc_launch_dependents()
@@ -27,19 +29,22 @@ def _gelu_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
-    gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * (2 * WIDTH) + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    place = at + at // 8 * 8 if IN_TURN else at
+    behind = 8 if IN_TURN else WIDTH
+    gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * WIDTH) + behind + place, mask=inside, other=0.0).to(tl.float32)
     inner = ROOT * (gate + 0.044715 * gate * gate * gate)
     activated = gate / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh(inner)) / 2
     activated = activated.to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + at, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gelu_tanh_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, *, in_turn: bool = False, pdl: bool = False) -> Tensor:
     """As `reference.gelu_tanh_mul`, which defines it; the formula itself is computed in fp32.
 
     Args:
         gate_up: [..., 2 I].
+        in_turn: columns are 8 of the gate, then the 8 of up that go with them, as rows of a packed gated weight.
         pdl: launch programmatically dependent (sm_90 on).
     """
     width = gate_up.shape[-1] // 2
@@ -47,5 +52,7 @@ def gelu_tanh_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if len(rows) > 0:
         grid = (len(rows), triton.cdiv(width, BLOCK))
-        launch(_gelu_kernel, grid, rows, out, WIDTH=width, BLOCK=BLOCK, num_warps=4, **pdl_options(pdl))
+        launch(
+            _gelu_kernel, grid, rows, out, WIDTH=width, IN_TURN=in_turn, BLOCK=BLOCK, num_warps=4, **pdl_options(pdl)
+        )
     return out

@@ -126,13 +126,18 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
         prompt = prompt and not (quantised and rows <= MOST_ROWS)
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
-            return (prefill_quantised if quantised else prefill_linear)(x, weight, bias, **options)
+            product = prefill_quantised if quantised else prefill_linear
+            if options.pop("gelu", False) and options.pop("gated", False):
+                return gelu.gelu_tanh_mul(product(x, weight, **options), in_turn=True, pdl=has_pdl(x.device))
+            return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
     if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
         if wide and tiling.rows is not None:
             check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)
+    if options.pop("gelu", False) and options.pop("gated", False):
+        return gelu_tanh_mul(tile_linear(x, weight.data, bias, pdl=has_pdl(x.device), **options))
     return tile_linear(x, weight.data, bias, pdl=has_pdl(x.device), **options)
 
 

@@ -132,7 +132,7 @@ class Decoder:
             return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
 
         x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
-        inner = self._activated(plan, linear(h, layer.mlp[0], layer.gate_up_bias, tiling))
+        inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating)
         next_norm = None if following is None else following.input_norm
         x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
         return x, None if following is None else linear(h, following.qkv, following.qkv_bias, tiling)
@@ -233,12 +233,12 @@ class Decoder:
     ) -> Tensor:
         """What the MLP's last product multiplies."""
         x, options = self._normed(plan, x, norm, bias)
-        inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, gated=plan.fused_gate, **options)
-        return inner if plan.fused_gate else self._activated(plan, inner)
+        inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
+        return inner if plan.gated else reference.gelu_tanh(inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
         """The MLP's activation of gate and up, where no product has it."""
-        if plan.fused_gate:
+        if plan.activation == "silu":
             return reference.silu_mul(inner)
         return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 

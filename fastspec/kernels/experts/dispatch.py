@@ -54,9 +54,9 @@ LAUNCH = {
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
-CODES_LAUNCH = (CodesTile(8, 16, 3), CodesTile(16, 16, 3), CodesTile(32, 16, 2), CodesTile(64, 16, 1))
+CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
-WAYS = 8  # sums that K is split in for mxfp4: it sets the order of sums
+WAYS = 4  # sums that K is split in for mxfp4: it sets the order of sums
 SUM_BLOCK = 512
 
 

@@ -1,6 +1,6 @@
 """Matrix product with a packed weight for the few rows of a decode pass, fused with what stands before and after it.
 
-    out = act(rms_norm(x) weight^T + bias) + residual,    act(gate, up) = silu(gate) * up where gated
+    out = act(rms_norm(x) weight^T + bias) + residual,    act(gate, up) = silu(gate) * up, or gelu, where gated
 
 | argument | shape, dtype                            | notes                                             |
 |----------|-----------------------------------------|---------------------------------------------------|
@@ -38,6 +38,7 @@ def packed_linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out_dtype: torch.dtype | None = None,
     pdl: bool,
 ) -> Tensor:
@@ -64,7 +65,7 @@ def packed_linear(
         residual = residual.contiguous()
     out = x.new_empty(*x.shape[:-1], width, dtype=out_dtype or x.dtype)
     if rows.shape[0] > 0:
-        run(Call(rows, weight, out, bias, norm, residual, gated=gated), pdl)
+        run(Call(rows, weight, out, bias, norm, residual, gated=gated, gelu=gelu), pdl)
     return out
 
 

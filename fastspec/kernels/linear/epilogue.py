@@ -17,6 +17,7 @@ from fastspec.kernels.linear.k_steps import in_order
 # of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, so
 # that device memory need not take it
 STAYS = gl.constexpr("evict_last")
+GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
 
 
 @gluon.jit
@@ -319,6 +320,7 @@ def write_tile(
 ):  # fmt: skip
     """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it.
 
+    GATED: 2 for gelu (by its tanh formula, arXiv 1606.08415) in the place of silu.
     OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
     WARPS: that multiplied as warp groups, which alone can regroup; 0 where values are as well stored where they lie.
     """
@@ -327,7 +329,11 @@ def write_tile(
         total += loaded[0].to(gl.float32)
     if GATED:
         gate, up = _halves(total)
-        total = gate / (1.0 + gl.exp(-gate)) * up
+        if GATED == 2:
+            inner = GELU * (gate + 0.044715 * gate * gate * gate)
+            total = gate / (1.0 + gl.exp(-2.0 * inner)) * up
+        else:
+            total = gate / (1.0 + gl.exp(-gate)) * up
     if RESIDUAL:
         total += loaded[len(loaded) - 1].to(gl.float32)
     kind: gl.constexpr = out_ptr.dtype.element_ty

@@ -89,13 +89,19 @@ class Call:
     argmax_keys: Tensor | None = None
     limit: int = 0
     gated: bool = False
+    gelu: bool = False
+
+    @property
+    def gate(self) -> int:
+        """GATED of kernels: 0 for no gate, 1 for silu, 2 for gelu."""
+        return self.gated + (self.gated and self.gelu)
 
 
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
     """Constants that all kernels of products have."""
     k = call.x.shape[1]
     cut = {"K": k, "S": split.split_k, "KT": split.slab(k), "TOGETHER": split.pairwise}
-    return {**cut, "GATED": call.gated, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+    return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:

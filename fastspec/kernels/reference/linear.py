@@ -85,6 +85,7 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with what stands before and after it: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
@@ -97,13 +98,14 @@ def linear(
         norm: weight [K] and epsilon of an RMSNorm of x.
         residual: [..., N], added at the end.
         gated: the product is [gate; up], the result [..., N/2] is silu(gate) * up.
+        gelu: then it is gelu(gate) * up, as `gelu_tanh_mul` has it.
         out_dtype: float32 keeps the accumulator as it is, whatever the weights' dtype; by default x's dtype.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
     product = _product(x, weight.unpack(), bias, tiling, out_dtype)
     if gated:
-        product = silu_mul(product)
+        product = gelu_tanh_mul(product) if gelu else silu_mul(product)
     return product if residual is None else residual + product
 
 
@@ -222,6 +224,7 @@ def packed_linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`linear` with a packed weight, computed in fp32 (in fp64 for fp64 operands) and rounded once, at the end."""
@@ -231,7 +234,7 @@ def packed_linear(
         rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(wide)
     out = F.linear(rows, weight.unpack().to(wide), None if bias is None else bias.to(wide))
     if gated:
-        out = silu_mul(out)
+        out = gelu_tanh_mul(out) if gelu else silu_mul(out)
     if residual is not None:
         out = out + residual.to(wide)
     return out.to(out_dtype or x.dtype)

@@ -132,7 +132,7 @@ class LayerPlan:
     @property
     def sandwiched(self) -> bool:
         """Whether `Ops.add_norm` computes what stands between products: norms, before and behind attention and MLP."""
-        norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one"
+        norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
     @property
@@ -145,8 +145,13 @@ class LayerPlan:
         return self.norm == "rms" and self.pre_norm
 
     @property
+    def gating(self) -> dict[str, bool]:
+        """What `Ops.linear` is told of the gate behind the MLP's first product."""
+        return {"gated": True, "gelu": self.activation == "gelu_tanh"} if self.gated else {}
+
+    @property
     def fused_gate(self) -> bool:
-        """Whether `Ops.linear` computes the gate behind a product."""
+        """Whether the MLP is gated by silu."""
         return self.gated and self.activation == "silu"
 
     @property

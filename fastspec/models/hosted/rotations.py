@@ -52,14 +52,13 @@ def _known(function: Any) -> bool:
 
 
 def use_our_rotation(part: nn.Module, running: Running) -> None:
-    """Lets a module that `rotates` do so by our op, where heads and angles are of one dtype and whole."""
+    """Lets a module that `rotates` do so by our op, where that takes heads and angles."""
     forward = _forward(part)
     assert forward is not None, "it rotates"
     own, theirs = proxy(running), forward.__globals__[NAME]
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype
-        if more or options or not fits or cos.shape[-1] != q.shape[-1] or k.shape[2] != q.shape[2]:
+        if more or options or not _fits(q, k, cos, sin):
             found: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *more, **options)
             return found
         own.inside = True
@@ -73,3 +72,13 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
     ours = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     part.forward = MethodType(ours, proxy(part))
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `Ops.rotate` takes these: as they mostly come."""
+    if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
+        return False
+    tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape
+    alike = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in tensors)
+    whole = cos.shape[1:] == (tokens, dim) and cos.shape[0] in (1, batch) and dim % 2 == 0
+    return alike and whole and k.shape[0] == batch and k.shape[2:] == q.shape[2:]

@@ -325,9 +325,7 @@ def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> Lay
         gate_up, down = names.shared_gate_up, names.shared_down
     has_mlp = plan.experts is None or plan.experts.shared > 0
     return LayerWeights(
-        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in gate_up), gated=plan.fused_gate)
-        if has_mlp
-        else None,
+        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in gate_up), gated=plan.gated) if has_mlp else None,
         gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in gate_up)) if plan.mlp_bias else None,
         down=loader.weight(f"{prefix}{down}.weight", tree=plan.experts is None) if has_mlp else None,
         down_bias=bias(down),

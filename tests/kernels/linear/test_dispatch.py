@@ -92,6 +92,22 @@ def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None
             assert error <= bound, (rows, n, k)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
+def test_gates_by_gelu(capability: tuple[int, int], device: str) -> None:
+    """In every kernel, and not as silu."""
+    with modules(device, capability) as packed:
+        for rows, n, k in ((1, 48, 896), (12, 64, 256), (40, 272, 192)):
+            x, weight, arguments = case(rows, n, k, torch.bfloat16, device, "gated")
+            arguments["gelu"] = True
+            ours = packed.dispatch.packed_linear(x, weight, **arguments, pdl=PDL[device])
+            error, bound = error_and_bound(ours, x, weight, arguments)
+            assert error <= bound, (rows, n, k)
+            arguments["gelu"] = False
+            error, bound = error_and_bound(ours, x, weight, arguments)
+            assert error > bound
+
+
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize("epilogue", ["plain", "norm+fp32", "norm+gated"])
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:

@@ -69,6 +69,8 @@ def test_a_module_gets_ours_and_others_keep_theirs() -> None:
     narrow = q.bfloat16(), k.bfloat16()
     assert part(*narrow, angles)[0].dtype == torch.float32
     part(q.transpose(1, 2), k.transpose(1, 2), angles, unsqueeze_dim=2)
+    part(q, k, (angles[0][..., :1], angles[1][..., :1]))
+    part(q.mT.contiguous().mT, k, angles)
     assert len(calls) == 1
     gone = ref(part)
     del part

@@ -55,7 +55,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
-        GATED=call.gated,
+        GATED=call.gate,
         PDL=pdl,
         **options,
     )
@@ -88,7 +88,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
         "BM": tile.rows,
         "STAGES": tile.stages,
         "WARPS": tile.warps,
-        "GATED": call.gated,
+        "GATED": call.gate,
         "PDL": pdl,
     }
     launch(
