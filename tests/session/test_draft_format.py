@@ -29,7 +29,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fewer_rows_want_fewer_bits() -> None:
     """By the measured shares: 4 bits for few rows, 8 for some, 16 for many, where conversion costs more than bytes."""
-    assert [best_of(MIB, rows) for rows in (1, 4, 8, 32, 64, 500)] == ["int4", "int4", "int4", "fp8", "fp8", None]
+    assert [best_of(MIB, rows) for rows in (1, 4, 8, 32, 64, 500)] == ["int4", "int4", "int4", "fp8", "int8", None]
 
 
 def test_where_all_are_alike_it_stays_as_stored() -> None:
