@@ -29,6 +29,7 @@ SPILLS = {
     ("batch_kernel", 168): 24,
     ("batch_kernel", 255): 48,  # three groups, two splits at once, on sm_100; 40 on sm_90
     ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
+    ("_flash_kernel", 255): 56,  # heads of 96 and 128
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,
@@ -38,6 +39,8 @@ SPILLS = {
 UNEVEN_PAGES_SPILL = 64
 # a softcap, heads of 64, four groups of query rows, on sm_100; 24 on sm_90
 SOFTCAP_SPILL = 32
+# long rows over K and V in 8 bits, heads of 64, with a window; so that two programs share a multiprocessor
+NARROW_SPILL = 192
 # heads of 512 in fp32, multiplied without tensor cores: not timed
 WIDE_HEAD_SPILL = 344
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
@@ -142,6 +145,8 @@ def _spills(report: dict[str, Any]) -> int:
         return UNEVEN_PAGES_SPILL
     if kernel == "batch_kernel" and "cap" not in constants and constants["D"] == 64:
         return SOFTCAP_SPILL
+    if kernel == "shares_kernel" and report["element"] == 1:
+        return NARROW_SPILL
     if kernel == "_decode_kernel" and constants["BLOCK_D"] == 512 and report["element"] == 4:
         return WIDE_HEAD_SPILL
     return SPILLS.get((kernel, report["registers"]), 0)

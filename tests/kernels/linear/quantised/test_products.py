@@ -103,8 +103,8 @@ def test_bits_of_a_row_in_every_tile(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_bits_of_a_row_among_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ring of codes as alone: all passes in a program, some, one; a last slab that not all ways have."""
     monkeypatch.setattr(plan, "split_of", lambda *given: plan.Split(4, 128))
-    x, _, weight, given = case(name, 40, 144, 128 * 6, "cpu", "norm+bias+residual")
-    residual = given.pop("residual")
+    x, _, weight, given = case(name, 40, 144, 128 * 8, "cpu", "norm+bias+residual")
+    residual, given["out_dtype"] = given.pop("residual"), torch.float32
     with modules("cpu") as found:
         run = found.dispatch.packed_linear
         rows = [slice(i, i + 1) for i in range(0, 40, 3)]
