@@ -37,7 +37,6 @@ from fastspec.kernels.common.launch import has_pdl, launch
 BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
 LIMIT = 120_000_000_000  # nanoseconds
 ALL = 2**62
-EARLY = False
 # elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
 # if all ranks get all partial sums, and a second wait
 TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
@@ -193,10 +192,7 @@ def _way(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _begun(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr):
     """Once x is there: a block's places, whether there is something, and what this rank has."""
-    if PDL == 2:
-        gdc_launch_dependents()
-        gdc_wait()
-    if PDL == 1:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -220,9 +216,16 @@ def _added_kernel(
 
 
 @triton.jit
+def _narrow(room_ptr, out_ptr, at, BLOCK: tl.constexpr):
+    """Where a block's 16-bit results lie: within the place of its own fp32 elements, for others lie beside it."""
+    first = tl.program_id(0) * BLOCK
+    return (room_ptr + first).to(out_ptr.dtype) + (at - first)
+
+
+@triton.jit
 def _handed_out(
     own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This rank adds the block, and gives the others what it comes to."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
@@ -239,7 +242,7 @@ def _handed_out(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
-            tl.store(theirs.to(out_ptr.dtype) + at, rounded, mask=there)
+            tl.store(_narrow(theirs, out_ptr, at, BLOCK), rounded, mask=there)
     tl.store(out_ptr + at, rounded, mask=there)
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
@@ -248,7 +251,10 @@ def _handed_out(
 
 
 @triton.jit
-def _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK: tl.constexpr):
+def _handed_in(
+    own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Another rank adds the block; this one gives it its part, and gets what it comes to."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
     theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
@@ -258,7 +264,8 @@ def _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, bloc
     _awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
-    tl.store(out_ptr + at, tl.load(mine.to(out_ptr.dtype) + at, mask=there, other=0.0, volatile=True), mask=there)
+    narrow = _narrow(mine, out_ptr, at, BLOCK)
+    tl.store(out_ptr + at, tl.load(narrow, mask=there, other=0.0, volatile=True), mask=there)
 
 
 @triton.jit
@@ -275,10 +282,10 @@ def _handed_kernel(
     if owner == RANK:
         _handed_out(
             own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
-            RANK, SIZE,
+            RANK, SIZE, BLOCK,
         )  # fmt: skip
     else:
-        _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK)
+        _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK, BLOCK)
     tl.debug_barrier()
     tl.store(room[2] + pid, epoch)
 
@@ -383,7 +390,7 @@ def _launch(
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=BLOCK,
-        PDL=(2 if EARLY else 1) if pdl else 0,
+        PDL=pdl,
         WAYS=ways,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,

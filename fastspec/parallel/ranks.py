@@ -95,6 +95,8 @@ class Ranks:
     def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> Share | None:
         """What this rank has of a model; None: all of it, computed as by a generator without ranks.
 
+        All of it on a GPU is a share as well, for sums are made as those of several ranks are.
+
         Args:
             name: of the model, for messages.
             on_cpu: the number of ranks changes no bit there; on a GPU that would take more launches.
@@ -102,11 +104,13 @@ class Ranks:
         Raises:
             UnsupportedOption: it does not divide among so many.
         """
-        if not self.asked or (draft and not self.split_draft):
+        whole = draft and not self.split_draft
+        if not self.asked or (whole and on_cpu):
             return None
+        if whole:
+            return Share(0, 1, 1)
         check_divides(sizes, self.size, name)
-        share = share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
-        return None if share.parts == 1 else share
+        return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
     def exchange(self, device: torch.device, rows: int, width: int) -> Exchange:
         """How passes on a device exchange what they have.

@@ -127,7 +127,8 @@ def build(
         of_target, of_draft = layout.cache_dtypes
         kept = of_draft if checkpoint.role == "draft" else of_target
         cache = cache_of(spec, dtype, kept, checkpoint.cache_scales)
-        if checkpoint.sliced is not None and exchange is not None:
+        share = None if checkpoint.sliced is None else checkpoint.sliced.share
+        if checkpoint.sliced is not None and share is not None and share.parts > 1 and exchange is not None:
             part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
             return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
         return kind(spec, allocated.weights, cache, inside, **sizes)

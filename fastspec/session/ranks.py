@@ -16,6 +16,7 @@ from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
 from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.slices import SIZES
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
@@ -67,8 +68,7 @@ def settled(
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
     """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
-    plain = isinstance(draft.spec, ModelSpec) and draft.quantisation is None and draft.rounded is None
-    if device.type != "cuda" or not plain or why_whole(draft.native, ranks.size) is not None:
+    if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
@@ -77,4 +77,12 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
     """What this rank has of a checkpoint."""
     draft = checkpoint.role == "draft"
     share = ranks.share(checkpoint.spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
-    return checkpoint if share is None else sliced(checkpoint, share)
+    if share is None or (share.parts == 1 and not _plain(checkpoint)):
+        return checkpoint
+    return sliced(checkpoint, share)
+
+
+def _plain(checkpoint: Checkpoint) -> bool:
+    """Whether a model is of 16-bit or fp32 weights of a native family, and each of its layers could be cut."""
+    plain = isinstance(checkpoint.spec, ModelSpec) and checkpoint.quantisation is None and checkpoint.rounded is None
+    return plain and why_whole(checkpoint.native, max(SIZES)) is None

@@ -24,6 +24,17 @@ ROOT = Path(__file__).parents[2]
 def test_ranks_on_gpus(check: str, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
+    run(check, ranks)
+
+
+def test_the_text_is_that_of_one_gpu() -> None:
+    """To the bit, with `tensor_parallel=1` and on as many as there are."""
+    sizes = [ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()]
+    assert len({run(on_devices.TEXT, ranks).partition("text ")[2] for ranks in sizes}) == 1
+
+
+def run(check: str, ranks: int) -> str:
+    """What a check on so many ranks writes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     surroundings = {
         **os.environ,
@@ -40,3 +51,4 @@ def test_ranks_on_gpus(check: str, ranks: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -191,8 +191,8 @@ def prefill_linear(
     if norm is not None:
         rows = _rms_norm(rows, *norm)
     if has_warp_groups(x.device):
-        programs, tile = multiprocessors(x.device), hopper.tile_of(rows.shape[0], n, multiprocessors(x.device))
-        parts = tree_parts(weight.shape, weight.whole) if weight.tree else 1
+        programs, parts = multiprocessors(x.device), tree_parts(weight.shape, weight.whole) if weight.tree else 1
+        tile = hopper.tile_of(rows.shape[0], n, programs, parts)
         hopper.run(rows, weight, bias, residual, out, gated, tile, programs, parts)
     else:
         run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], shared_memory(x.device) or max(LAUNCH)))

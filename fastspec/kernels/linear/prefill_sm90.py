@@ -241,14 +241,15 @@ def _hopper_kernel(
             _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, GATED, WARPS, part, PARTS)
 
 
-def tile_of(num_rows: int, n: int, programs: int) -> Tile:
-    """The tile with which `programs` programs are done first."""
+def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> Tile:
+    """The tile with which `programs` programs are done first; parts as in `run`."""
 
     def time(tile: Tile) -> float:
         tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
         return int(triton.cdiv(tiles, programs)) * tile.cost
 
-    return min(TILES, key=time)
+    # four warps have no registers left for adding up so many columns of parts
+    return min((tile for tile in TILES if parts < 4 or tile.rows == 128 or tile.columns == 128), key=time)
 
 
 def run(

@@ -111,7 +111,12 @@ class Loader:
         return made
 
     def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
-        """The named matrices under each other, as one `Weight`; `order` as in `tensor`, `tree` as in `Weight`."""
+        """The named matrices under each other, as one `Weight`.
+
+        Args:
+            order: as in `tensor`.
+            tree: as in `Weight`, where ranks share matrices.
+        """
         shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
         if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
@@ -120,6 +125,7 @@ class Loader:
             return made
         form = self._ops.weight_format(shape, self.dtype, self._device)
         whole = None if self._whole is None else _shape_of(self._whole, names)
+        tree = tree and whole is not None
         made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
