@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import socket
@@ -116,6 +117,12 @@ def _let_go(models: Any) -> None:
     """The live models give back their memory: everybody reads from disk."""
     for model in (models.target, models.draft):
         model.to("meta")
+    _freed()
+
+
+def _freed() -> None:
+    """Gives back what nobody holds: the next engine may be another process."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -132,8 +139,7 @@ def words(vocab_size: int) -> PreTrainedTokenizerFast:
 def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[float], str]]:
     """Name, seconds of each round, and what went wrong, "ok" where nothing did."""
     yield from _in_process(load, handles="handles" in engines)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _freed()
     ours = ["-m", "fastspec.cli", "serve", str(load.target), "--draft", str(load.draft), "--device", load.device]
     ours += ["--num-speculative-tokens", str(load.k), "--max-batch-size", str(len(load.texts))]
     ours += ["--max-length", str(load.max_length), "--name", "model"]
@@ -144,8 +150,7 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
             yield "transformers, generate_batch", _continuous(load), "ok"
         except FAILURES as error:
             yield "transformers, generate_batch", [], _failed("generate_batch", error)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _freed()
     for name, line, model in (
         ("fastspec serve", ours, "model"),
         ("transformers serve", theirs, str(load.target)),
@@ -206,8 +211,7 @@ def _continuous(load: Load) -> list[float]:
     model.to(load.device).eval()
 
     def once() -> None:
-        with torch.inference_mode():
-            found = model.generate_batch(load.prompts, generation_config=config, persistent_manager=True)
+        found = model.generate_batch(load.prompts, generation_config=config, persistent_manager=True)
         counts = {len(each.generated_tokens) for each in found.values()}
         if counts != {load.new} or len(found) != len(load.prompts):
             errors = {str(each.error) for each in found.values()}
@@ -217,6 +221,7 @@ def _continuous(load: Load) -> list[float]:
         return _rounds(once)
     finally:
         model.destroy_cached_continuous_batching_manager()
+        model.to("meta")
 
 
 def _rounds(once: Callable[[], object]) -> list[float]:

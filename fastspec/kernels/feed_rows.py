@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, new_ids
 
 
 @triton.jit
@@ -137,8 +137,8 @@ def feed_rows(
     """
     check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
     batch, device = lengths.shape[0], lengths.device
-    ids = torch.empty(batch, queries, dtype=torch.int64, device=device)
-    positions = torch.empty_like(ids)
+    # looked up in tables of positions and of layers' embeddings by torch, also where kernels only compile
+    ids, positions = (new_ids(batch * queries, device).view(batch, queries) for _ in range(2))
     write_mask = torch.empty(batch, queries, dtype=torch.bool, device=device)
     pdl = has_pdl(device)
     launch(

@@ -15,13 +15,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.adaptive.estimates import tokens_per_step
+from fastspec.graphs.keys import PartKey, StepKey
 from fastspec.runtime.draft_plan import Choice
+from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
+from fastspec.sampling.distribution import PhiloxDraws
+from fastspec.shapes import StepShape
+from fastspec.step import propose, score
 
 CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
 ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
@@ -237,11 +244,33 @@ def _parts(
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
             shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
-            draft, score = map(engine.share_seconds, engine.part_seconds(bucket, shape, _REPEATS))
+            draft, score = map(engine.share_seconds, _part_seconds(engine, bucket, shape))
             assert draft is not None, "both were measured"
             assert score is not None, "both were measured"
             found[k] = draft, score
     return found
+
+
+def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
+    """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
+
+    With graphs each part is captured as one.
+    """
+    parts, view = engine.parts, engine.state.rows(0, rows)
+    bodies: dict[str, Callable[[], object]] = {"score": lambda: score(parts, view, shape)}
+    if (proposer := parts.proposer) is not None and shape.num_drafts:
+        bodies["draft"] = lambda: propose(proposer, parts, view, shape, PhiloxDraws(view.seeds))
+    taken = {}
+    for name, part in bodies.items():
+        key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)
+        engine.runner.capture(key, body, lambda: engine.idle(rows))
+        taken[name] = statistics.median(engine.timed(key, body, _REPEATS))
+    return taken.get("draft", 0.0), taken["score"]
+
+
+def _forget(part: Callable[[], object]) -> None:
+    """Runs a part whose result nobody needs."""
+    part()
 
 
 def _summary(runs: dict[int, _Fixed], parts: dict[int, tuple[float, float]], bucket: int, device: str) -> Calibration:

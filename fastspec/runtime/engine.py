@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
-from fastspec.graphs.keys import PartKey, PromptKey, StepKey
+from fastspec.graphs.keys import PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.kept_states import KeptStates
@@ -27,7 +25,7 @@ from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import ALONE, BESIDE, DELTA_CHUNK, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
 from fastspec.state import DecodeState
-from fastspec.step import StepModules, prefill, propose, score, step
+from fastspec.step import StepModules, prefill, step
 from fastspec.surroundings import shielded, using_threads
 
 _MEANS = 3  # of each time
@@ -189,7 +187,7 @@ class Engine:
 
     def capture(self, rows: int, shape: StepShape) -> None:
         """Makes the runner ready for such a step."""
-        self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self._idle(rows))
+        self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
         self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
@@ -200,7 +198,7 @@ class Engine:
             steps: rows and shape of each. prompts: as well.
             compilers: run Triton's compiler; None: threads do.
         """
-        with self.parts.ops.compiling(compilers), self._idle(self.state.batch):
+        with self.parts.ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
@@ -209,11 +207,10 @@ class Engine:
 
     def capture_prompts(self) -> None:
         """Makes the passes over prompts ready that are replayed."""
-        for chunk in reversed(self.chunks):
-            for draft in self._fed if chunk <= _CAPTURED else ():
-                self.runner.capture(
-                    PromptKey(chunk, draft), self._pass(chunk, chunk, draft), self.prefill_slot.row.all_idle
-                )
+        for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _CAPTURED):
+            for draft, rows in itertools.product(self._fed, sorted({1, self.rows_together(chunk)}, reverse=True)):
+                key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
+                self.runner.capture(key, body, self.slots[rows].row.all_idle)
 
     @property
     def exact(self) -> bool:
@@ -327,26 +324,10 @@ class Engine:
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """What such a step takes at least, when none of its rows runs; waits for the device."""
-        with self._idle(rows):
-            return min(self._timed(StepKey(rows, shape), self._body(rows, shape), repeats))
+        with self.idle(rows):
+            return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
-    def part_seconds(self, rows: int, shape: StepShape, repeats: int) -> tuple[float, float]:
-        """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
-
-        With graphs each part is captured as one.
-        """
-        view, proposer = self.state.rows(0, rows), self.parts.proposer
-        parts: dict[str, Callable[[], object]] = {"score": lambda: score(self.parts, view, shape)}
-        if proposer is not None and shape.num_drafts:
-            parts["draft"] = lambda: propose(proposer, self.parts, view, shape, PhiloxDraws(view.seeds))
-        taken = {}
-        for name, part in parts.items():
-            key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)
-            self.runner.capture(key, body, lambda: self._idle(rows))
-            taken[name] = statistics.median(self._timed(key, body, repeats))
-        return taken.get("draft", 0.0), taken["score"]
-
-    def _timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
+    def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
         """Seconds of one run: a few means over runs in a row, after one that does not count."""
         self.runner.run(key, body)
         self.ring.resync()
@@ -397,18 +378,13 @@ class Engine:
         return body
 
     @contextmanager
-    def _idle(self, rows: int) -> Iterator[None]:
+    def idle(self, rows: int) -> Iterator[None]:
         """A context in which steps change nothing but the ring, whose count is taken over afterwards."""
         try:
             with self.state.rows(0, rows).all_idle():
                 yield
         finally:
             self.ring.resync()
-
-
-def _forget(part: Callable[[], object]) -> None:
-    """Runs a part whose result nobody needs."""
-    part()
 
 
 def blocks(positions: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from fastspec import FastSpecGenerator, demo_pair
+from fastspec.runtime.intake import Intake
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.text.text_stream import TextStream
 from tests.helpers.devices import devices
@@ -76,19 +77,21 @@ def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: 
     assert len(pieces) > 5
 
 
-@pytest.mark.parametrize("at", ["_admit", "_catch_up", "_collect"])
+@pytest.mark.parametrize(
+    "at", [(Scheduler, "_admit"), (Intake, "catch_up"), (Scheduler, "_collect")], ids=lambda at: at[1]
+)
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_an_interrupt_inside_a_step(
-    gen: FastSpecGenerator, at: str, call: int, monkeypatch: pytest.MonkeyPatch
+    gen: FastSpecGenerator, at: tuple[type, str], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C before, between and after the device's work: the next call gives what a fresh generator gives."""
     prompts = [ids_of(gen, text)[0] for text in ("class A:", "import os", "def f(x):")]
     options: dict[str, Any] = {"max_new_tokens": 30, "return_dict_in_generate": True}
     before = gen.generate(prompts, **options).new_tokens  # type: ignore[union-attr]
-    original = getattr(Scheduler, at)
+    original = getattr(*at)
     calls = 0
 
-    def interrupted(self: Scheduler, *args: Any) -> Any:
+    def interrupted(self: object, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
@@ -96,7 +99,7 @@ def test_an_interrupt_inside_a_step(
         return original(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, at, interrupted)
+        patch.setattr(*at, interrupted)
         with pytest.raises(KeyboardInterrupt):
             gen.generate(prompts, **options)
     assert gen.generate(prompts, **options).new_tokens == before  # type: ignore[union-attr]

@@ -29,12 +29,12 @@ class Watched(Intake):
 
     kept: dict[Request, Tensor]
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, row: int) -> None:
         cache = self.engine.parts.target.cache  # type: ignore[attr-defined]
-        pages = self.engine.state.block_table[self.row]
+        pages = self.engine.state.block_table[row]
         keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
         self.kept[request] = torch.stack((keys, values)).cpu()
-        Intake._finish(self, request)
+        Intake._finish(self, request, row)
 
 
 def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[dict[int, Tensor], list[Request]]:

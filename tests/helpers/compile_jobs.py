@@ -20,7 +20,7 @@ import triton
 from triton.compiler import get_cache_key, make_backend
 
 from fastspec.kernels.common.compile_jobs import NotSendable, job_of, read_job
-from fastspec.kernels.common.compilers import HERE, Compilers, nothing_compiled
+from fastspec.kernels.common.compilers import Compilers, nothing_compiled
 from fastspec.kernels.common.launch import compiling, launch
 from tests.helpers import recorder
 from tests.helpers.launches import GROUPS
@@ -78,18 +78,11 @@ def compile_all(executor: Executor, found: list[recorder.Launch]) -> list[bool]:
     return hits
 
 
-def alone(executor: Compilers) -> Compilers:
-    """One that compiles nothing in this process while its processes live."""
-    for _ in range(HERE):
-        assert executor._places.get() is None
-    return executor
-
-
 def processes() -> Iterator[dict[str, Any]]:
     recorder.use(recorder.cuda(90))
     found = list(launches(90, ["steps"]))[:KERNELS]
     yield {"what": "empty", "empty": nothing_compiled()}
-    first = alone(Compilers(2, now=True))
+    first = Compilers(2, now=True)
     yield {"what": "processes", "hits": compile_all(first, found), "empty": nothing_compiled()}
     assert first._process is not None
     yield {"what": "ended", "status": first._process.returncode}
@@ -106,6 +99,15 @@ def broken() -> Iterator[dict[str, Any]]:
     assert executor._process is not None
     os.killpg(executor._process.pid, signal.SIGKILL)
     yield {"what": "killed", "hits": compile_all(executor, found)}
+    for each in found:
+        each.kernel.device_caches.clear()
+    triton.knobs.cache.dir += "/again"
+    with Compilers(1, now=True) as executor:
+        asked = executor._places.get()  # when it is ready
+        assert executor._process is not None
+        os.killpg(executor._process.pid, signal.SIGKILL)
+        executor._places.put(asked)
+        yield {"what": "killed when it was ready", "hits": compile_all(executor, found)}
     try:
         job_of(lambda: None)
     except NotSendable as error:

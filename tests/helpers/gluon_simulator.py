@@ -51,7 +51,6 @@ MODULES = [
     "layer_tail",
     "quantised/conversion",
     "quantised/loads",
-    "quantised/squares",
     "quantised/small_m",
     "quantised/wide_sm90",
     "quantised/launches",
@@ -476,7 +475,10 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
 
 def experts_in_mxfp4() -> Any:
     """The kernel of experts/mxfp4.py, for `launch`."""
-    needed = ["linear/epilogue", "linear/small_m", "linear/quantised/conversion", "experts/mxfp4"]
+    needed = [
+        *(f"linear/{name}" for name in ("k_steps", "epilogue", "small_m", "quantised/conversion")),
+        "experts/mxfp4",
+    ]
     with _loaded(needed) as modules:
         return modules[-1].mxfp4_kernel
 

@@ -13,6 +13,8 @@ from tests.helpers.states import MAX_LENGTH, assert_same, copy_of, random_state
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.kernels import feed_rows as feeding
+from fastspec.kernels.common import launch as launching
 from fastspec.kernels.feed_rows import feed_rows
 
 VOCAB = 50
@@ -110,3 +112,23 @@ def test_layout_is_checked() -> None:
         feed_rows(rows.tokens.T, rows.lengths, rows.finish, rows.draft_tokens, first=-1, queries=1, limit=9, vocab=9)
     with pytest.raises(ValueError, match="at least 4 drafts"):
         feed_rows(rows.tokens, rows.lengths, rows.finish, rows.draft_tokens, first=3, queries=1, limit=9, vocab=9)
+
+
+@pytest.mark.parametrize("compiled_only", [False, True])
+def test_tables_can_be_read_by_what_it_gives_while_kernels_compile(
+    compiled_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel runs then, and torch looks up embeddings, angles and factors by ids and positions: both are 0."""
+    monkeypatch.setattr(feeding, "launch", lambda *arguments, **options: None)
+    _, rows = random_state(0, batch=3, k=3, vocab=VOCAB, device="cpu")
+    token = launching._compiling.set(set() if compiled_only else None)
+    torch.use_deterministic_algorithms(True)  # fills new memory, with the largest number for integers
+    try:
+        given = rows.tokens, rows.lengths, rows.finish, rows.draft_tokens
+        ids, positions, _ = feed_rows(*given, limit=20, vocab=VOCAB, first=-1, queries=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        launching._compiling.reset(token)
+    for each in (ids, positions):
+        assert each.shape == (3, 2)
+        assert bool((each == 0).all()) == compiled_only

@@ -23,7 +23,16 @@ from fastspec.step import StepModules
 from tests.helpers.heads import engine_with
 from tests.helpers.heads_definition import learn
 from tests.helpers.hybrid import make_hybrid
-from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_glm, write_target
+from tests.helpers.mtp import (
+    LAYERS,
+    MtpDefinition,
+    add_to,
+    mtp_of_transformers,
+    random_mtp,
+    stored_names,
+    write_glm,
+    write_target,
+)
 from tests.proposers import test_eagle3
 from tests.proposers.test_eagle3 import CAPS, GIVEN, Seen, uneven, watched, wrong_drafts
 from tests.proposers.test_head_law import TableHead, TableTarget
@@ -82,15 +91,14 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    from transformers.modeling_layers import MtpModel
-
+    kind = mtp_of_transformers()
     path = tmp_path_factory.mktemp("hybrid")
     live = make_hybrid("qwen3_5")
     live.config.num_mtp_layers, live.config.mtp_layer_types = 1, ["full_attention"]
     live.save_pretrained(path)
     add_to(path, stored_names("mtp", random_mtp(live, neutral=0.0), 0))
     main = Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return path, TheirTruth(main, MtpModel.from_pretrained(main))
+    return path, TheirTruth(main, kind.from_pretrained(main))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import fastspec.runtime.request as request_module
 from fastspec import FastSpecGenerator
 from fastspec.graphs.keys import StepKey, describe
 from fastspec.graphs.runner import EagerRunner
@@ -168,6 +169,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     monkeypatch.setattr(
         Engine, "prefill_row", lambda *args, **options: None
     )  # which takes long here, and tells nothing
+    monkeypatch.setattr(request_module, "LONG_PROMPT", 10**6)  # no step is a plain one because its prompt is long
     engine = replace(tiny_engine(batch=2, max_length=40_000), runner=Recorder())
     for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
         assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first

@@ -17,7 +17,7 @@ are those of the row alone.
 
 New K and V are stored by the CTA whose splits they lie in; its loading warp waits for that before it loads such a tile.
 
-Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Four more warps make tiles of 16 bits of them, exactly, in a
+Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Two more warps make tiles of 16 bits of them, exactly, in a
 second ring of shared memory, which the others multiply: so a row has the bits of a cache that holds those numbers.
 """
 
@@ -337,7 +337,7 @@ def shares_kernel(
                 )),
                 (widen_tiles, (loaded, pipeline, share, SPLIT_SIZES)),
             ],
-            [1, 4], [40, 104],
+            [1, 2], [40, 40],
         )
     else:
         gl.warp_specialize(

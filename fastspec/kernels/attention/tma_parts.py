@@ -16,7 +16,8 @@ from fastspec.kernels.attention.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
-WIDENING_WARPS = gl.constexpr(4)  # that make tiles of 8 bits tiles of 16
+SLICES = gl.constexpr(8)  # of a tile that is widened, one after the other: registers are few
+WIDENING_WARPS = gl.constexpr(2)  # that make tiles of 8 bits tiles of 16
 
 
 class Pipeline(NamedTuple):
@@ -212,7 +213,7 @@ def load_tiles(
 
 @gluon.jit
 def _widened_tile(tile, DTYPE: gl.constexpr):
-    """A tile [KEYS, D] of e4m3 numbers as values of DTYPE: a thread takes 16 of a key at a time."""
+    """Rows [N, D] of e4m3 numbers as values of DTYPE: a thread takes 16 of a key at a time."""
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [WIDENING_WARPS, 1], [1, 0])
     INTO: gl.constexpr = widening_of_four(DTYPE)
@@ -230,10 +231,12 @@ def _widen(narrow, wide, step):
     WIDE: gl.constexpr = wide.tiles.shape[0]
     source, target = step % STAGES, step % WIDE
     mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
-    values = _widened_tile(narrow.tiles.index(source), wide.tiles.dtype)
     if step >= WIDE:
         mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-    wide.tiles.index(target).store(values)
+    ROWS: gl.constexpr = wide.tiles.shape[1] // SLICES
+    for i in gl.static_range(SLICES):
+        values = _widened_tile(narrow.tiles.index(source).slice(i * ROWS, ROWS), wide.tiles.dtype)
+        wide.tiles.index(target).slice(i * ROWS, ROWS).store(values)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(narrow.free.index(source), count=1)

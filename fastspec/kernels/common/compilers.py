@@ -45,12 +45,13 @@ class Compilers(Executor):
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: in this process
-        for _ in range(HERE):
-            self._places.put(None)
+        self._living = 0  # processes that are ready; while there are any, this one only asks them
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
         self._beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: threading.Thread | None = None
+        if not now or not self._count:
+            self._compile_here()
         if now:
             self.begin()
 
@@ -68,7 +69,12 @@ class Compilers(Executor):
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             command = [sys.executable, "-c", _BEGIN, repr(sys.path), _cache(), *map(str, ends)]
             # of a session of its own: so that all of them end together, and an interrupt is this process's alone
-            self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
+            try:
+                self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
+            except OSError:  # no memory, or no right to
+                self._count = 0
+                self._compile_here()
+                return
             for _, theirs in pipes:
                 theirs.close()
             self._waiting = threading.Thread(target=self._welcome, args=([ours for ours, _ in pipes],), daemon=True)
@@ -92,8 +98,12 @@ class Compilers(Executor):
                 if place is not None:
                     place.close()
 
+    def _compile_here(self) -> None:
+        for _ in range(HERE):
+            self._places.put(None)
+
     def _welcome(self, asked: list[Connection]) -> None:
-        """Gives out each process when it says that it is ready; closes those that end before."""
+        """Gives out each process when it says that it is ready; in place of one that ends before, this one compiles."""
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"
@@ -102,21 +112,30 @@ class Compilers(Executor):
                     one.recv_bytes()
                 except (EOFError, OSError):
                     one.close()
+                    self._places.put(None)
                 else:
+                    self._count_living(1)
                     self._places.put(one)
 
     def _compile(self, compiling: Callable[[], Any]) -> Any:
         place = self._places.get()
+        ended = place is not None and not _asked(place, compiling)
         try:
-            if place is not None and not _asked(place, compiling):
-                place = None  # it has ended, and from now on there is one more place here
             start = time.perf_counter()
             compiled = compiling()
             if place is None and time.perf_counter() - start > SLOW:
                 self.begin()
             return compiled
         finally:
-            self._places.put(place)
+            if ended:
+                self._count_living(-1)
+                self._places.put(None)
+            elif place is not None or not self._living:
+                self._places.put(place)
+
+    def _count_living(self, more: int) -> None:
+        with self._beginning:
+            self._living += more
 
 
 def _asked(process: Connection, compiling: Callable[[], Any]) -> bool:

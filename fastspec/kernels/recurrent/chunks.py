@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastspec.kernels.recurrent.parts import span
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, span
 
 
 class Prepared(NamedTuple):
@@ -77,14 +77,16 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         new = tl.sum(factors[:, :, None] * inverse, axis=1)
         inverse = tl.where(here, inverse - new[:, None, :], inverse)
     diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    at = tl.arange(0, CHUNK) // 16
-    off = tl.where(at[:, None] == at[None, :], 0.0, a)
-    joins = tl.dot(diagonal, off, input_precision=PRECISION)
     whole = diagonal
-    if BLOCKS > 2:  # else N^2 is 0 already
-        twice = tl.dot(joins, joins, input_precision=PRECISION)
-        whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
-    return whole - tl.dot(joins, whole, input_precision=PRECISION)
+    if BLOCKS > 1:
+        at = tl.arange(0, CHUNK) // 16
+        off = tl.where(at[:, None] == at[None, :], 0.0, a)
+        joins = tl.dot(diagonal, off, input_precision=PRECISION)
+        if BLOCKS > 2:  # else N^2 is 0 already
+            twice = tl.dot(joins, joins, input_precision=PRECISION)
+            whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+        whole -= tl.dot(joins, whole, input_precision=PRECISION)
+    return whole
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -103,7 +105,7 @@ def solve_kernel(
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
     if begin < count:

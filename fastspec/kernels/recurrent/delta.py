@@ -22,7 +22,7 @@ from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, gates, row_of, span, units
 from fastspec.shapes import DeltaRule
 
-STEP_TILE, WARPS = 4096, 4  # elements of the state that one program holds, and its warps
+STEP_TILE, WARPS = 2048, 1  # elements of the state that one program holds, and its warps
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

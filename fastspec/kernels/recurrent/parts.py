@@ -10,7 +10,8 @@ import triton.language as tl
 from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
-_SCANNED = tl.constexpr(64)  # tokens whose mask is loaded at once
+_OF_STEPS = tl.constexpr(64)  # tokens whose mask is loaded at once: of a step, and of a prompt
+OF_PROMPTS = tl.constexpr(1024)
 
 
 class Weights(NamedTuple):
@@ -32,12 +33,12 @@ class Where(NamedTuple):
 
 
 @triton.jit
-def span(mask_ptr, num_tokens):
+def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
     """The first token of a row that the write mask has, and how many it has."""
     first = num_tokens
     count = num_tokens * 0
-    for start in range(0, num_tokens, _SCANNED):
-        at = start + tl.arange(0, _SCANNED)
+    for start in range(0, num_tokens, SCANNED):
+        at = start + tl.arange(0, SCANNED)
         counts = tl.load(mask_ptr + at, mask=at < num_tokens, other=0).to(tl.int32)
         first = tl.minimum(first, tl.min(tl.where(counts != 0, at, num_tokens), axis=0))
         count += tl.sum(counts, axis=0)

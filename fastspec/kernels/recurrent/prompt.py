@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,15 +18,35 @@ from torch import Tensor
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.chunks import Chunks, Prepared, solve_kernel
 from fastspec.kernels.recurrent.delta import sizes_of
-from fastspec.kernels.recurrent.parts import Weights, Where, convs, gates, span, units
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, Weights, Where, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule
 
 _PREPARED = 16  # tokens of one program of `_prepare_kernel`
-CHUNK, BLOCK = 32, 32  # positions of a chunk, a divisor of DELTA_CHUNK; values of one program of `_scan_kernel`
-PRECISION = "bf16x3"
-SOLVE_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 _KEPT = 1024  # channels of one program of `_keep_kernel`
+
+
+class Plan(NamedTuple):
+    """How chunks are computed.
+
+    Attributes:
+        chunk: positions of a chunk, a divisor of DELTA_CHUNK.
+        block: values of one program of the scan.
+        solve_warps, scan_warps, stages: of the launches.
+        precision: how fp32 is multiplied.
+    """
+
+    chunk: int
+    block: int
+    solve_warps: int
+    scan_warps: int
+    stages: int
+    precision: str
+
+
+# measured on an H100; products of bf16 halves leave out what is below 2^-16 of a factor, much less than 16 bits keep
+IN_16_BITS = Plan(chunk=32, block=16, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
+IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not timed
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,7 +69,7 @@ def _prepare_kernel(
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first that is not masked
     there = token < count
     if tl.program_id(0) * TOKENS < count:
@@ -110,7 +132,7 @@ def _scan_kernel(
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
     value = tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     states_ptr = where.states + (tl.load(where.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
     within = key[:, None] + value[None, :] * KEY_DIM  # here a state is [keys, values]
     whole = has_key[:, None] & has_value[None, :]
@@ -176,7 +198,7 @@ def _keep_kernel(
     Those of the last tokens before `kept.at` as well.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
+    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     t = first + count - 1 - tl.program_id(1)
     if (t >= first) & (count > 0):
         position = tl.load(where.positions + row * num_tokens + t)
@@ -224,13 +246,15 @@ def prompt_rule(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    precision = "ieee" if product.dtype == torch.float32 else PRECISION
-    pieces = triton.cdiv(tokens + CHUNK - 1, CHUNK)
+    plan = IN_FP32 if product.dtype == torch.float32 else IN_16_BITS
+    precision = "ieee" if product.device.type == "cpu" else plan.precision  # the interpreter has one precision
+    chunk, products = plan.chunk, dict[str, Any](CHUNK=plan.chunk, PRECISION=precision)
+    pieces = triton.cdiv(tokens + chunk - 1, chunk)
 
     def of_chunk(*shape: int) -> Tensor:
-        return torch.empty(batch, pieces, rule.value_heads, CHUNK, *shape, dtype=torch.float32, device=product.device)
+        return torch.empty(batch, pieces, rule.value_heads, chunk, *shape, dtype=torch.float32, device=product.device)
 
-    chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(CHUNK), of_chunk())
+    chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(chunk), of_chunk())
     launch(
         solve_kernel,
         (pieces, rule.value_heads, batch),
@@ -239,13 +263,12 @@ def prompt_rule(
         chunks,
         tokens,
         **sizes,
-        CHUNK=CHUNK,
-        PRECISION=precision,
-        num_warps=SOLVE_WARPS,
+        **products,
+        num_warps=plan.solve_warps,
     )
     launch(
         _scan_kernel,
-        (batch, rule.value_heads, triton.cdiv(rule.value_dim, BLOCK)),
+        (batch, rule.value_heads, triton.cdiv(rule.value_dim, plan.block)),
         where,
         ready,
         chunks,
@@ -255,12 +278,11 @@ def prompt_rule(
         pieces,
         **sizes,
         SLOTS=where.states.shape[1],
-        CHUNK=CHUNK,
-        BLOCK=BLOCK,
+        **products,
+        BLOCK=plan.block,
         KEEPS=kept is not None,
-        PRECISION=precision,
-        num_warps=SCAN_WARPS,
-        num_stages=SCAN_STAGES,
+        num_warps=plan.scan_warps,
+        num_stages=plan.stages,
     )
     launch(
         _keep_kernel,

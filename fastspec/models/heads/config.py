@@ -84,7 +84,7 @@ def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int
     Raises:
         UnsupportedModel: a setting that changes the arithmetic and is not implemented.
     """
-    from fastspec.models.llama_config import config_class
+    from fastspec.models.config_classes import config_class
 
     family = "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama"
     read = {name: inner[name] for name in _READ if inner.get(name) is not None}

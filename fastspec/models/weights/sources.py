@@ -386,7 +386,7 @@ def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
 
-    from fastspec.models.llama_config import config_class
+    from fastspec.models.config_classes import config_class
 
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     family = FAMILIES.get(raw["model_type"])

@@ -110,7 +110,8 @@ def test_passes_are_the_definition(variant: str, layout: str, target: Path, tmp_
     assert torch.equal(best, definition.logits(x).argmax(-1))
 
     model.cache.keys.fill_(torch.nan)
-    model.absorb(g[None, :7], fed(following, 0, 7))
+    made = model.absorb(g[None, :7], fed(following, 0, 7))
+    torch.testing.assert_close(model.resumed(made[:, 6:], fed(following * 0, 6, 7))[0, 0], x[6], **CLOSE)
     for row in range(7, ROWS):
         one = model.drafted(g[None, row : row + 1], fed(following, row, row + 1))
         torch.testing.assert_close(one[0, 0], x[row], **CLOSE)

@@ -25,7 +25,16 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.shapes import UNTILED, ForwardBatch
 from tests.helpers.checkpoints import make_model
 from tests.helpers.hybrid import make_hybrid
-from tests.helpers.mtp import LAYERS, MtpDefinition, add_to, random_mtp, stored_names, write_glm, write_target
+from tests.helpers.mtp import (
+    LAYERS,
+    MtpDefinition,
+    add_to,
+    mtp_of_transformers,
+    random_mtp,
+    stored_names,
+    write_glm,
+    write_target,
+)
 
 ROWS = 11
 # sums of some hundred products in fp32, in another order, through one layer
@@ -83,7 +92,8 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
     assert torch.equal(best, definition.logits(x).argmax(-1))
 
     model.cache.keys.fill_(torch.nan)
-    model.absorb(g[None, :7], fed(following, 0, 7))
+    made = model.absorb(g[None, :7], fed(following, 0, 7))
+    torch.testing.assert_close(model.resumed(made[:, 6:], fed(following * 0, 6, 7))[0, 0], x[6], **CLOSE)
     for row in range(7, ROWS):
         one = model.drafted(g[None, row : row + 1], fed(following, row, row + 1))
         torch.testing.assert_close(one[0, 0], x[row], **CLOSE)
@@ -94,14 +104,13 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_the_layer_of_a_hybrid_is_that_of_transformers(tmp_path: Path) -> None:
     """Attention with an output gate, norms of 1 + w, heads that are turned in part."""
-    from transformers.modeling_layers import MtpModel
-
+    kind = mtp_of_transformers()
     live = make_hybrid("qwen3_5")
     live.config.num_mtp_layers, live.config.mtp_layer_types = 1, ["full_attention"]  # as other families' configs have
     live.save_pretrained(tmp_path)
     add_to(tmp_path, stored_names("mtp", random_mtp(live, neutral=0.0), 0))
     main = Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    theirs = MtpModel.from_pretrained(main)
+    theirs = kind.from_pretrained(main)
     model, _ = built(tmp_path)
     compare(model, theirs, main.config)
 

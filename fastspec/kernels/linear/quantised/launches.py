@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.launch import described, launch
-from fastspec.kernels.linear.launches import Call, gpu_of
+from fastspec.kernels.linear.launches import GLUON_TYPE, Call, gpu_of
+from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.squares import norm_before
 from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_ring_kernel, codes_sum_kernel, raised_kernel
 
 
@@ -33,12 +33,8 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     tile = tile or plan.launch_of(codes.form, codes.group, n, k, rows, gpu_of(call.x.device), whole)
     split = plan.split_of(codes.form, n, k)
     x, row_factors = call.x, None
-    gamma, eps = None, 0.0
-    if call.norm is not None and isinstance(tile, Tile) and tile.blocks == 1:
-        gamma, eps = call.norm[0].view(torch.int32), call.norm[1]
-    elif call.norm is not None:
-        unit = 32 if codes.group == 32 and codes.form == "int4" else 64
-        x, row_factors = norm_before(x, *call.norm, split.split_k, split.k_tile, unit, pdl)
+    if call.norm is not None:
+        x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
     if isinstance(tile, Wide):
         _run_wide(replace(call, x=x), row_factors, tile, pdl)
         return
@@ -54,8 +50,8 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     launch(
         quantised_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
-        Given(x.view(torch.int32), gamma, codes.words, codes.factors, codes.scales, codes.zeros),
-        Ends(row_factors, eps, call.bias, call.residual, call.out, call.argmax_keys),
+        Given(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
+        Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
@@ -81,9 +77,9 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     if scales is not None:
         scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
     zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
-    ends = Ends(row_factors, None, call.bias, call.residual, call.out, call.argmax_keys)
+    ends = Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys)
     apart = split.split_k // tile.ways
-    parts = call.x.new_empty(apart, rows, n, dtype=torch.float32) if apart > 1 else None
+    parts = call.x.new_empty(split.split_k, rows, n, dtype=torch.float32) if apart > 1 else None
     pieces = 1 if codes.form == "int4" else 2
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form}
     shape |= {"GROUP": (codes.group, 1 if codes.scales is None else codes.scales.shape[2])}
@@ -100,7 +96,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
         described(x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
-        Given(None, None, None, codes.factors, scales, zeros),
+        Given(None, None, codes.factors, scales, zeros),
         ends,
         parts,
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
@@ -110,10 +106,8 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
         **options,
     )
     if parts is not None:
-        grid = (rows, cdiv(n, 512))
-        launch(
-            codes_sum_kernel, grid, parts, codes.factors, ends, rows, N=n, WAYS=apart, PDL=pdl, num_warps=4, **options
-        )
+        shape = {"N": n, "WAYS": split.split_k, "PDL": pdl, "num_warps": 4, **options}
+        launch(codes_sum_kernel, (rows, cdiv(n, 512)), parts, codes.factors, ends, rows, **shape)
 
 
 def _words_of_scales(codes: PackedCodes) -> int:

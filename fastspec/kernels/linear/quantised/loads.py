@@ -52,15 +52,11 @@ def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.co
 
 
 @gluon.jit
-def all_rows_in(
-    at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr, gamma_at, gamma_of
-):  # fmt: skip
-    """`rows_in` of each 8 rows, one after the other, and of a norm's weight where there is one."""
+def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
+    """`rows_in` of each 8 rows, one after the other."""
     rows = ()
     for b in gl.static_range(len(of)):
         rows = rows + rows_in(at, of[b], first, inside, RAGGED, KT, UNIT)
-    if gamma_at is not None:
-        rows = rows + rows_in(gamma_at, gamma_of, first, inside, RAGGED, KT, UNIT)
     return rows
 
 

@@ -57,9 +57,10 @@ class Wide:
     registers: int
 
 
-WIDE_FROM = 9  # rows of x
+WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # rows of x
 WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
-# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers
+# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits, whose sums of x are as much work as
+# one of 64 weight rows, take the first with 64 rows, too
 WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
 SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
 
@@ -138,7 +139,7 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
     Args:
         whole: a CTA must make all sums of K.
     """
-    if rows < WIDE_FROM or gpu.capability != (9, 0) or group not in WIDE_FORMS.get(form, ()):
+    if rows < WIDE_FROM.get(form, rows + 1) or gpu.capability != (9, 0) or group not in WIDE_FORMS.get(form, ()):
         return tile_of(form, n, k, rows)
     return wide_of(form, n, k, rows, gpu.multiprocessors, whole)
 
@@ -148,7 +149,7 @@ def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wid
     room = 16
     while room < min(rows, MOST_ROWS):
         room *= 2
-    weight_rows, warps, resident, registers = WIDE_SHAPES[room]
+    weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in WIDE else 32]
     split, tiles = split_of(form, n, k).split_k, cdiv(n, weight_rows) * cdiv(rows, room)
     apart = 1
     while not whole and 2 * apart <= split and tiles * 2 * apart <= sms * resident:

@@ -2,8 +2,7 @@
 
 As `linear.small_m`, from which it differs in three ways. What a lane loads are codes, and the words they become are the
 operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
-own, and acc = fma(scale, sum, acc). And the norm of 8 rows takes its squares from the tensor core (squares.py); of more
-rows it is a kernel of its own, in front.
+own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
 
 How bits come about: S sums of every S-th slab of KT values, each in ascending order, then added in order. Neither the
 number of rows nor the place of one among them has a say.
@@ -22,10 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.linear.epilogue import (
     addends,
-    column_layout,
     enter_keys,
     loaded_factor,
-    row_factor,
     row_operand,
     settle_keys,
     weight_numbers,
@@ -51,7 +48,6 @@ from fastspec.kernels.linear.quantised.loads import (
     starts_of,
     weight_offsets,
 )
-from fastspec.kernels.linear.quantised.squares import factors_of, squared, times
 from fastspec.kernels.linear.small_m import sum_of_ways
 
 UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
@@ -64,12 +60,10 @@ class Given(NamedTuple):
 
     Attributes:
         x: int32 words [M, K / 2] of bf16.
-        gamma: int32 words [K / 2] of a norm's weight, where the kernel has one block of rows and normalises itself.
         words, factors, scales, zeros: as `PackedCodes` has them.
     """
 
     x: Any
-    gamma: Any
     words: Any
     factors: Any
     scales: Any
@@ -81,14 +75,12 @@ class Ends(NamedTuple):
 
     Attributes:
         row_factors: fp32 [M], of a norm whose weight is in x already.
-        eps: of the norm that the kernel makes itself.
         bias: [N]. residual: [M, width].
         out: [M, width], or int64 tokens where `keys` is given.
         keys: int64 [M + 1].
     """
 
     row_factors: Any
-    eps: Any
     bias: Any
     residual: Any
     out: Any
@@ -124,9 +116,7 @@ def _less_offset(part, total, zero, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _block(
-    sums, units, rows, gammas, scales, zeros, ones_of, right: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr
-):  # fmt: skip
+def _block(sums, units, rows, scales, zeros, ones_of, right: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr):
     """8 rows of x with a slab: sums is (acc,), or (acc, sums of x) where these are taken off at the very end."""
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
@@ -142,13 +132,7 @@ def _block(
         if GROUPS > 0 and u % EACH == 0:
             part = gl.zeros(acc.shape, gl.float32, mma)
             total = gl.zeros([S, 16, BLOCK], gl.float32, mma)
-        if len(gammas) > 0:
-            # exact powers of two: as good on one factor as on the product
-            x = row_operand(
-                times(rows[u], raised(gammas[u], FORM, UNIT, UNIT == 32 and u % 2 == 1)), gl.bfloat16, right
-            )
-        else:
-            x = row_operand(raised(rows[u], FORM, UNIT, UNIT == 32 and u % 2 == 1), gl.bfloat16, right)
+        x = row_operand(raised(rows[u], FORM, UNIT, UNIT == 32 and u % 2 == 1), gl.bfloat16, right)
         part = mma_v2(units[u], x, part)
         if OFFSET:
             total = mma_v2(ones_of[u % len(ones_of)], x, total)
@@ -165,13 +149,12 @@ def _block(
 
 
 @gluon.jit
-def _step(sums, squares, slab, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
+def _step(sums, slab, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
           GROUP: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr, FIRST: gl.constexpr,
           RAGGED: gl.constexpr):  # fmt: skip
     """One slab for all rows: its codes are converted once.
 
-    rows: words of x that were loaded ahead, of all blocks, then of gamma; empty where they are to be loaded from x,
-        (at, offsets, inside, at and offset of gamma).
+    rows: words of x that were loaded ahead; empty where they are to be loaded from x, (at, offsets, inside).
     """
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
@@ -184,20 +167,13 @@ def _step(sums, squares, slab, rows, x, ones_of, left: gl.constexpr, right: gl.c
         if len(slab) == PIECES + 2 * GROUPS:
             zeros = zeros + (rows_of(slab[PIECES + GROUPS + g], gl.bfloat16, mma),)
     found = ()
-    gammas = ()
-    if x[3] is not None:
-        own = rows[len(sums) * UNITS :]
-        gammas = rows_in(x[3], x[4], FIRST, x[2], RAGGED, KT, UNIT) if len(rows) == 0 else own
     for b in gl.static_range(len(sums)):
         if len(rows) == 0:
             some = rows_in(x[0], x[1][b], FIRST, x[2], RAGGED, KT, UNIT)
         else:
             some = rows[b * UNITS : (b + 1) * UNITS]
-        if x[3] is not None:
-            for u in gl.static_range(UNITS):
-                squares = squared(squares, some[u], left, right)
-        found = found + (_block(sums[b], units, some, gammas, scales, zeros, ones_of, right, FORM, UNIT),)
-    return found, squares
+        found = found + (_block(sums[b], units, some, scales, zeros, ones_of, right, FORM, UNIT),)
+    return found
 
 
 @gluon.jit
@@ -295,10 +271,8 @@ def quantised_kernel(
     if BLOCKS == 1:
         loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
     xs = ()
-    gamma_at, gamma_of = given.gamma, s * (KT // 2) + k
-    squares = gl.zeros([S, 16, BLOCK], gl.float32, mma)
     for i in gl.static_range(XD):
-        xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT, gamma_at, gamma_of),)
+        xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
     ones_of = ()
     if offset_of(FORM) > 0:
         ones_of = _ones(S, FORM, UNIT, left)
@@ -310,45 +284,24 @@ def quantised_kernel(
         for _turn in range(loops):
             for i in gl.static_range(D):
                 rows, xs = _first_of(xs)
-                of_x = (x_at, x_of, x_in, gamma_at, gamma_of)
-                sums, squares = _step(
-                    sums, squares, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False
-                )
+                of_x = (x_at, x_of, x_in)
+                sums = _step(sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False)
                 ws = ws[1:] + (slab_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
                 if XD > 0:
-                    xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT, gamma_at, gamma_of),)
+                    xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
             at = moved(at, D, S, KT, FORM, GROUP, PER)
             x_at = x_at + D * STEP
-            if given.gamma is not None:
-                gamma_at = gamma_at + D * STEP
-    of_x = (x_at, x_of, x_in, gamma_at, gamma_of)
+    of_x = (x_at, x_of, x_in)
     for i in gl.static_range(REST):
         rows, xs = _first_of(xs)
-        sums, squares = _step(
-            sums,
-            squares,
-            ws[0],
-            rows,
-            of_x,
-            ones_of,
-            left,
-            right,
-            FORM,
-            GROUP,
-            KT,
-            UNIT,
-            i * STEP,
-            RAGGED and i == REST - 1,
+        sums = _step(
+            sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, RAGGED and i == REST - 1
         )
         ws = ws[1:]
         if i + D < REST:
             ws = ws + (slab_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
         if XD > 0 and i + XD < REST:
-            xs = xs + (
-                all_rows_in(
-                    x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT, gamma_at, gamma_of
-                ),
-            )
+            xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
 
     for b in gl.static_range(BLOCKS):
         first = first_row + b * BLOCK
@@ -356,10 +309,6 @@ def quantised_kernel(
         if OWN_SUM:
             acc = _less_offset(acc, sums[b][1], (), FORM)
         total = sum_of_ways(acc, TOGETHER) * factor
-        if given.gamma is not None:
-            total = total * row_factor(
-                gl.convert_layout(factors_of(squares, K, ends.eps), column_layout(like.type.layout)), like
-            )
         if ends.row_factors is not None:
             total = total * loaded_factor(ends.row_factors, first, M, like)
         if ends.keys is not None:

@@ -276,19 +276,20 @@ def _multiply(
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like, FORM)
     sums = gl.zeros([R, BM], gl.float32, like)
+    n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
+    m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
+    there = gl.expand_dims(n < N - tile * R, 1) & (m < M - first_row)
     step, loaded = 0, (pieces, scales, zeros)
-    for _ in range(WAYS):
+    for i in range(WAYS):
         step, loaded, acc = _pass(
             step, loaded, ring, given, ones, tile, way, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
-        sums += acc
-    n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
-    if parts_ptr is not None:
-        m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
-        there = gl.expand_dims(n < N - tile * R, 1) & (m < M - first_row)
-        base = parts_ptr + (way // WAYS * M + first_row).to(gl.int64) * N
-        gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), sums, mask=there, eviction_policy=STAYS)
-    else:
+        if parts_ptr is not None:  # each by itself: their order is that of all ways
+            base = parts_ptr + ((way + i) * M + first_row).to(gl.int64) * N
+            gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), acc, mask=there, eviction_policy=STAYS)
+        else:
+            sums += acc
+    if parts_ptr is None:
         factor = gl.load(given.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
@@ -310,7 +311,7 @@ def codes_ring_kernel(
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a slab
     given,  # Given of small_m.py, scales and zero points as their own dtypes
     ends,  # Ends of small_m.py
-    parts_ptr,  # fp32 [S / WAYS, M, N], or None where WAYS are all
+    parts_ptr,  # fp32 [S, M, N], or None where WAYS are all
     M,
     N,
     limit,

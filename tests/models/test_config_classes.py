@@ -1,4 +1,4 @@
-"""Configs of native types are read by transformers' classes, and Llama's by one of ours that is equal to theirs."""
+"""Configs of native types are read by transformers' classes, the commonest by ones of ours that are equal to theirs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers import LlamaConfig as Theirs
 
+from fastspec.models.config_classes import OURS, config_class
 from fastspec.models.families import FAMILIES
-from fastspec.models.llama_config import LlamaConfig, config_class
 from tests.helpers.families import COMMON, YARN
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -32,6 +32,8 @@ READ: dict[str, dict[str, Any]] = {
     "yarn": {**COMMON, "rope_parameters": YARN},
     "part of a head": {**COMMON, "partial_rotary_factor": 0.5},
     "windows": {**COMMON, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+    "windows from a layer on": {**COMMON, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "no window": {**COMMON, "use_sliding_window": True, "sliding_window": None},
     "dtype": {**COMMON, "torch_dtype": "bfloat16"},
     "newer dtype": {**COMMON, "dtype": "float16"},
     "generation": {**COMMON, "do_sample": True, "temperature": 0.5, "max_length": 7},
@@ -47,47 +49,49 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in vars(config).items() if name != "_post_init_done"}
+    """All but what says how transformers cuts a model among devices."""
+    left_out = "_post_init_done", "base_model_tp_plan"
+    return {name: value for name, value in vars(config).items() if name not in left_out}
 
 
-@pytest.mark.parametrize("what", READ)
-def test_a_config_of_llama_is_as_transformers_reads_it(what: str) -> None:
-    raw = {"model_type": "llama", **READ[what]}
-    ours, theirs = (kind.from_dict(copy.deepcopy(raw)) for kind in (LlamaConfig, Theirs))
-    assert fields_of(ours) == fields_of(theirs)
-    assert ours.to_dict() == theirs.to_dict()
+def read(kind: type[PretrainedConfig], raw: dict[str, Any]) -> object:
+    """The fields of a config, or what refuses it."""
+    given = copy.deepcopy(raw)
+    try:
+        config = kind.from_dict(given)
+    except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
+        return type(error), str(error)
+    return fields_of(config), config.to_dict()
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_transformers_refuses_is_refused_in_its_words(what: str) -> None:
-    raised = []
-    for kind in (LlamaConfig, Theirs):
-        with pytest.raises(Exception, match=r"(?s).") as caught:  # which one it is, is compared
-            kind.from_dict(copy.deepcopy({"model_type": "llama", **REFUSED[what]}))
-        raised.append((type(caught.value), str(caught.value)))
-    assert raised[0] == raised[1]
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("what", [*READ, *REFUSED])
+def test_a_config_is_read_or_refused_as_by_transformers(what: str, kind: str) -> None:
+    raw = {"model_type": kind, **{**READ, **REFUSED}[what]}
+    ours = read(OURS[kind], raw)
+    assert ours == read(CONFIG_MAPPING[kind], raw)
+    if kind == "llama":
+        assert isinstance(ours, tuple)
+        assert isinstance(ours[0], type) == (what in REFUSED), "what it is about is tried"
 
 
-def test_all_fields_of_transformers_are_there() -> None:
-    ours, theirs = (vars(kind).get("__annotations__", {}) for kind in (LlamaConfig, Theirs))
-    assert set(ours) == set(theirs)
+@pytest.mark.parametrize("kind", OURS)
+def test_tokenizers_are_found_by_the_name_of_the_class(kind: str) -> None:
+    ours, theirs = OURS[kind], CONFIG_MAPPING[kind]
+    assert (ours.__name__, ours.model_type) == (theirs.__name__, theirs.model_type)
 
 
-def test_tokenizers_are_found_by_the_name_of_the_class() -> None:
-    assert (LlamaConfig.__name__, LlamaConfig.model_type) == (Theirs.__name__, Theirs.model_type)
-
-
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(OURS)))
 def test_other_types_have_the_class_of_transformers(family: str) -> None:
     kind = FAMILIES[family].read_as or family
-    assert config_class(kind) is CONFIG_MAPPING[kind]
+    assert config_class(kind) is (OURS.get(kind) or CONFIG_MAPPING[kind])
 
 
-def test_no_native_config_imports_what_only_images_and_training_need() -> None:
+def test_these_import_nothing_that_only_images_and_training_need() -> None:
     """A process of its own: here they may have been imported by another test."""
-    kinds = [family.read_as or name for name, family in FAMILIES.items()]
+    kinds = list(OURS)
     code = (
-        "import sys; from fastspec.models.llama_config import config_class\n"
+        "import sys; from fastspec.models.config_classes import config_class\n"
         f"for kind in {kinds!r}: config_class(kind)\n"
         "print(*[name for name in ('transformers.utils.type_validators', 'transformers.modeling_utils', 'torchvision',"
         " 'torch.distributed.tensor') if name in sys.modules])"
