@@ -40,7 +40,7 @@ LIMIT = 120_000_000_000  # nanoseconds
 ALL = 2**62
 # elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
 # if all ranks get all partial sums, and a second wait
-TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
+TWO_TURNS = {2: ALL, 4: ALL, 8: ALL}  # none, until it was timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +265,13 @@ def _largest_kernel(
     tl.store(out_ptr + row.to(tl.int64) * stride, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=there)
 
 
-def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
+def exchange_added(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
+) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
-    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first.
+    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first. From `least`
+    elements on the sum goes in two turns; default: TWO_TURNS.
 
     Raises:
         ValueError: x is not contiguous fp32, or has no room.
@@ -278,7 +281,11 @@ def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room
     _check(some, room)
     out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    turns = residual is not None and out.element_size() == 2 and x.numel() // ways >= TWO_TURNS.get(room.size, ALL)
+    turns = (
+        residual is not None
+        and out.element_size() == 2
+        and some.numel() >= (TWO_TURNS[room.size] if least is None else least)
+    )
     _launch(_handed_kernel if turns else _added_kernel, some, (x, bias, residual, out), room, ways=ways)
     return out
 
