@@ -33,13 +33,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.flags import awaited, signalled
 
 BLOCK, NUM_WARPS = 1024, 4  # fixed: where a block lies in the room must not depend on the tensor
 LIMIT = 120_000_000_000  # nanoseconds
 ALL = 2**62
 # elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
 # if all ranks get all partial sums, and a second wait
-TWO_TURNS = {2: 40 * 4096, 4: 5 * 4096, 8: 4096}
+TWO_TURNS = {2: ALL, 4: ALL, 8: ALL}  # none, until it was timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,70 +71,6 @@ def blocks_of(elements: int) -> int:
 
 
 @triton.jit
-def _store_release(address, value):
-    """Stores, by one thread, behind all that the program has stored before a barrier, for every device to see."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
-        " @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, value],
-        tl.int32,
-        False,
-        1,
-    )
-
-
-@triton.jit
-def _load_acquire(address):
-    """Loads, by one thread: behind the next barrier what all load is at least as new. Other threads get 2^31 - 1."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
-        " mov.u32 $0, 0x7fffffff; @one ld.acquire.sys.global.u32 $0, [$1]; }",
-        "=&r,l",
-        [address],
-        tl.int32,
-        False,
-        1,
-    )
-
-
-@triton.jit
-def _now(zero):
-    """Nanoseconds."""
-    return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
-
-
-@triton.jit
-def _stop_after(start, limit):
-    """Ends all work of the device with an error if `limit` nanoseconds have passed since `start`."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .u64 t; .reg .pred late; mov.u64 t, %globaltimer; sub.u64 t, t, $1; setp.gt.u64 late, t, $2;"
-        " @late trap; mov.u32 $0, 0; }",
-        "=r,l,l",
-        [start, limit],
-        tl.int32,
-        False,
-        1,
-    )
-
-
-@triton.jit
-def _signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
-    """Tells a peer that all this program has stored so far is there."""
-    flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
-    _store_release(flag, epoch)
-
-
-@triton.jit
-def _awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
-    """Waits for a peer's signal."""
-    flag = tl.load(flags_ptr + RANK) + (peer * blocks + tl.program_id(0)).to(tl.int64) * 4
-    start = _now(epoch)
-    while _load_acquire(flag) < epoch:
-        _stop_after(start, limit)
-
-
-@triton.jit
 def _push_and_wait(
     value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
@@ -149,10 +86,10 @@ def _push_and_wait(
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _signalled(flags_ptr, peer, epoch, blocks, RANK)
+            signalled(flags_ptr, peer, epoch, blocks, RANK)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+            awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     tl.store(epochs_ptr + pid, epoch)
     return tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
@@ -231,7 +168,7 @@ def _handed_out(
     buffers_ptr, flags_ptr, _epochs_ptr = room
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+            awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
     total = _tree(own, mine, at, there, elements, 0, SIZE, RANK)
@@ -247,7 +184,7 @@ def _handed_out(
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _signalled(flags_ptr, peer, epoch, blocks, RANK)
+            signalled(flags_ptr, peer, epoch, blocks, RANK)
 
 
 @triton.jit
@@ -260,8 +197,8 @@ def _handed_in(
     theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, own, mask=there)
     tl.debug_barrier()
-    _signalled(flags_ptr, owner, epoch, blocks, RANK)
-    _awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
+    signalled(flags_ptr, owner, epoch, blocks, RANK)
+    awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
     narrow = _narrow(mine, out_ptr, at, BLOCK)
@@ -328,10 +265,13 @@ def _largest_kernel(
     tl.store(out_ptr + row.to(tl.int64) * stride, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=there)
 
 
-def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room) -> Tensor:
+def exchange_added(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
+) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
-    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first.
+    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first. From `least`
+    elements on the sum goes in two turns; default: TWO_TURNS.
 
     Raises:
         ValueError: x is not contiguous fp32, or has no room.
@@ -341,7 +281,11 @@ def exchange_added(x: Tensor, bias: Tensor | None, residual: Tensor | None, room
     _check(some, room)
     out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    turns = residual is not None and out.element_size() == 2 and x.numel() // ways >= TWO_TURNS.get(room.size, ALL)
+    turns = (
+        residual is not None
+        and out.element_size() == 2
+        and some.numel() >= (TWO_TURNS[room.size] if least is None else least)
+    )
     _launch(_handed_kernel if turns else _added_kernel, some, (x, bias, residual, out), room, ways=ways)
     return out
 

@@ -474,7 +474,7 @@ def exchanges(arch: int) -> Calls:
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
-            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room)
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)

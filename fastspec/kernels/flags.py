@@ -1,0 +1,70 @@
+"""Flags in memory that several GPUs reach: how a program of one tells another that what it has stored is there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _store_release(address, value):
+    """Stores, by one thread, behind all that the program has stored before a barrier, for every device to see."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
+        " @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, value],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def _load_acquire(address):
+    """Loads, by one thread: behind the next barrier what all load is at least as new. Other threads get 2^31 - 1."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
+        " mov.u32 $0, 0x7fffffff; @one ld.acquire.sys.global.u32 $0, [$1]; }",
+        "=&r,l",
+        [address],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def _now(zero):
+    """Nanoseconds."""
+    return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
+
+
+@triton.jit
+def _stop_after(start, limit):
+    """Ends all work of the device with an error if `limit` nanoseconds have passed since `start`."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u64 t; .reg .pred late; mov.u64 t, %globaltimer; sub.u64 t, t, $1; setp.gt.u64 late, t, $2;"
+        " @late trap; mov.u32 $0, 0; }",
+        "=r,l,l",
+        [start, limit],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
+    """Tells a peer that all this program has stored so far is there."""
+    flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
+    _store_release(flag, epoch)
+
+
+@triton.jit
+def awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
+    """Waits for a peer's signal."""
+    flag = tl.load(flags_ptr + RANK) + (peer * blocks + tl.program_id(0)).to(tl.int64) * 4
+    start = _now(epoch)
+    while _load_acquire(flag) < epoch:
+        _stop_after(start, limit)
