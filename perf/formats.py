@@ -74,7 +74,9 @@ def picture(folder: Path) -> Path | None:
     """Draws the newest rows of a pair's tokens per second by format, as folder / formats.png."""
     from perf import plots  # matplotlib is needed here alone
 
-    rows = [row for row in records.read("formats") if row["bench"] == "formats pair"]
+    rows = [row for row in records.read("quantised") if row["bench"] == "quantised pair"]
+    for row in rows:
+        row["target_weights"], row["draft_weights"] = row["case"].split("+")
     return plots.save("formats", folder, plots.by_format(rows))
 
 
