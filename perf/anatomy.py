@@ -29,7 +29,7 @@ KINDS = (
     ("commit", ("commit", "publish")),
     ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
     ("product", ("quantised", "dequantise")),
-    ("product", ("narrow", "wide", "ring", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
+    ("product", ("small_m", "large_m", "tma_kernel", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"

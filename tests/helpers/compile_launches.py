@@ -72,7 +72,7 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
     """Of a kernel of the packed products: when it waits, and how it reads weights."""
     wait, next_one = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
     before = ptx[: max(wait, 0)]
-    if kernel == "ring_kernel":  # the warps that multiply wait for what is fetched: their code may stand in front
+    if kernel == "tma_kernel":  # the warps that multiply wait for what is fetched: their code may stand in front
         before = before[before.rfind("st.global") + 1 :]
     found = {
         "starts_early": wait > 0,
@@ -80,7 +80,7 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
         "stays": re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None,
         "waits": ptx.count("griddepcontrol.wait"),
         "single_stores": len(re.findall(r"st\.global[\w.:]*\.b16", ptx)),
-        "product": kernel in ("narrow_kernel", "wide_kernel", "ring_kernel", "quantised_kernel"),
+        "product": kernel in ("small_m_kernel", "large_m_kernel", "tma_kernel", "quantised_kernel"),
     }
     if not found["product"]:
         return found

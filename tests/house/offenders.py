@@ -13,7 +13,7 @@ LONG_SIGNATURES = {
     "chat": 14,
     "generate": 32,
     "plan": 15,
-    "ring_kernel": 27,
+    "tma_kernel": 27,
     "serve": 14,
     "settings_of": 14,
 }

@@ -261,7 +261,8 @@ LARGE_FOLDERS = {"kernels/attention": 18, "kernels/linear": 18}  # these may onl
 # private words that the glossary of docs/architecture.md has replaced; a word joins them once no source uses it
 BANNED_WORDS = {
     *("CertainProposer", "Launched", "Outlook", "Pacer", "PassRows", "_settle", "_settle_by_fiat", "keeps_laws"),
-    *("lane", "needs_law", "readying", "take_in"),
+    *("lane", "needs_law", "readying", "take_in", "find_laws", "law_of", "race_of_few", "coin", "slab", "slabs"),
+    *("narrow_kernel", "ring_kernel", "wide_kernel"),
 }
 SPEED = re.compile(r"\d\s?(?:us|ms|[KMGT]i?B/s|tok/s|tokens (?:a|per) second)\b")
 MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 12, 20

@@ -23,7 +23,7 @@ from tests.helpers.modules import exchange
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-PRODUCTS = {"narrow_kernel", "ring_kernel", "wide_kernel", "tile_kernel"}
+PRODUCTS = {"small_m_kernel", "tma_kernel", "large_m_kernel", "tile_kernel"}
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # which can be packed
 
 
@@ -86,7 +86,7 @@ def test_wrappers_take_what_the_engine_gives(
     compile_all(make_checkpoint(tmp_path, family, **SIZES), dtype, (0, 4), 8, 300)
     assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel"} <= set(launched)
     assert "_publish_kernel" not in launched  # what ends a step publishes, log-probabilities too
-    products = {"narrow_kernel", *(("ring_kernel", "sum_kernel") if capability == (9, 0) else ("wide_kernel",))}
+    products = {"small_m_kernel", *(("tma_kernel", "sum_kernel") if capability == (9, 0) else ("large_m_kernel",))}
     assert (products <= set(launched)) == (dtype.itemsize == 2)
     assert ({"fp32_kernel", "fp32_pick_kernel"} <= set(launched)) == (dtype.itemsize == 4)
     assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))
@@ -153,7 +153,7 @@ def test_who_multiplies_chunks_of_prompts(
                 engine._pass(chunk, chunk, draft)()
             own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
             assert {"_rotate_kernel", "_flash_kernel"} < set(launched)  # not split by keys, as a step's
-            assert ("ring_kernel" in launched, "given_kernel" in launched, own in launched) == (False, False, True)
+            assert ("tma_kernel" in launched, "given_kernel" in launched, own in launched) == (False, False, True)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])

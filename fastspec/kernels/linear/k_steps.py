@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a slab of 128
+WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a K tile of 128
 
 
 @gluon.constexpr_function
@@ -18,11 +18,11 @@ def steps_of(K, S, KT, depth):
 
 
 @gluon.jit
-def place_of(step, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
-    """Where in K the step begins, in words: passes have STEPS steps, and each starts one slab further on."""
-    HALVES: gl.constexpr = SLAB // WORDS
+def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
+    """Where in K the step begins, in words: passes have STEPS steps, and each starts one K tile further on."""
+    HALVES: gl.constexpr = K_TILE // WORDS
     within = step % STEPS
-    return step // STEPS * SLAB + within // HALVES * (S * SLAB) + within % HALVES * WORDS
+    return step // STEPS * K_TILE + within // HALVES * (S * K_TILE) + within % HALVES * WORDS
 
 
 @gluon.jit

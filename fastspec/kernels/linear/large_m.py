@@ -1,7 +1,7 @@
 """Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same. There each of
-S warps takes every S-th slab of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
+S warps takes every S-th K tile of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
 
 Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
 """
@@ -86,26 +86,26 @@ def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(depth):
-    """Buffers of x that take turns: they come round within `depth` slabs."""
+    """Buffers of x that take turns: they come round within `depth` K tiles."""
     return min(count for count in range(2, depth + 1) if depth % count == 0)
 
 
 @gluon.jit
-def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
     """Sends for the weights of a step; zeros come where there is none, of the pass or of K.
 
     Args:
         zero: of shape [1, 1, 1], for a mask must be a tensor.
     """
-    place = place_of(step, STEPS, SLAB, S)
+    place = place_of(step, STEPS, K_TILE, S)
     there = (zero + place < K // 2) & (step < S * STEPS)
     copy_to_shared(to, at + place * 16 + of, mask=there)
 
 
 @gluon.jit
-def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr):
+def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
     """Words of each group of rows of x, [1, GROUP, WORDS]; zero where there is no row and beyond K."""
-    place = place_of(step, STEPS, SLAB, S)
+    place = place_of(step, STEPS, K_TILE, S)
     there = place < K // 2
     loaded = ()
     for i in gl.static_range(len(valid)):
@@ -146,7 +146,7 @@ def _passed(
     right: gl.constexpr,
     K: gl.constexpr,
     STEPS: gl.constexpr,
-    SLAB: gl.constexpr,
+    K_TILE: gl.constexpr,
     S: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
@@ -160,9 +160,9 @@ def _passed(
                 here[j].store(rows[j])
             # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is read
             async_copy.wait_group(D - 2)
-            _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, SLAB, S)
+            _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, K_TILE, S)
             async_copy.commit_group()
-            rows = _fetched(x_at, x_of, valid, first + (i + 1), K, STEPS, SLAB, S)
+            rows = _fetched(x_at, x_of, valid, first + (i + 1), K, STEPS, K_TILE, S)
             accs = _products(accs, ring[i], here, nil, left, right, DTYPE)
     return accs, rows
 
@@ -198,7 +198,7 @@ def _unstashed(stashes, like):
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
-def wide_kernel(
+def large_m_kernel(
     given,  # Rows of launches.py; gamma is in x already
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     ends,  # Ends of launches.py
@@ -226,7 +226,7 @@ def wide_kernel(
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    SLAB: gl.constexpr = KT // 2  # words
+    K_TILE: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, D)
     copy: gl.constexpr = _copy_layout(R, WORDS, WARPS)
     stage: gl.constexpr = _stage_layout(GROUP, WORDS, WARPS)
@@ -254,12 +254,12 @@ def wide_kernel(
         shared = shared + (_buffers(GROUP, GROUPS),)
 
     for i in gl.static_range(D - 1):
-        _copied(ring[i], w_at, w_of, zero, i, K, STEPS, SLAB, S)
+        _copied(ring[i], w_at, w_of, zero, i, K, STEPS, K_TILE, S)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    rows = _fetched(x_at, x_of, valid, 0, K, STEPS, SLAB, S)
+    rows = _fetched(x_at, x_of, valid, 0, K, STEPS, K_TILE, S)
     stashes = _stashes(zeros)
     some = stashes  # of ways that are added up first
     if TOGETHER > 1:
@@ -269,7 +269,7 @@ def wide_kernel(
             number = group * TOGETHER + each
             accs, rows = _passed(
                 *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, zero, ring, shared, M >> 31),
-                *(left, right, K, STEPS, SLAB, S, DTYPE),
+                *(left, right, K, STEPS, K_TILE, S, DTYPE),
             )
             _stashed(some, accs)
         if TOGETHER > 1:

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 from fastspec.kernels.common.launch import described, launch, multiprocessors
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear import plan
-from fastspec.kernels.linear.large_m import wide_kernel
+from fastspec.kernels.linear.large_m import large_m_kernel
 from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.plan import Gpu, Small, Split, Tile, Tma
-from fastspec.kernels.linear.small_m import narrow_kernel
+from fastspec.kernels.linear.small_m import small_m_kernel
 from fastspec.kernels.linear.split_k import Parts, add_up, permuted_rows
-from fastspec.kernels.linear.tma_sm90 import ring_kernel
+from fastspec.kernels.linear.tma_sm90 import tma_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 Norm = tuple[Tensor, float]  # weight [K] and epsilon
@@ -100,7 +100,7 @@ class Call:
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
     """Constants that all kernels of products have."""
     k = call.x.shape[1]
-    cut = {"K": k, "S": split.split_k, "KT": split.slab(k), "TOGETHER": split.pairwise}
+    cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "TOGETHER": split.pairwise}
     return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
@@ -141,13 +141,13 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         }
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
-        launch(narrow_kernel, grid, *operands, *numbers, loops, **shape, **options)
+        launch(small_m_kernel, grid, *operands, *numbers, loops, **shape, **options)
         return
     grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
     turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
     shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps}
-    launch(wide_kernel, grid, *operands, *numbers, turns, **shape, **options)
+    launch(large_m_kernel, grid, *operands, *numbers, turns, **shape, **options)
 
 
 def permuted_for(
@@ -192,7 +192,7 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
     shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
     launch(
-        ring_kernel,
+        tma_kernel,
         (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.linear.epilogue import add_squares, added_up, folded, no_squares, root_scale, times_gamma
 
-BLOCK = gl.constexpr(16)  # slabs of x in flight
+BLOCK = gl.constexpr(16)  # K tiles of x in flight
 
 
 @gluon.constexpr_function
@@ -39,7 +39,7 @@ def norm_kernel(
     DTYPE: gl.constexpr,
 ):
     """One row: x * gamma, and 1 / root of the mean of x's squares."""
-    RUNS: gl.constexpr = KT // 8  # in a slab: what one lane of the product loads at once
+    RUNS: gl.constexpr = KT // 8  # in a K tile: what one lane of the product loads at once
     WARPS: gl.constexpr = _warps(S * RUNS)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     STEP: gl.constexpr = S * KT // 2
@@ -71,12 +71,12 @@ def norm_kernel(
 
 
 def norm_rows(
-    x: Tensor, gamma: Tensor, eps: float, ways: int, slab: int, dtype: gl.dtype, pdl: bool
+    x: Tensor, gamma: Tensor, eps: float, ways: int, k_tile: int, dtype: gl.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """x [M, K], gamma [K] -> (x * gamma [M, K] in x's dtype, fp32 [M] 1 / sqrt(mean(x^2) + eps)).
 
     Args:
-        x, gamma: bf16 or fp16, contiguous. ways, slab: the split of K that the product will have.
+        x, gamma: bf16 or fp16, contiguous. ways, K tile: the split of K that the product will have.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -86,8 +86,8 @@ def norm_rows(
         *(each.view(torch.int32) for each in (x, gamma, scaled)),
         factor,
         eps,
-        **{"K": k, "S": ways, "KT": slab, "PDL": pdl, "DTYPE": dtype},
-        num_warps=max(1, ways * slab // 256),
+        **{"K": k, "S": ways, "KT": k_tile, "PDL": pdl, "DTYPE": dtype},
+        num_warps=max(1, ways * k_tile // 256),
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )

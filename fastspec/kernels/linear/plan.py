@@ -58,7 +58,7 @@ class Split:
         """`pairwise`, or 0 where K is cut into runs, as kernels are told that add up all sums."""
         return 0 if self.runs else self.pairwise
 
-    def slab(self, k: int) -> int:
+    def tile_of_k(self, k: int) -> int:
         """Consecutive values of K that belong to one sum."""
         return k // self.split_k if self.runs else self.k_tile
 

@@ -1,7 +1,7 @@
 """Packed product for up to 16 rows of x (any number in blocks): fragments straight into registers, warps split K.
 
-One program owns R weight rows. S warps take slabs of KT values of K in turn, a slab's 16 contiguous bytes of a lane
-are that lane's operands of the tensor core, and no byte of weights or of x passes through shared memory. D slabs of
+One program owns R weight rows. S warps take K tiles of KT values of K in turn, a K tile's 16 contiguous bytes of a lane
+are that lane's operands of the tensor core, and no byte of weights or of x passes through shared memory. D K tiles of
 weights are on their way before the kernel waits for the one before it. With a norm the squares of x are summed beside
 the products, or AHEAD of them, while the first weights are still to arrive.
 """
@@ -34,13 +34,13 @@ from fastspec.kernels.linear.epilogue import (
 )
 from fastspec.kernels.linear.k_steps import by_groups
 
-UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
-SQUARED = gl.constexpr(4)  # slabs of x in flight while their squares are summed
+UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
+SQUARED = gl.constexpr(4)  # K tiles of x in flight while their squares are summed
 
 
 @gluon.jit
 def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Words at offsets `of` from `at`, zero where `k` says that a slab reaches beyond K."""
+    """Words at offsets `of` from `at`, zero where `k` says that a K tile reaches beyond K."""
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
     else:
@@ -106,17 +106,17 @@ def _row_sums(total):
 
 @gluon.jit
 def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
-    slabs = ()
+    k_tiles = ()
     for i in gl.static_range(N):
-        slabs = slabs + (words_at(at, of + i * STEP, k, RAGGED and i == N - 1, ""),)
+        k_tiles = k_tiles + (words_at(at, of + i * STEP, k, RAGGED and i == N - 1, ""),)
     for i in gl.static_range(N):
-        total = add_squares(total, _runs(slabs[i]), DTYPE)
+        total = add_squares(total, _runs(k_tiles[i]), DTYPE)
     return total
 
 
 @gluon.jit
 def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """One slab: weight rows^T is added to sums[0], and to sums[1], where there is one, the squares of the rows."""
+    """One K tile: weight rows^T is added to sums[0], and to sums[1], where there is one, the squares of the rows."""
     rows = given[0]
     if len(given) == 2:
         rows = times_gamma(given[0], given[1], DTYPE)
@@ -142,7 +142,7 @@ def sum_of_ways(acc, TOGETHER: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
-def narrow_kernel(
+def small_m_kernel(
     given,  # Rows of launches.py
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     ends,  # Ends of launches.py
@@ -157,8 +157,8 @@ def narrow_kernel(
     TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: ways are parts of K, and a tree
     R: gl.constexpr,
     BM: gl.constexpr,
-    D: gl.constexpr,  # slabs of weights in flight
-    XD: gl.constexpr,  # slabs of x in flight
+    D: gl.constexpr,  # K tiles of weights in flight
+    XD: gl.constexpr,  # K tiles of x in flight
     AHEAD: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -175,7 +175,7 @@ def narrow_kernel(
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    RUNS: gl.constexpr = TOGETHER == 0  # a warp's slabs follow one another
+    RUNS: gl.constexpr = TOGETHER == 0  # a warp's K tiles follow one another
     STEP: gl.constexpr = W if RUNS else S * W
     APART: gl.constexpr = T * W if RUNS else W  # words between where two warps begin
 

@@ -149,10 +149,10 @@ def given_kernel(
     DTYPE: gl.constexpr,
 ):
     """What one way of the product behind multiplies of a row."""
-    SLAB: gl.constexpr = KT // 2  # words
+    K_TILE: gl.constexpr = KT // 2  # words
     way, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
-    place = word // SLAB * (S * SLAB) + way * SLAB + word % SLAB
+    place = word // K_TILE * (S * K_TILE) + way * K_TILE + word % K_TILE
     i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     n = i // KT * (S * KT) + way * KT + i % KT
     words_at = row.to(gl.int64) * (K // 2)
@@ -174,13 +174,13 @@ def given_kernel(
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-        squares = no_squares(gl.full([SLAB // 4, 4], 0, gl.int32, layout=lanes))
+        squares = no_squares(gl.full([K_TILE // 4, 4], 0, gl.int32, layout=lanes))
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-        for first in gl.static_range(0, (K // 2 + S * SLAB - 1) // (S * SLAB) * SLAB, SLAB):
-            some = gl.reshape(mine.slice(first, SLAB).load(flat), [SLAB // 4, 4])
+        for first in gl.static_range(0, (K // 2 + S * K_TILE - 1) // (S * K_TILE) * K_TILE, K_TILE):
+            some = gl.reshape(mine.slice(first, K_TILE).load(flat), [K_TILE // 4, 4])
             squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
-        together: gl.constexpr = gl.BlockedLayout([1, SLAB // 4], [1, 32], [1, WARPS], [1, 0])
-        square = folded(gl.convert_layout(gl.reshape(squares, [1, SLAB // 4]), together))
+        together: gl.constexpr = gl.BlockedLayout([1, K_TILE // 4], [1, 32], [1, WARPS], [1, 0])
+        square = folded(gl.convert_layout(gl.reshape(squares, [1, K_TILE // 4]), together))
         gl.store(squares_ptr + (way * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
 
 
@@ -227,7 +227,7 @@ def permuted_rows(
     Args:
         x: [M, K], 16-bit and contiguous.
         norm: weight [K] and epsilon; None for rows as they are.
-        split: ways and slab of the product.
+        split: ways and K tile of the product.
         dtype: of x, in Gluon's terms.
         parts: sums [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
 
@@ -235,11 +235,11 @@ def permuted_rows(
         x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
     """
     rows, k = x.shape
-    ways, slab = split
+    ways, k_tile = split
     given = torch.empty_like(x)
     out = x if parts is None else torch.empty_like(x)
     squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
-    room = triton.next_power_of_2(triton.cdiv(k, ways * slab)) * slab // 2
+    room = triton.next_power_of_2(triton.cdiv(k, ways * k_tile)) * k_tile // 2
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
@@ -248,7 +248,7 @@ def permuted_rows(
         *(None if parts is None else parts.sums, bias, x, None if parts is None else out),
         *(gamma, given.view(torch.int32), squares, rows),
         **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.pairwise},
-        **{"K": k, "S": ways, "KT": slab, "ROOM": room},
+        **{"K": k, "S": ways, "KT": k_tile, "ROOM": room},
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
         **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},
         num_warps=warps,

@@ -1,7 +1,7 @@
 """Packed product of 9 rows of x and more on sm_90: weights and x come through a ring in shared memory.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
-warps take every S-th slab of K, here a program makes S passes over K, one after the other, and adds up what they give
+warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give
 in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
 whose sums belong together; what each gives is left in `parts`, and `split_k` adds it up. Where they are many and x
 has many rows, programs stay for several tiles, and what comes next is fetched while a tile's sums are written.
@@ -89,11 +89,11 @@ def _box_size(OWN, index):
 @gluon.jit
 def _ask_for_weights(
     weight_descs, ws, full, step, tile, place, way,
-    STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
+    STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
     slot = step % ws.shape[0]
-    at = (way * SLAB + place_of(place, STEPS, SLAB, S)) // 2
+    at = (way * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
     for i in gl.static_range(len(weight_descs)):
         rows = ws.index(slot)
@@ -105,11 +105,11 @@ def _ask_for_weights(
 
 @gluon.jit
 def _ask_for_rows(
-    x_descs, xs, full, step, place, way, first_row, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr
+    x_descs, xs, full, step, place, way, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Sends for the rows of x of a step."""
     slot = step % xs[0].shape[0]
-    at = 2 * (way * SLAB + place_of(place, STEPS, SLAB, S))
+    at = 2 * (way * K_TILE + place_of(place, STEPS, K_TILE, S))
     for i in gl.static_range(len(xs)):
         load_block(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
         first_row += xs[i].shape[1]
@@ -127,7 +127,7 @@ def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
 @gluon.jit
 def _fetch(
     x_descs, weight_descs, xs, ws, full, free, first_row, way, N,
-    PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, SLAB: gl.constexpr, S: gl.constexpr,
+    PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warp does that fetches: weights need not wait for the kernel before this one, x does.
@@ -139,28 +139,28 @@ def _fetch(
     AHEAD: gl.constexpr = min(EACH, STAGES)
     tile = gl.program_id(0)
     for step in range(AHEAD):
-        _ask_for_weights(weight_descs, ws, full, step, tile, step, way, STEPS, SLAB, S, BYTES, OWN)
+        _ask_for_weights(weight_descs, ws, full, step, tile, step, way, STEPS, K_TILE, S, BYTES, OWN)
     if PDL:
         if not APART:
             gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
-        _ask_for_rows(x_descs, xs, full, step, step, way, first_row, STEPS, SLAB, S)
+        _ask_for_rows(x_descs, xs, full, step, step, way, first_row, STEPS, K_TILE, S)
     for step in range(AHEAD, EACH * _turns(N, OWN, STAY)):
         place = step
         if STAY:
             tile = gl.program_id(0) + step // EACH * gl.num_programs(0)
             place = step % EACH
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask_for_weights(weight_descs, ws, full, step, tile, place, way, STEPS, SLAB, S, BYTES, OWN)
-        _ask_for_rows(x_descs, xs, full, step, place, way, first_row, STEPS, SLAB, S)
+        _ask_for_weights(weight_descs, ws, full, step, tile, place, way, STEPS, K_TILE, S, BYTES, OWN)
+        _ask_for_rows(x_descs, xs, full, step, place, way, first_row, STEPS, K_TILE, S)
     if PDL and APART:
         gdc_launch_dependents()
 
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Words [R, 32] of a step out of its slot, where the two halves of a slab of 32 rows lie one behind the other."""
+    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one behind the other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -306,7 +306,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
-def ring_kernel(
+def tma_kernel(
     x_desc,  # [M, K] by [GROUP, 64], regrouped
     rest_desc,  # the same by [REST, 64], or None
     weight_desc,  # int32 words [N / 16, K / 4, 32] by [first of `boxes(OWN)` / 16, 16, 32]
@@ -336,7 +336,7 @@ def ring_kernel(
     DTYPE: gl.constexpr,
 ):
     """OWN weight rows by GROUP + REST rows of x: all of K, or ways that belong together where parts are left."""
-    SLAB: gl.constexpr = KT // 2  # words
+    K_TILE: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
@@ -375,7 +375,7 @@ def ring_kernel(
                 EACH, STEPS, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
-                x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, SLAB, S, BYTES, OWN,
+                x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, K_TILE, S, BYTES, OWN,
                 ends.parts_ptr is not None, STAY,
             )),
             (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.long
 MULTIPROCESSOR = 233_472  # bytes of shared memory that an H200's has
 # bytes of a thread that may wait in memory, by kernel, architecture and where the table first reaches the launch
 SPILLS = {
-    ("narrow_kernel", 80, "10240x8192 norm+bias 1"): 32,
-    ("narrow_kernel", 120, "10240x8192 norm+bias 1"): 40,
+    ("small_m_kernel", 80, "10240x8192 norm+bias 1"): 32,
+    ("small_m_kernel", 120, "10240x8192 norm+bias 1"): 40,
 }
 
 
@@ -45,8 +45,8 @@ def test_what_one_architecture_launches_beside_another_compiles() -> None:
 
 
 def _check(reports: list[dict[str, Any]], arch: int) -> None:
-    kernels = {"ring_kernel", "given_kernel", "sum_kernel"} if arch == 90 else {"wide_kernel", "norm_kernel"}
-    assert {report["kernel"] for report in reports} <= kernels | {"narrow_kernel"}
+    kernels = {"tma_kernel", "given_kernel", "sum_kernel"} if arch == 90 else {"large_m_kernel", "norm_kernel"}
+    assert {report["kernel"] for report in reports} <= kernels | {"small_m_kernel"}
     assert any(report["product"] for report in reports)
     for report in reports:
         assert fits(report, arch, SPILLS.get((report["kernel"], arch, report["call"]), 0)), report
@@ -54,7 +54,7 @@ def _check(reports: list[dict[str, Any]], arch: int) -> None:
         if report["kernel"] == "given_kernel" and report["norm"]:  # few of its programs share a multiprocessor
             programs = MULTIPROCESSOR // (report["shared"] + RESERVED)
             assert programs == (3 if report["programs"] <= 264 else 6), report
-        if report["kernel"] == "ring_kernel":
+        if report["kernel"] == "tma_kernel":
             # of those with fewer registers two share a multiprocessor, and no value leaves alone
             shares = report["registers"] is not None
             assert MULTIPROCESSOR // (report["shared"] + RESERVED) >= 1 + shares, report
@@ -68,7 +68,7 @@ def _check_order(report: dict[str, Any], arch: int) -> None:
     """When a kernel begins, lets the next one begin, and what it leaves for it."""
     assert report["starts_early"] == (arch >= 90), report
     # a product whose ways are left apart lets the next kernel begin behind what it asks for, all others at once
-    later = report["kernel"] == "ring_kernel" and report["apart"]
+    later = report["kernel"] == "tma_kernel" and report["apart"]
     assert report["lets_next"] == ("no" if arch < 90 else "later" if later else "first"), report
     # what products and sums leave for the next kernel stays in the L2 cache; logits are too many, tokens too few
     assert report["stays"] == (report["kernel"] != "norm_kernel" and not report["last"]), report

@@ -111,7 +111,7 @@ def test_gates_by_gelu(capability: tuple[int, int], device: str) -> None:
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (10, 0)])
 @pytest.mark.parametrize("epilogue", ["plain", "norm+fp32", "norm+gated"])
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
-    """For every split: alone, in every kernel and tile that rows come in. K ends with half of a slab of 128."""
+    """For every split: alone, in every kernel and tile that rows come in. K ends with half of a K tile of 128."""
     with modules("cpu", capability) as packed:
         for split in {split for split, _ in packed.plan.SMALL} | {packed.plan.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)

@@ -86,7 +86,7 @@ def regrouped(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biases", [False, True])
 def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit; sums over ways of their own and complete ones, slabs that fill a row and that do not."""
+    """To the bit; sums over ways of their own and complete ones, K tiles that fill a row and that do not."""
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:

@@ -83,7 +83,7 @@ def test_splits_are_those_of_the_whole_matrix() -> None:
                 if k // ranks % (one.split_k // ranks * one.k_tile):
                     continue
                 cut = plan.split_for((n, k // ranks), (n, k), True)
-                assert cut.slab(k // ranks) == one.slab(k), (n, k, ranks)
+                assert cut.tile_of_k(k // ranks) == one.tile_of_k(k), (n, k, ranks)
                 assert cut.split_k * ranks == one.split_k
             assert plan.split_for((n // 2, k), (n, k)) == plan.split_of(n, k)
         # cut by rows, it would be taken for a long sum of few rows

@@ -16,7 +16,7 @@ from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_ring_kernel, codes_sum_kernel, raised_kernel
+from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_sum_kernel, codes_tma_kernel, raised_kernel
 
 
 def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
@@ -92,7 +92,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
         "PDL": pdl,
     }
     launch(
-        codes_ring_kernel,
+        codes_tma_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
         described(x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),

@@ -13,38 +13,38 @@ from fastspec.kernels.linear.small_m import words_at
 
 @gluon.constexpr_function
 def pieces_of(KT, FORM):
-    """Tensors [S, R, 16] of words that a slab's codes come in."""
+    """Tensors [S, R, 16] of words that a K tile's codes come in."""
     return KT * bits_of(FORM) // 512
 
 
 @gluon.constexpr_function
 def groups_of(KT, FORM, GROUP):
-    """Scales that each row of a slab has, applied to sums: those of fp4 are applied to codes."""
+    """Scales that each row of a K tile has, applied to sums: those of fp4 are applied to codes."""
     return KT // GROUP if GROUP > 0 and FORM != "fp4" else 0
 
 
 @gluon.jit
-def slab_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, KT: gl.constexpr,
+def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, KT: gl.constexpr,
             FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Words of a slab: its codes, then scales and zero points of its groups, of those that there are."""
+    """Words of a K tile: its codes, then scales and zero points of its groups, of those that there are."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
-    slab = ()
+    k_tile = ()
     for p in gl.static_range(PIECES):
-        slab = slab + (words_at(at[0], of[0] + (i * S * PIECES + p) * 256, inside[0], RAGGED, "evict_first"),)
+        k_tile = k_tile + (words_at(at[0], of[0] + (i * S * PIECES + p) * 256, inside[0], RAGGED, "evict_first"),)
     if FORM == "fp4":
-        slab = slab + (words_at(at[1], of[1] + i * (S * PER), inside[1], RAGGED, ""),)
+        k_tile = k_tile + (words_at(at[1], of[1] + i * (S * PER), inside[1], RAGGED, ""),)
     for g in gl.static_range(GROUPS):
-        slab = slab + (words_at(at[1], of[1] + (i * S * GROUPS + g) * PER, inside[1], RAGGED, ""),)
+        k_tile = k_tile + (words_at(at[1], of[1] + (i * S * GROUPS + g) * PER, inside[1], RAGGED, ""),)
     if len(at) == 3:
         for g in gl.static_range(GROUPS):
-            slab = slab + (words_at(at[2], of[2] + (i * S * GROUPS + g) * PER, inside[1], RAGGED, ""),)
-    return slab
+            k_tile = k_tile + (words_at(at[2], of[2] + (i * S * GROUPS + g) * PER, inside[1], RAGGED, ""),)
+    return k_tile
 
 
 @gluon.jit
 def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """Words of 8 rows of x in each unit of a slab that begins `first` words further on."""
+    """Words of 8 rows of x in each unit of a K tile that begins `first` words further on."""
     rows = ()
     for u in gl.static_range(KT // UNIT):
         rows = rows + (words_at(at, of + (first + u * (UNIT // 2)), inside, RAGGED, ""),)
@@ -77,7 +77,7 @@ def starts_of(
 @gluon.jit
 def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
            PER: gl.constexpr):  # fmt: skip
-    """`at`, D slabs further on."""
+    """`at`, D K tiles further on."""
     GROUPS: gl.constexpr = 1 if FORM == "fp4" else groups_of(KT, FORM, GROUP)
     moved = (at[0] + D * S * pieces_of(KT, FORM) * 256,)
     for i in gl.static_range(1, len(at)):
@@ -88,14 +88,14 @@ def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.const
 @gluon.jit
 def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr,
                     GROUP: gl.constexpr, PER: gl.constexpr, w: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    """Offsets of codes, scales and zero points from where a tile's begin, and which are there in a ragged last slab."""
+    """Offsets of codes, scales and zero points from where a tile's begin, and which lie in a ragged last K tile."""
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
     # rows beyond the last tile repeat it
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-    SLAB: gl.constexpr = pieces_of(KT, FORM) * 256
-    codes = group * (K * bits_of(FORM) // 2) + s * SLAB + r % 16 * 16 + k
+    K_TILE: gl.constexpr = pieces_of(KT, FORM) * 256
+    codes = group * (K * bits_of(FORM) // 2) + s * K_TILE + r % 16 * 16 + k
     inside = (T - 1) * S + s < K // KT
     if FORM == "fp4":
         lay: gl.constexpr = scale_layout(S, R)

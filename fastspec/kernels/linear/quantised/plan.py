@@ -44,7 +44,7 @@ class Wide:
     Attributes:
         weight_rows, rows: of the weight and of x, in one CTA.
         warps: that multiply: one for each 16 weight rows.
-        stages: slabs of K in shared memory.
+        stages: K tiles of K in shared memory.
         ways: sums of the split that a CTA makes; where these are not all, another kernel adds up what CTAs leave.
         registers: limit for a thread.
     """

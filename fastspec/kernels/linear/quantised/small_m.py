@@ -4,7 +4,7 @@ As `linear.small_m`, from which it differs in three ways. What a lane loads are 
 operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
 own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
 
-How bits come about: S sums of every S-th slab of KT values, each in ascending order, then added in order. Neither the
+How bits come about: S sums of every S-th K tile of KT values, each in ascending order, then added in order. Neither the
 number of rows nor the place of one among them has a say.
 """
 
@@ -41,16 +41,16 @@ from fastspec.kernels.linear.quantised.conversion import (
 from fastspec.kernels.linear.quantised.loads import (
     all_rows_in,
     groups_of,
+    k_tile_of,
     moved,
     pieces_of,
     rows_in,
-    slab_of,
     starts_of,
     weight_offsets,
 )
 from fastspec.kernels.linear.small_m import sum_of_ways
 
-UNROLLED = gl.constexpr(16)  # more slabs than this, and the loop over them is one
+UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
 UNROLLED_LESS = gl.constexpr(4)  # the same where groups have sums, or rows are many: else the assembler starts them all
 BLOCK = gl.constexpr(8)  # rows of x of one product
 
@@ -94,12 +94,12 @@ def _unit(FORM, GROUP):
 
 
 @gluon.jit
-def _operands(slab, left: gl.constexpr, FORM: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """bf16 [S, R, UNIT] of each unit of a slab, in the layout of the left operand."""
+def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
+    """bf16 [S, R, UNIT] of each unit of a K tile, in the layout of the left operand."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     found = ()
     for p in gl.static_range(PIECES):
-        pairs = units_of(slab[p], slab[len(slab) - 1], FORM, UNIT)
+        pairs = units_of(k_tile[p], k_tile[len(k_tile) - 1], FORM, UNIT)
         for u in gl.static_range(len(pairs)):
             found = found + (weight_operand(pairs[u], gl.bfloat16, left),)
     return found
@@ -117,7 +117,7 @@ def _less_offset(part, total, zero, FORM: gl.constexpr):
 
 @gluon.jit
 def _block(sums, units, rows, scales, zeros, ones_of, right: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr):
-    """8 rows of x with a slab: sums is (acc,), or (acc, sums of x) where these are taken off at the very end."""
+    """8 rows of x with a K tile: sums is (acc,), or (acc, sums of x) where these are taken off at the very end."""
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
     S: gl.constexpr = acc.shape[0]
@@ -149,10 +149,10 @@ def _block(sums, units, rows, scales, zeros, ones_of, right: gl.constexpr, FORM:
 
 
 @gluon.jit
-def _step(sums, slab, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
+def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
           GROUP: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr, FIRST: gl.constexpr,
           RAGGED: gl.constexpr):  # fmt: skip
-    """One slab for all rows: its codes are converted once.
+    """One K tile for all rows: its codes are converted once.
 
     rows: words of x that were loaded ahead; empty where they are to be loaded from x, (at, offsets, inside).
     """
@@ -160,12 +160,12 @@ def _step(sums, slab, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr,
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     UNITS: gl.constexpr = KT // UNIT
     mma: gl.constexpr = sums[0][0].type.layout
-    units = _operands(slab, left, FORM, KT, UNIT)
+    units = _operands(k_tile, left, FORM, KT, UNIT)
     scales, zeros = (), ()
     for g in gl.static_range(GROUPS):
-        scales = scales + (rows_of(slab[PIECES + g], gl.float16, mma),)
-        if len(slab) == PIECES + 2 * GROUPS:
-            zeros = zeros + (rows_of(slab[PIECES + GROUPS + g], gl.bfloat16, mma),)
+        scales = scales + (rows_of(k_tile[PIECES + g], gl.float16, mma),)
+        if len(k_tile) == PIECES + 2 * GROUPS:
+            zeros = zeros + (rows_of(k_tile[PIECES + GROUPS + g], gl.bfloat16, mma),)
     found = ()
     for b in gl.static_range(len(sums)):
         if len(rows) == 0:
@@ -223,8 +223,8 @@ def quantised_kernel(
     TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
     BLOCKS: gl.constexpr,  # of 8 rows of x
-    D: gl.constexpr,  # slabs of weights in flight
-    XD: gl.constexpr,  # slabs of x in flight
+    D: gl.constexpr,  # K tiles of weights in flight
+    XD: gl.constexpr,  # K tiles of x in flight
     FORM: gl.constexpr,  # of codes, see `code_packing`
     GROUP: gl.constexpr,  # values of K that share a scale, 0 for all
     PER: gl.constexpr,  # words of scales of a tile and a group, of fp4 of 128 values of K
@@ -240,7 +240,7 @@ def quantised_kernel(
     w: gl.constexpr = words_layout(S, R)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    STEP: gl.constexpr = S * KT // 2  # words of x from slab to slab
+    STEP: gl.constexpr = S * KT // 2  # words of x from K tile to K tile
     OWN_SUM: gl.constexpr = GROUP == 0 and offset_of(FORM) > 0  # of x, for all of K
 
     tile = gl.program_id(0)
@@ -259,7 +259,7 @@ def quantised_kernel(
 
     ws = ()
     for i in gl.static_range(D):
-        ws = ws + (slab_of(at, of, i, inside, RAGGED and i == T - 1, S, KT, FORM, GROUP, PER),)
+        ws = ws + (k_tile_of(at, of, i, inside, RAGGED and i == T - 1, S, KT, FORM, GROUP, PER),)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -286,7 +286,7 @@ def quantised_kernel(
                 rows, xs = _first_of(xs)
                 of_x = (x_at, x_of, x_in)
                 sums = _step(sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False)
-                ws = ws[1:] + (slab_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
+                ws = ws[1:] + (k_tile_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
                 if XD > 0:
                     xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
             at = moved(at, D, S, KT, FORM, GROUP, PER)
@@ -299,7 +299,7 @@ def quantised_kernel(
         )
         ws = ws[1:]
         if i + D < REST:
-            ws = ws + (slab_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
+            ws = ws + (k_tile_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
         if XD > 0 and i + XD < REST:
             xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
 

@@ -1,10 +1,10 @@
 """The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
 
 Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
-take every S-th slab of K, here a program makes passes over K one after the other, or some of them, and what it leaves
+take every S-th K tile of K, here a program makes passes over K one after the other, or some of them, and what it leaves
 of those is added up in the same order by `codes_sum_kernel`.
 
-One warp asks the copy engine for slabs of codes and of x. The others load codes out of shared memory, convert them in
+One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
 registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory. So x comes as
 `raised_kernel` leaves it: raised by the powers of two that codes are smaller by, exactly, and regrouped as in
 `linear.tma_sm90`.
@@ -53,12 +53,12 @@ from fastspec.kernels.linear.tma_sm90 import group_operand, group_sums, pieces_l
 
 
 class Ring(NamedTuple):
-    """Slabs in shared memory.
+    """K tiles in shared memory.
 
     Attributes:
-        xs: two, of a slab's halves, bf16 [STAGES, BM, 64].
+        xs: two, of a K tile's halves, bf16 [STAGES, BM, 64].
         ws: int32 words [STAGES, R / 16, 8 P, 32] of codes.
-        full, free: barriers [STAGES]: a slab has come; it has been multiplied.
+        full, free: barriers [STAGES]: a K tile has come; it has been multiplied.
     """
 
     xs: Any
@@ -92,15 +92,15 @@ def _ask(
     x_desc, weight_desc, xs, ws, full, step, tile, first_row, way,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Sends for a slab: CODES, its codes, and ROWS, its rows of x, or one of the two."""
+    """Sends for a K tile: CODES, its codes, and ROWS, its rows of x, or one of the two."""
     slot = step % ws.shape[0]
-    slab = step % T * S + way + step // T
+    k_tile = step % T * S + way + step // T
     if CODES:
         mbarrier.expect(full.index(slot), BYTES)
-        load_block(weight_desc, [tile * ws.shape[1], slab * ws.shape[2], 0], full.index(slot), ws.index(slot))
+        load_block(weight_desc, [tile * ws.shape[1], k_tile * ws.shape[2], 0], full.index(slot), ws.index(slot))
     if ROWS:
         for u in gl.static_range(2):
-            load_block(x_desc, [first_row, slab * 128 + u * 64], full.index(slot), xs[u].index(slot))
+            load_block(x_desc, [first_row, k_tile * 128 + u * 64], full.index(slot), xs[u].index(slot))
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def _fetch(
 
 @gluon.jit
 def _codes_of(step, ws, full, WARPS: gl.constexpr):
-    """Words of a slab's codes, a tensor [1, R, 16] for each piece."""
+    """Words of a K tile's codes, a tensor [1, R, 16] for each piece."""
     G: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -146,7 +146,7 @@ def _left_operand(pairs, like: gl.constexpr):
 
 @gluon.jit
 def _operands(pieces, like: gl.constexpr, FORM: gl.constexpr):
-    """The two units of a slab."""
+    """The two units of a K tile."""
     found = ()
     for p in gl.static_range(len(pieces)):
         pairs = units_of(pieces[p], pieces[p], FORM, UNIT)
@@ -168,14 +168,14 @@ def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
 @gluon.jit
 def _scales_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a slab, out of pairs [N / 16, K / GROUP, PAIRS, 2]; nothing of nothing."""
+    """fp32 [R, 1] of each group of a K tile, out of pairs [N / 16, K / GROUP, PAIRS, 2]; nothing of nothing."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
         tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
-        slab = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
+        k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
         for g in gl.static_range(128 // GROUP):
-            group = tiles * (K // GROUP) + slab * (128 // GROUP) + g
+            group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
             at = (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
             found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
     return found
@@ -199,8 +199,8 @@ def _pass(
 ):  # fmt: skip
     """One pass over K: the step behind it with what was loaded of that, and the pass's sums [R, BM].
 
-    What the next slab needs is loaded while this one is multiplied; of the last one, the same again.
-    loaded: codes, scales and zero points of a slab.
+    What the next K tile needs is loaded while this one is multiplied; of the last one, the same again.
+    loaded: codes, scales and zero points of a K tile.
     """
     pieces, scales, zeros = loaded
     xs, ws, full, free = ring
@@ -306,9 +306,9 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
-def codes_ring_kernel(
+def codes_tma_kernel(
     x_desc,  # bf16 [M, K] by [BM, 64], as `raised_kernel` leaves it
-    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a slab
+    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
     given,  # Given of small_m.py, scales and zero points as their own dtypes
     ends,  # Ends of small_m.py
     parts_ptr,  # fp32 [S, M, N], or None where WAYS are all

@@ -40,7 +40,7 @@ def test_every_kind_compiles(arch: int) -> None:
 
 def test_the_ring_of_codes_compiles() -> None:
     reports = module_output("tests.helpers.compile_launches", "90", "quantised_wide")
-    rings = [report for report in reports if report["kernel"] == "codes_ring_kernel"]
+    rings = [report for report in reports if report["kernel"] == "codes_tma_kernel"]
     assert len(rings) == 8
     for report in reports:
         assert fits(report, 90, 0), report

@@ -101,7 +101,7 @@ def test_bits_of_a_row_in_every_tile(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8 with -128", "int4", "int4 zeros", "int4 64"])
 def test_bits_of_a_row_among_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ring of codes as alone: all passes in a program, some, one; a last slab that not all ways have."""
+    """By the ring of codes as alone: all passes in a program, some, one; a last K tile that not all ways have."""
     monkeypatch.setattr(plan, "split_of", lambda *given: plan.Split(4, 128))
     x, _, weight, given = case(name, 40, 144, 128 * 8, "cpu", "norm+bias+residual")
     residual, given["out_dtype"] = given.pop("residual"), torch.float32
