@@ -58,4 +58,9 @@ def test_text_does_not_depend_on_drafts_or_neighbours(family: str, dtype: torch.
         out = gen.generate(prompts, return_dict_in_generate=True, **calls)  # type: ignore[arg-type]
         assert isinstance(out, GenerateOutput)
         assert out.new_tokens == plain
-        assert out.stats.acceptance_rate == 1.0
+        # a prompt's last token but one is read by a step of the draft and by a prompt pass of the target, which round
+        # apart in 16 bits; a prompt of one token has none
+        single = gen.generate([prompt[:1] for prompt in prompts], return_dict_in_generate=True, **calls)  # type: ignore[arg-type]
+        assert isinstance(single, GenerateOutput)
+        assert single.stats.acceptance_rate == 1.0
+        assert dtype == torch.bfloat16 or out.stats.acceptance_rate == 1.0

@@ -330,7 +330,7 @@ def quantised_wide(arch: int) -> Calls:
             ("fp8", 4096, 4096, "bias", 64),
         ),
         *(
-            ("int4 zeros", 6144, 4096, "norm", 16),
+            ("int4 zeros", 6144, 4096, "norm", 32),
             ("int4 64", 3072, 2048, "pick", 32),
             ("fp8 blocks", 6144, 4096, "norm", 64),
         ),

