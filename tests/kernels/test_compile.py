@@ -70,8 +70,14 @@ def _late(group: str) -> bool:
     return group.startswith("short") or group == "attention_cached_in_8_bits"
 
 
+def _case(arch: int, group: str) -> Any:
+    """Large vocabularies differ from small ones in sizes alone: one architecture tells of them every day."""
+    marks = [pytest.mark.slow] if group in {"sampled_128256", "sampled_256000"} and arch != 90 else []
+    return pytest.param(arch, group, marks=marks)
+
+
 CASES: list[Any] = [
-    *((arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not _late(group)),
+    *(_case(arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not _late(group)),
     *(
         pytest.param(arch, group, marks=pytest.mark.slow)
         for group in GROUPS

@@ -118,7 +118,7 @@ def test_ctas_that_share_splits_change_no_bit(
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("window", [None, 2100])
+@pytest.mark.parametrize("window", [None, pytest.param(2100, marks=pytest.mark.slow)])
 def test_as_many_splits_as_are_added_up_at_once_and_one_more(
     window: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,10 @@ def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int],
                     assert torch.equal(ours, whole[70 - rows :]), (split, many, rows)
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "norm+bias+residual", "norm+gated+bias+residual", "norm+fp32"])
+@pytest.mark.parametrize(
+    "epilogue",
+    ["plain", "norm+bias+residual", "norm+gated+bias+residual", pytest.param("norm+fp32", marks=pytest.mark.slow)],
+)
 def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of rows and two, a ring shorter and longer than a pass, all ways in a program, some and one.
 
