@@ -164,9 +164,8 @@ class Intake:
             self._target.at += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.left:
-                left = (
-                    None if limit is None else max(limit - fed, limit // _LIGHTER)
-                )  # for a short prompt not a turn more
+                # a short prompt's draft is read in the same turn, whatever the target took of it
+                left = None if limit is None else max(limit - fed, limit // _LIGHTER)
                 fed += self._feed_draft(request, draft, left, some=some and not fed)
         if not self._target.left and not (draft and draft.left):
             self._finish(request, self.row)

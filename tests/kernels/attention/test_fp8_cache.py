@@ -112,6 +112,21 @@ def straight(given: dict[str, Any], window: int | None, scales: KVScales) -> Ten
     return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
+def ruled_by(given: dict[str, Any], device: str) -> dict[str, Any]:
+    """The same with a scale, a softcap and sinks."""
+    rule, sinks = AttentionRule(scale=0.4, softcap=3.0), torch.linspace(-4, 2, given["num_heads"], device=device)
+    return given | {"rule": rule, "sinks": sinks}
+
+
+def stored_alike(given: dict[str, Any], window: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What kernels give, what the definition gives, and its cache, whose bits the kernels' cache has."""
+    mine, theirs = cloned(given), cloned(given)
+    out, wanted = by_kernels(mine, window, SCALES), by_definition(theirs, window, SCALES)
+    for name in ("keys", "values"):
+        assert torch.equal(mine[name][1:].view(torch.uint8), theirs[name][1:].view(torch.uint8)), name
+    return out, wanted, theirs
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(
     ("queries", "window", "ruled", "dim"),
@@ -120,14 +135,8 @@ def straight(given: dict[str, Any], window: int | None, scales: KVScales) -> Ten
 def test_attention_over_8_bits(device: str, queries: int, window: int | None, ruled: bool, dim: int) -> None:
     """Decoding passes and prompt chunks: the cache has the definition's bits, the result is the formula's."""
     given = case(device, lengths=[300, 61], queries=queries, dim=dim)
-    if ruled:
-        rule, sinks = AttentionRule(scale=0.4, softcap=3.0), torch.linspace(-4, 2, given["num_heads"], device=device)
-        given |= {"rule": rule, "sinks": sinks}
-    given = in_8_bits(given, SCALES)
-    mine, theirs = cloned(given), cloned(given)
-    out, wanted = by_kernels(mine, window, SCALES), by_definition(theirs, window, SCALES)
-    for name in ("keys", "values"):
-        assert torch.equal(mine[name][1:].view(torch.uint8), theirs[name][1:].view(torch.uint8)), name
+    given = in_8_bits(ruled_by(given, device) if ruled else given, SCALES)
+    out, wanted, theirs = stored_alike(given, window)
     # fp32 sums of some hundred products in another order
     torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-5)
     exact = straight(theirs, window, SCALES)
@@ -175,14 +184,8 @@ def test_tensor_core_kernels_over_8_bits(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choose(kind, monkeypatch)
     given = case(device, lengths=lengths, queries=queries, dim=dim, dtype=dtype_for(device, kind), norm=ruled)
-    if ruled:
-        rule, sinks = AttentionRule(scale=0.4, softcap=3.0), torch.linspace(-4, 2, given["num_heads"], device=device)
-        given |= {"rule": rule, "sinks": sinks}
-    given = in_8_bits(given, SCALES)
-    mine, theirs = cloned(given), cloned(given)
-    out, wanted = by_kernels(mine, window, SCALES), by_definition(theirs, window, SCALES)
-    for name in ("keys", "values"):
-        assert torch.equal(mine[name][1:].view(torch.uint8), theirs[name][1:].view(torch.uint8)), name
+    given = in_8_bits(ruled_by(given, device) if ruled else given, SCALES)
+    out, wanted, _ = stored_alike(given, window)
     # weights of values are rounded to the dtype of queries, and so is the result
     eps = torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 1e-5
     assert (out.float() - wanted.float()).abs().max() <= 4 * eps * wanted.float().abs().max()
