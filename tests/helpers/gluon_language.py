@@ -59,8 +59,7 @@ def mma(left: Values, right: Values, total: Values) -> Values:
                 for lane in range(4)
                 for one in (0, 1)
             ]
-            with np.errstate(invalid="ignore", over="ignore"):
-                out = (out + a[:, :, at] @ b[:, at, :]).astype(np.float32)
+            out = (out + a[:, :, at] @ b[:, at, :]).astype(np.float32)
     return Values(out, "float32")
 
 
@@ -69,8 +68,7 @@ def group_mma(left: Values | Shared, right: Shared, total: Values, is_async: boo
     a, b = widened(left.array, left.kind).astype(np.float64), widened(right.array, right.kind).astype(np.float64)
     out = total.array
     for first in range(0, a.shape[1], 16):
-        with np.errstate(invalid="ignore", over="ignore"):
-            out = (out + a[:, first : first + 16] @ b[first : first + 16]).astype(np.float32)
+        out = (out + a[:, first : first + 16] @ b[first : first + 16]).astype(np.float32)
     return Values(out, "float32")
 
 
@@ -82,8 +80,11 @@ def fused(a: Values, b: Values, c: Values) -> Values:
 def atomic(pointer: Pointer, value: Any, operation: Any, mask: Values | None) -> Any:
     at, seen = pointer.chosen(mask)
     old = pointer.memory[at].copy()
-    values = np.broadcast_to(value.array if isinstance(value, Values) else value, seen.shape)
-    pointer.memory[at[seen]] = operation(old, values)[seen]
+    made = operation(old, np.broadcast_to(value.array if isinstance(value, Values) else value, at.shape))
+    if seen is None:
+        pointer.memory[at] = made
+    else:
+        pointer.memory[at[seen]] = made[seen]
     return Values(old, pointer.kind) if old.ndim else int(old)
 
 
@@ -117,10 +118,6 @@ def language_module() -> ModuleType:
             return left if mask else right
         kind = next((each.kind for each in (left, right) if isinstance(each, Values)), "int64")
         return Values(np.where(mask.array, array(left), array(right)), kind)
-
-    def log2(value: Values) -> Values:
-        with np.errstate(divide="ignore"):
-            return Values(np.log2(value.array), value.kind)
 
     def reduced(operation: Any) -> Any:
         def apply(value: Values, axis: int) -> Any:
@@ -157,7 +154,7 @@ def language_module() -> ModuleType:
         "exp": lambda value: Values(np.exp(value.array), value.kind),
         "rsqrt": lambda value: Values(1 / np.sqrt(value.array), value.kind),
         "exp2": lambda value: Values(np.exp2(value.array), value.kind),
-        "log2": log2,
+        "log2": lambda value: Values(np.log2(value.array), value.kind),
         "max": reduced(np.max),
         "min": reduced(np.min),
         "sum": reduced(np.sum),

@@ -109,7 +109,7 @@ def specialized(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
 
     def worked(function: Any, given: tuple[Any, ...]) -> None:
         try:
-            with MACHINE.turn:
+            with MACHINE.turn, np.errstate(all="ignore"):
                 function(*given)
         except BaseException as error:
             failed.append(error)
@@ -143,6 +143,8 @@ class BarrierLayout(Layout):
 
 def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any) -> Values:
     at, seen = pointer.chosen(mask)
+    if seen is None:
+        return Values(pointer.memory[at], pointer.kind)
     rest = other.array if isinstance(other, Values) else np.asarray(other).astype(pointer.memory.dtype)
     return Values(np.where(seen, pointer.memory[at], rest), pointer.kind)
 
@@ -150,7 +152,11 @@ def load(pointer: Pointer, mask: Values | None = None, other: Any = 0, **_: Any)
 def store(pointer: Pointer, value: Values, mask: Values | None = None, **_: Any) -> None:
     assert value.kind == pointer.kind or pointer.kind == "int64", (value.kind, pointer.kind)
     at, seen = pointer.chosen(mask)
-    pointer.memory[at[seen]] = np.broadcast_to(value.array, seen.shape)[seen]
+    values = np.broadcast_to(value.array, at.shape)
+    if seen is None:
+        pointer.memory[at] = values
+    else:
+        pointer.memory[at[seen]] = values[seen]
 
 
 def pointer_to(tensor: torch.Tensor) -> Pointer:

@@ -97,9 +97,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> N
         options.pop(name, None)
     arguments = [_argument(each) for each in given]
     MACHINE.counts = (*grid, 1, 1)[:3]
-    for ids in reversed(list(np.ndindex(*MACHINE.counts))):
-        MACHINE.ids, MACHINE.open, MACHINE.groups = ids, [], deque()
-        kernel(*arguments, **options)
+    with np.errstate(all="ignore"):  # numbers that are none are made on purpose
+        for ids in reversed(list(np.ndindex(*MACHINE.counts))):
+            MACHINE.ids, MACHINE.open, MACHINE.groups = ids, [], deque()
+            kernel(*arguments, **options)
 
 
 def _argument(given: Any) -> Any:
