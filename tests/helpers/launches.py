@@ -24,10 +24,11 @@ from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gath
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
-from fastspec.kernels.linear import plan, portable
+from fastspec.kernels.linear import plan
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail
+from fastspec.kernels.linear.portable import products as portable
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from fastspec.kernels.norm import add_norm, norm
