@@ -27,7 +27,7 @@ from tests.helpers.gluon_machine import MACHINE, Barrier, BarrierLayout, Describ
 from tests.helpers.gluon_values import Number
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "decode_tma_sm90", "combine"]
+ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "tma_sm90", "combine"]
 MODULES = [
     "k_steps",
     "epilogue",
@@ -161,6 +161,6 @@ def experts_in_mxfp4() -> Any:
 
 
 def attention_by_tma() -> dict[str, Any]:
-    """The kernels of decode_tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
-    with _loaded([f"attention/{name}" for name in ATTENTION]) as modules:
+    """The kernels of decode/tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
+    with _loaded([f"attention/decode/{name}" for name in ATTENTION]) as modules:
         return {"shares_kernel": modules[-2].shares_kernel, "gather_kernel": modules[-1].gather_kernel}
