@@ -27,8 +27,16 @@ from tests.helpers.tiny import capture_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # no tokenizers, drafts do not pay
 NEW, DRAFTS, STEPS = 100, 4, 100
-# heads as published ones have them
-SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden_size": 256, "head_dim": 64}
+# heads as published ones have them, and widths of which every product is packed: else no piece of a prompt is kept
+SIZES: dict[str, Any] = {
+    **{
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    **{"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+}
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_batch_size": 4, "page_size": 16, "progress": False}
 
 
@@ -132,13 +140,13 @@ def test_chats_are_those_of_a_generator_that_keeps_no_states(target: Path) -> No
         assert torch.equal(mine[1], theirs[1])
 
 
-def test_a_layer_of_the_checkpoint_drafts_and_changes_no_text(target: Path, with_mtp: Path) -> None:
+def test_a_layer_of_the_checkpoint_drafts_and_changes_no_text(with_mtp: Path) -> None:
     prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
-    options = {**OPTIONS, "dtype": "bfloat16", "max_length": 512}
-    with FastSpecGenerator(target, num_speculative_tokens=0, **options) as gen:
-        plain = output(gen, prompts).new_tokens
-    with FastSpecGenerator(with_mtp, "mtp", num_speculative_tokens=DRAFTS, **options) as gen:
-        for k in (0, 1, DRAFTS):
+    with FastSpecGenerator(
+        with_mtp, "mtp", num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
+    ) as gen:
+        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
+        for k in (1, DRAFTS):
             assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
         for prompt, text in zip(prompts, plain, strict=True):
             assert output(gen, [prompt]).new_tokens == [text]
