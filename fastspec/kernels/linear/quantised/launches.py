@@ -56,6 +56,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
         GATED=call.gate,
+        PEEK=plan.PEEK,
         PDL=pdl,
         **options,
     )
@@ -72,7 +73,7 @@ def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> 
     x = torch.empty_like(call.x)
     words = [each.view(torch.int32) for each in (call.x, x)]
     chunks = cdiv(k // 2, getattr(WORDS, "value", WORDS))
-    launch(raised_kernel, (rows, chunks), *words, rows, K=k, LESS=codes.form == "int4", PDL=pdl, num_warps=4, **options)
+    launch(raised_kernel, (rows, chunks), *words, rows, K=k, FORM=codes.form, PDL=pdl, num_warps=4, **options)
     scales = codes.scales
     if scales is not None:
         scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)

@@ -40,12 +40,11 @@ from fastspec.kernels.linear.epilogue import (
 )
 from fastspec.kernels.linear.k_steps import in_order
 from fastspec.kernels.linear.quantised.conversion import (
-    ONE_HIGH,
-    ONE_LOW,
-    UP,
-    UP_LESS,
+    LESS_ONE,
+    ONE,
     joined_halves,
     offset_of,
+    raised,
     units_of,
 )
 from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
@@ -72,19 +71,15 @@ WORDS = gl.constexpr(1024)  # of a row of x that one program of `raised_kernel` 
 
 
 @gluon.jit(do_not_specialize=["M"])
-def raised_kernel(x_ptr, out_ptr, M, K: gl.constexpr, LESS: gl.constexpr, PDL: gl.constexpr):
-    """WORDS words of a row of x, int32 [M, K / 2], raised and regrouped; LESS: of the second halves of units, less."""
+def raised_kernel(x_ptr, out_ptr, M, K: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr):
+    """WORDS words of a row of x, int32 [M, K / 2], raised and regrouped."""
     word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, layout=gl.BlockedLayout([4], [32], [4], [0]))
     base = gl.program_id(0).to(gl.int64) * (K // 2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     words = gl.load(x_ptr + base + word, mask=word < K // 2, other=0)
-    up = gl.full_like(words, UP)
-    if LESS:
-        up = gl.where(word // 16 % 2 == 1, gl.full_like(words, UP_LESS), up)
-    raised = times_gamma(words, up, gl.bfloat16)
-    gl.store(out_ptr + base + regrouped(word), raised, mask=word < K // 2, eviction_policy=STAYS)
+    gl.store(out_ptr + base + regrouped(word), raised(words, FORM), mask=word < K // 2, eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -145,50 +140,65 @@ def _left_operand(pairs, like: gl.constexpr):
 
 
 @gluon.jit
-def _operands(pieces, like: gl.constexpr, FORM: gl.constexpr):
+def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
     """The two units of a K tile."""
     found = ()
     for p in gl.static_range(len(pieces)):
-        pairs = units_of(pieces[p], pieces[p], FORM, UNIT)
+        pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
         for u in gl.static_range(len(pairs)):
             found = found + (_left_operand(pairs[u], like),)
     return found
 
 
 @gluon.jit
-def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
+def _ones(piece, like: gl.constexpr):
     """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
-    low = gl.full_like(piece, ONE_LOW)
-    high = low
-    if FORM == "int4":
-        high = gl.full_like(piece, ONE_HIGH)
-    return _left_operand(joined_halves(low, high), like)
+    one = gl.full_like(piece, ONE)
+    return _left_operand(joined_halves(one, one), like)
+
+
+@gluon.jit
+def _pair_of(row, step, g: gl.constexpr, tile, way, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+             GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """Where rows' scale or zero point of group g of a K tile is, in pairs [N / 16, K / GROUP, PAIRS, 2]."""
+    tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
+    k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
+    group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
+    return (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
 
 
 @gluon.jit
 def _scales_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a K tile, out of pairs [N / 16, K / GROUP, PAIRS, 2]; nothing of nothing."""
+    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; nothing of nothing."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
-        tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
-        k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
         for g in gl.static_range(128 // GROUP):
-            group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
-            at = (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
+            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
             found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
     return found
 
 
 @gluon.jit
-def _less_offset(part, total, zeros, g: gl.constexpr, FORM: gl.constexpr):
+def _zeros_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; nothing of nothing."""
+    found = ()
+    if ptr is not None:
+        row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
+        for g in gl.static_range(128 // GROUP):
+            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
+            bits = gl.load(ptr + at).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            less = times_gamma(bits | (bits << 16), gl.full_like(bits, LESS_ONE), gl.bfloat16)
+            found = found + (gl.expand_dims(gl.expand_dims(less, 0), 2),)
+    return found
+
+
+@gluon.jit
+def _less_offset(part, total, FORM: gl.constexpr):
     """As `_less_offset` of small_m.py."""
-    if len(zeros) > 0:
-        zero, same = gl.broadcast(-zeros[g], total)
-        return gl.fma(zero, same, part)
-    else:
-        return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
+    return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
@@ -207,6 +217,7 @@ def _pass(
     R: gl.constexpr = ws.shape[1] * 16
     BM: gl.constexpr = xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
     OFFSET: gl.constexpr = offset_of(FORM) > 0
     GROUPS: gl.constexpr = groups_of(128, FORM, GROUP)
     EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units of a group
@@ -214,7 +225,7 @@ def _pass(
     own = gl.zeros([R, BM], gl.float32, like)
     for _ in range(T):
         slot = step % ws.shape[0]
-        units = _operands(pieces, like, FORM)
+        units = _operands(pieces, zeros, like, FORM)
         following = gl.minimum(step + 1, last)
         if GROUPS == 0:
             for u in gl.static_range(2):
@@ -228,33 +239,25 @@ def _pass(
             else:
                 acc, _a, _b = warpgroup_mma_wait(0, deps=(acc, units[0], units[1]))
         else:
-            parts, totals = (), ()
+            parts = ()
             for g in gl.static_range(GROUPS):
                 part = gl.zeros([R, BM], gl.float32, like)
-                total = gl.zeros([R, BM], gl.float32, like)
                 for u in gl.static_range(g * EACH, g * EACH + EACH):
                     x = xs[u].index(slot).permute((1, 0))
                     part = warpgroup_mma(units[u], x, part, is_async=True)
-                    if OFFSET:
-                        total = warpgroup_mma(ones, x, total, is_async=True)
                 parts = parts + (part,)
-                if OFFSET:
-                    totals = totals + (total,)
             pieces = _codes_of(following, ws, full, WARPS)
             more = _scales_of(given.scales, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _scales_of(given.zeros, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            done = warpgroup_mma_wait(0, deps=parts + totals + units)
+            more_zeros = _zeros_of(given.zeros, following, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
+            done = warpgroup_mma_wait(0, deps=parts + units)
             for g in gl.static_range(GROUPS):
-                part = done[g]
-                if OFFSET:
-                    part = _less_offset(part, done[GROUPS + g], zeros, g, FORM)
-                scale, part = gl.broadcast(scales[g], part)
+                scale, part = gl.broadcast(scales[g], done[g])
                 acc = gl.fma(scale, part, acc)
             scales, zeros = more, more_zeros
         mbarrier.arrive(free.index(slot), count=1)
         step += 1
     if GROUPS == 0 and OFFSET:
-        acc = _less_offset(acc, own, (), 0, FORM)
+        acc = _less_offset(acc, own, FORM)
     return step, (pieces, scales, zeros), acc
 
 
@@ -270,11 +273,12 @@ def _multiply(
     like: gl.constexpr = group_sums(BM, WARPS)
     last = T * WAYS - 1
     scales = _scales_of(given.scales, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-    zeros = _scales_of(given.zeros, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
     pieces = _codes_of(0, ring.ws, ring.full, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
+    zeros = _zeros_of(given.zeros, 0, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
-        ones = _ones(pieces[0], like, FORM)
+        ones = _ones(pieces[0], like)
     sums = gl.zeros([R, BM], gl.float32, like)
     n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
     m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
