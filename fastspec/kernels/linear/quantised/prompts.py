@@ -19,7 +19,7 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.prefill import prefill_linear
 
-SCRATCH_BYTES = 128 * 2**20
+SCRATCH_BYTES = 256 * 2**20
 RUN = 8  # halves of a word's row that a thread takes, 16 bytes
 RUNS, NUM_WARPS = 256, 4
 
@@ -94,6 +94,9 @@ def prefill_quantised(
     rows = max(16, SCRATCH_BYTES // (2 * k) // 16 * 16)
     rows = -(-n // (16 * -(-n // rows))) * 16  # slices of about the same size
     scratch = torch.empty(min(rows, n) * k, dtype=weight.dtype, device=weight.device)
+    if rows >= n:
+        whole = dequantise(weight, 0, n, scratch)
+        return prefill_linear(x, whole, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
     each = 2 if gated else 1
     out = torch.empty(*x.shape[:-1], n // each, dtype=out_dtype or x.dtype, device=x.device)
     for first in range(0, n, rows):
