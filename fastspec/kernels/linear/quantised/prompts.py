@@ -43,6 +43,7 @@ def _dequantise_kernel(
     A program has RUNS runs of halves, each of which holds codes of as many blocks of 32 columns.
     """
     BLOCKS: tl.constexpr = blocks_of(FORM)
+    SIDE: tl.constexpr = 4 if FORM == "int4" and GROUP == 32 else RUN  # columns side by side
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
     place = (run * RUN % 32).to(tl.int32) + tl.arange(0, RUN)[None, :]
     chunk, row = run // (512 // RUN), (run % (512 // RUN) // (32 // RUN)).to(tl.int32)
@@ -59,6 +60,7 @@ def _dequantise_kernel(
             half.to(tl.int32) & 0xFFFF, source, n, k + 32 * i + column, i, inside, K, FORM, GROUP, PAIRS, LOWER
         )
         at = (chunk * BLOCKS + i) * 512 + row * 32 + within
+        at = tl.max_contiguous(tl.multiple_of(at, (1, SIDE)), (1, SIDE))  # the compiler does not see it
         tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
