@@ -23,8 +23,10 @@ from fastspec.kernels.linear.epilogue import (
     addends,
     enter_keys,
     loaded_factor,
+    row_factor,
     row_operand,
     settle_keys,
+    times_gamma,
     weight_numbers,
     weight_operand,
     write_tile,
@@ -50,6 +52,7 @@ from fastspec.kernels.linear.quantised.loads import (
     starts_of,
     weight_offsets,
 )
+from fastspec.kernels.linear.quantised.norm_within import row_scales
 from fastspec.kernels.linear.small_m import sum_of_ways
 
 UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
@@ -63,6 +66,7 @@ class Given(NamedTuple):
     Attributes:
         x: int32 words [M, K / 2] of bf16.
         words, factors, scales, zeros: as `PackedCodes` has them.
+        gamma, eps: int32 words [K / 2] and epsilon of a norm that the kernel does itself; None: of none.
     """
 
     x: Any
@@ -70,6 +74,8 @@ class Given(NamedTuple):
     factors: Any
     scales: Any
     zeros: Any
+    gamma: Any = None
+    eps: Any = 0.0
 
 
 class Ends(NamedTuple):
@@ -177,8 +183,29 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
             some = rows_in(x[0], x[1][b], FIRST, x[2], RAGGED, KT, UNIT)
         else:
             some = rows[b * UNITS : (b + 1) * UNITS]
+        if len(rows) > len(sums) * UNITS:
+            some = _times(some, rows[len(sums) * UNITS :])
         found = found + (_block(sums[b], units, some, scales, ones_of, right, FORM),)
     return found
+
+
+@gluon.jit
+def _times(rows, gamma):
+    """Words of x [S, UNIT / 2, BM] times those of a norm's weight [S, UNIT / 2, 1], each value rounded once."""
+    found = ()
+    for u in gl.static_range(len(rows)):
+        found = found + (times_gamma(rows[u], gl.broadcast(rows[u], gamma[u])[1], gl.bfloat16),)
+    return found
+
+
+@gluon.jit
+def _rows_ahead(x_at, x_of, gamma_at, gamma_of, first: gl.constexpr, x_in, RAGGED: gl.constexpr, KT: gl.constexpr,
+                UNIT: gl.constexpr):  # fmt: skip
+    """What a K tile needs of x, and behind it of a norm's weight, if there is one."""
+    rows = all_rows_in(x_at, x_of, first, x_in, RAGGED, KT, UNIT)
+    if gamma_at is not None:
+        rows = rows + rows_in(gamma_at, gamma_of, first, x_in, RAGGED, KT, UNIT)
+    return rows
 
 
 @gluon.jit
@@ -223,6 +250,7 @@ def quantised_kernel(
     GROUP: gl.constexpr,  # values of K that share a scale, 0 for all
     PER: gl.constexpr,  # words of scales of a tile and a group, of fp4 of 128 values of K
     GATED: gl.constexpr,
+    ROWS: gl.constexpr,  # that have a norm here, a power of two: M at least
     PEEK: gl.constexpr,  # codes that are not loaded ahead come into L2 meanwhile
     PDL: gl.constexpr,
 ):
@@ -248,6 +276,7 @@ def quantised_kernel(
     for b in gl.static_range(BLOCKS):
         # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
         x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * (KT // 2) + k,)
+    gamma_of = s * (KT // 2) + k
     x_in = (T - 1) * S + s < K // KT
     x_at = given.x + first_row.to(gl.int64) * (K // 2)
     at = starts_of(given, tile.to(gl.int64), K, R, FORM, GROUP, PER)
@@ -269,7 +298,9 @@ def quantised_kernel(
         loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
     xs = ()
     for i in gl.static_range(XD):
-        xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
+        xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
+    if given.gamma is not None:
+        scale = row_factor(row_scales(x_at, M, given.eps, K, S, KT, ROWS, BLOCK), like)
     ones_of = ()
     if offset_of(FORM) > 0:
         ones_of = weight_operand(ones(S, words_layout(S, 16)), gl.bfloat16, left)
@@ -285,9 +316,9 @@ def quantised_kernel(
                 sums = _step(sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False)
                 ws = ws[1:] + (k_tile_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
                 if XD > 0:
-                    xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
+                    xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
             at = moved(at, D, S, KT, FORM, GROUP, PER)
-            x_at = x_at + D * STEP
+            x_at, gamma_of = x_at + D * STEP, gamma_of + D * STEP
     of_x = (x_at, x_of, x_in)
     for i in gl.static_range(REST):
         rows, xs = _first_of(xs)
@@ -298,7 +329,7 @@ def quantised_kernel(
         if i + D < REST:
             ws = ws + (k_tile_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
         if XD > 0 and i + XD < REST:
-            xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
+            xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
 
     for b in gl.static_range(BLOCKS):
         first = first_row + b * BLOCK
@@ -308,6 +339,8 @@ def quantised_kernel(
         total = sum_of_ways(acc, TOGETHER) * factor
         if ends.row_factors is not None:
             total = total * loaded_factor(ends.row_factors, first, M, like)
+        if given.gamma is not None:
+            total = total * scale
         if ends.keys is not None:
             enter_keys(total, tile, first, ends.keys, M, N, limit)
         else:
