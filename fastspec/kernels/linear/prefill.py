@@ -238,7 +238,8 @@ def run(
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
     start(_prefill_kernel, (tiles,),
         rows, weight.data, bias, residual, out, rows.shape[0],
-        N=n, K=k, STRIDE=hopper.row_stride(out), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
+        N=n, K=k, STRIDE=hopper.row_stride(out), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 

@@ -292,6 +292,6 @@ def run(
         held = torch.empty(min(tiles, programs) * 2 * HELD.value, dtype=torch.float32, device=out.device)
     start(_hopper_kernel, (min(tiles, programs),),
         described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out, held,
-        rows.shape[0], N=n, K=k, STRIDE=row_stride(out), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
-        PARTS=parts, num_warps=warps,
+        rows.shape[0], N=n, K=k, STRIDE=row_stride(out), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        GATED=gated, WARPS=warps, PARTS=parts, num_warps=warps,
     )  # fmt: skip

@@ -125,7 +125,7 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 @gluon.jit
 def _less(pairs, less, HIGH: gl.constexpr):
-    """Codes of 4 bits less their zero points, exactly, in units of 2^-69: pairs 2^64 + less, 2^60 where they lie high."""
+    """Codes of 4 bits less their zero points, exactly: pairs 2^64 + less, or 2^60 where they lie high; 1 is 2^-69."""
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",

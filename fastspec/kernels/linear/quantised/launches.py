@@ -42,7 +42,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         return
     steps = cdiv(k, split.split_k * split.k_tile)
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
-    shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
+    shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "AHEAD": (tile.depth, tile.row_depth, plan.PEEK)}
     shape |= {"FORM": codes.form, "GROUP": codes.group, "PER": _words_of_scales(codes)}
     options: dict[str, Any] = {"num_warps": split.split_k, "launch_pdl": pdl, "enable_fp_fusion": False}
     if (n, k) in L1_FIRST:
@@ -59,7 +59,6 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
         **shape,
         GATED=call.gate,
         ROWS=1 if gamma is None else 1 << (rows - 1).bit_length(),
-        PEEK=plan.PEEK,
         PDL=pdl,
         **options,
     )

@@ -44,7 +44,7 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
 
 @gluon.jit
 def peek(at, tile, N, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, FIRST: gl.constexpr, WARPS: gl.constexpr):
-    """Asks for a tile's codes to be brought into L2, but for the FIRST values of K of each row; at: where they begin."""
+    """Asks for a tile's codes, at `at`, to be brought into L2, but for the FIRST values of K of each row."""
     LINES: gl.constexpr = (K - FIRST) * bits_of(FORM) // 64  # of 128 bytes, of 16 rows
     if LINES > 0:
         ROOM: gl.constexpr = max(32 * WARPS, 1 << (LINES - 1).bit_length())

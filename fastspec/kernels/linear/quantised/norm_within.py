@@ -4,6 +4,7 @@ Bits are those of `linear.norm`: the squares are summed in the order that belong
 program does this for its rows once, spread over all threads, so that a row costs a few instructions of each.
 """
 
+# mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 
 from __future__ import annotations

@@ -169,8 +169,9 @@ def prefill_quantised(
         if first > 0:
             part = _slice(weight, first, size)
         columns = slice(first // each, (first + part.shape[0]) // each)
-        others = [None if some is None else some[..., columns] for some in (bias, residual)]
-        multiply(rows, part, *others, out[..., columns], gated)
+        own_bias = None if bias is None else bias[columns]
+        own_residual = None if residual is None else residual[..., columns]
+        multiply(rows, part, own_bias, own_residual, out[..., columns], gated)
     return out
 
 

@@ -199,12 +199,11 @@ def _times(rows, gamma):
 
 
 @gluon.jit
-def _rows_ahead(x_at, x_of, gamma_at, gamma_of, first: gl.constexpr, x_in, RAGGED: gl.constexpr, KT: gl.constexpr,
-                UNIT: gl.constexpr):  # fmt: skip
-    """What a K tile needs of x, and behind it of a norm's weight, if there is one."""
-    rows = all_rows_in(x_at, x_of, first, x_in, RAGGED, KT, UNIT)
-    if gamma_at is not None:
-        rows = rows + rows_in(gamma_at, gamma_of, first, x_in, RAGGED, KT, UNIT)
+def _rows_ahead(here, first: gl.constexpr, x_in, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
+    """What a K tile needs of x, and behind it of a norm's weight; here: pointer and offsets of x, then both of that."""
+    rows = all_rows_in(here[0], here[1], first, x_in, RAGGED, KT, UNIT)
+    if here[2][0] is not None:
+        rows = rows + rows_in(here[2][0], here[2][1], first, x_in, RAGGED, KT, UNIT)
     return rows
 
 
@@ -244,18 +243,18 @@ def quantised_kernel(
     TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
     BLOCKS: gl.constexpr,  # of 8 rows of x
-    D: gl.constexpr,  # K tiles of weights in flight
-    XD: gl.constexpr,  # K tiles of x in flight
+    AHEAD: gl.constexpr,  # K tiles of codes in flight, of x, and whether all other codes come into L2 meanwhile
     FORM: gl.constexpr,  # of codes, see `code_packing`
     GROUP: gl.constexpr,  # values of K that share a scale, 0 for all
     PER: gl.constexpr,  # words of scales of a tile and a group, of fp4 of 128 values of K
     GATED: gl.constexpr,
     ROWS: gl.constexpr,  # that have a norm here, a power of two: M at least
-    PEEK: gl.constexpr,  # codes that are not loaded ahead come into L2 meanwhile
     PDL: gl.constexpr,
 ):
     """One program: R weight rows by 8 BLOCKS rows of x."""
     UNIT: gl.constexpr = _unit(FORM, GROUP)
+    D: gl.constexpr = AHEAD[0]
+    XD: gl.constexpr = AHEAD[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 8)
@@ -276,7 +275,7 @@ def quantised_kernel(
     for b in gl.static_range(BLOCKS):
         # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
         x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * (KT // 2) + k,)
-    gamma_of = s * (KT // 2) + k
+    gamma = (given.gamma, s * (KT // 2) + k)
     x_in = (T - 1) * S + s < K // KT
     x_at = given.x + first_row.to(gl.int64) * (K // 2)
     at = starts_of(given, tile.to(gl.int64), K, R, FORM, GROUP, PER)
@@ -284,7 +283,7 @@ def quantised_kernel(
     ws = ()
     for i in gl.static_range(D):
         ws = ws + (k_tile_of(at, of, i, inside, RAGGED and i == T - 1, S, KT, FORM, GROUP, PER),)
-    if PEEK and PDL:
+    if AHEAD[2] and PDL:
         peek(at[0], tile, N, K, R, FORM, D * S * KT, S)
     if PDL:
         gdc_launch_dependents()
@@ -298,7 +297,7 @@ def quantised_kernel(
         loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
     xs = ()
     for i in gl.static_range(XD):
-        xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
+        xs = xs + (_rows_ahead((x_at, x_of, gamma), i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
     if given.gamma is not None:
         scale = row_factor(row_scales(x_at, M, given.eps, K, S, KT, ROWS, BLOCK), like)
     ones_of = ()
@@ -316,10 +315,11 @@ def quantised_kernel(
                 sums = _step(sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False)
                 ws = ws[1:] + (k_tile_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
                 if XD > 0:
-                    xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
+                    xs = xs + (_rows_ahead((x_at, x_of, gamma), (i + XD) * STEP, x_in, False, KT, UNIT),)
             at = moved(at, D, S, KT, FORM, GROUP, PER)
-            x_at, gamma_of = x_at + D * STEP, gamma_of + D * STEP
+            x_at, gamma = x_at + D * STEP, (gamma[0], gamma[1] + D * STEP)
     of_x = (x_at, x_of, x_in)
+    here = (x_at, x_of, gamma)
     for i in gl.static_range(REST):
         rows, xs = _first_of(xs)
         sums = _step(
@@ -329,7 +329,7 @@ def quantised_kernel(
         if i + D < REST:
             ws = ws + (k_tile_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
         if XD > 0 and i + XD < REST:
-            xs = xs + (_rows_ahead(x_at, x_of, given.gamma, gamma_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
+            xs = xs + (_rows_ahead(here, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
 
     for b in gl.static_range(BLOCKS):
         first = first_row + b * BLOCK
