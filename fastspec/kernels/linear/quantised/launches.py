@@ -32,17 +32,15 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     whole = call.gated or call.argmax_keys is not None
     tile = tile or plan.launch_of(codes.form, codes.group, n, k, rows, gpu_of(call.x.device), whole)
     split = plan.split_of(codes.form, n, k)
-    x, row_factors, gamma, eps = call.x, None, None, 0.0
-    if call.norm is not None and rows <= plan.NORMED_ROWS and isinstance(tile, Tile) and tile.row_depth > 0:
-        gamma, eps = call.norm[0].view(torch.int32), call.norm[1]
-    elif call.norm is not None:
+    x, row_factors = call.x, None
+    if call.norm is not None:
         x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
     if isinstance(tile, Wide):
         _run_wide(replace(call, x=x), row_factors, tile, pdl)
         return
     steps = cdiv(k, split.split_k * split.k_tile)
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
-    shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "AHEAD": (tile.depth, tile.row_depth, plan.PEEK)}
+    shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
     shape |= {"FORM": codes.form, "GROUP": codes.group, "PER": _words_of_scales(codes)}
     options: dict[str, Any] = {"num_warps": split.split_k, "launch_pdl": pdl, "enable_fp_fusion": False}
     if (n, k) in L1_FIRST:
@@ -52,13 +50,12 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     launch(
         quantised_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
-        Given(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros, gamma, eps),
+        Given(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
         Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
         GATED=call.gate,
-        ROWS=1 if gamma is None else 1 << (rows - 1).bit_length(),
         PDL=pdl,
         **options,
     )

@@ -43,26 +43,6 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
 
 
 @gluon.jit
-def peek(at, tile, N, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, FIRST: gl.constexpr, WARPS: gl.constexpr):
-    """Asks for a tile's codes, at `at`, to be brought into L2, but for the FIRST values of K of each row."""
-    LINES: gl.constexpr = (K - FIRST) * bits_of(FORM) // 64  # of 128 bytes, of 16 rows
-    if LINES > 0:
-        ROOM: gl.constexpr = max(32 * WARPS, 1 << (LINES - 1).bit_length())
-        line = gl.arange(0, ROOM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-        for g in gl.static_range(R // 16):
-            group = gl.minimum(tile * (R // 16) + g, N // 16 - 1) - tile * (R // 16)
-            words = group * (K * bits_of(FORM) // 2) + FIRST * bits_of(FORM) // 2 + line * 32
-            gl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-                "=r,l,r",
-                [at + words, (line < LINES).to(gl.int32)],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
-@gluon.jit
 def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
     """Words of 8 rows of x in each unit of a K tile that begins `first` words further on."""
     rows = ()

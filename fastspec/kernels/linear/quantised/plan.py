@@ -12,8 +12,6 @@ from fastspec.kernels.common.code_packing import Form
 from fastspec.kernels.linear.plan import Gpu, Split, cdiv
 
 MEASURED_ON: str | None = "NVIDIA H100"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
-PEEK = True
-NORMED_ROWS = 0
 MOST_ROWS = 64  # of x in one CTA
 BLOCK = 8  # rows of x that one product of the tensor core takes
 SHORT = 2048  # values of K, up to which sums are split in 4 and not in 8

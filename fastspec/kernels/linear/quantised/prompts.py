@@ -25,7 +25,8 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.prefill import multiply, prepared
 from fastspec.kernels.linear.prefill_sm90 import tile_of, time_of
 
-SLICE_BYTES = 64 * 2**20
+EARLY = False
+SLICE_BYTES = 256 * 2**20
 COLUMNS = 256  # rows of a weight that a slice has a multiple of
 BETWEEN = 8.0  # microseconds that the end of one product and the beginning of the next are reckoned at
 BESIDE = 2  # programs on a multiprocessor that find room beside a product
@@ -108,6 +109,8 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
     turns = triton.cdiv(count * k, RUNS * RUN * (4 if BITS[weight.codes.kind.format] == 4 else 2))
     programs = min(turns, BESIDE * multiprocessors(weight.device)) if early else turns
     options: dict[str, Any] = {**constants, "RUNS": RUNS, "RUN": RUN, "num_warps": NUM_WARPS, **pdl_options(early)}
+    if early:
+        options["least_shared"] = 100  # as the product has it: else a multiprocessor takes this kernel when it is idle
     launch(_dequantise_kernel, (programs,), source, data, first, count, K=k, **options)
     return Weight(data, "packed", weight.gated)
 
@@ -178,7 +181,7 @@ def prefill_quantised(
 def _slice(weight: Weight, first: int, size: int) -> Weight:
     """Rows first .. first + size - 1 of a weight, or those that there are."""
     n, k = weight.shape
-    if has_pdl(weight.device):
+    if EARLY and has_pdl(weight.device):
         scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)
     else:
         scratch, early = torch.empty(size * k, dtype=weight.dtype, device=weight.device), False

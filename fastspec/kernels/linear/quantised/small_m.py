@@ -23,10 +23,8 @@ from fastspec.kernels.linear.epilogue import (
     addends,
     enter_keys,
     loaded_factor,
-    row_factor,
     row_operand,
     settle_keys,
-    times_gamma,
     weight_numbers,
     weight_operand,
     write_tile,
@@ -46,13 +44,11 @@ from fastspec.kernels.linear.quantised.loads import (
     groups_of,
     k_tile_of,
     moved,
-    peek,
     pieces_of,
     rows_in,
     starts_of,
     weight_offsets,
 )
-from fastspec.kernels.linear.quantised.norm_within import row_scales
 from fastspec.kernels.linear.small_m import sum_of_ways
 
 UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
@@ -66,7 +62,6 @@ class Given(NamedTuple):
     Attributes:
         x: int32 words [M, K / 2] of bf16.
         words, factors, scales, zeros: as `PackedCodes` has them.
-        gamma, eps: int32 words [K / 2] and epsilon of a norm that the kernel does itself; None: of none.
     """
 
     x: Any
@@ -74,8 +69,6 @@ class Given(NamedTuple):
     factors: Any
     scales: Any
     zeros: Any
-    gamma: Any = None
-    eps: Any = 0.0
 
 
 class Ends(NamedTuple):
@@ -183,28 +176,8 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
             some = rows_in(x[0], x[1][b], FIRST, x[2], RAGGED, KT, UNIT)
         else:
             some = rows[b * UNITS : (b + 1) * UNITS]
-        if len(rows) > len(sums) * UNITS:
-            some = _times(some, rows[len(sums) * UNITS :])
         found = found + (_block(sums[b], units, some, scales, ones_of, right, FORM),)
     return found
-
-
-@gluon.jit
-def _times(rows, gamma):
-    """Words of x [S, UNIT / 2, BM] times those of a norm's weight [S, UNIT / 2, 1], each value rounded once."""
-    found = ()
-    for u in gl.static_range(len(rows)):
-        found = found + (times_gamma(rows[u], gl.broadcast(rows[u], gamma[u])[1], gl.bfloat16),)
-    return found
-
-
-@gluon.jit
-def _rows_ahead(here, first: gl.constexpr, x_in, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """What a K tile needs of x, and behind it of a norm's weight; here: pointer and offsets of x, then both of that."""
-    rows = all_rows_in(here[0], here[1], first, x_in, RAGGED, KT, UNIT)
-    if here[2][0] is not None:
-        rows = rows + rows_in(here[2][0], here[2][1], first, x_in, RAGGED, KT, UNIT)
-    return rows
 
 
 @gluon.jit
@@ -243,18 +216,16 @@ def quantised_kernel(
     TOGETHER: gl.constexpr,  # ways whose sums are added up first
     R: gl.constexpr,
     BLOCKS: gl.constexpr,  # of 8 rows of x
-    AHEAD: gl.constexpr,  # K tiles of codes in flight, of x, and whether all other codes come into L2 meanwhile
+    D: gl.constexpr,  # K tiles of weights in flight
+    XD: gl.constexpr,  # K tiles of x in flight
     FORM: gl.constexpr,  # of codes, see `code_packing`
     GROUP: gl.constexpr,  # values of K that share a scale, 0 for all
     PER: gl.constexpr,  # words of scales of a tile and a group, of fp4 of 128 values of K
     GATED: gl.constexpr,
-    ROWS: gl.constexpr,  # that have a norm here, a power of two: M at least
     PDL: gl.constexpr,
 ):
     """One program: R weight rows by 8 BLOCKS rows of x."""
     UNIT: gl.constexpr = _unit(FORM, GROUP)
-    D: gl.constexpr = AHEAD[0]
-    XD: gl.constexpr = AHEAD[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 8)
@@ -275,7 +246,6 @@ def quantised_kernel(
     for b in gl.static_range(BLOCKS):
         # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
         x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * (KT // 2) + k,)
-    gamma = (given.gamma, s * (KT // 2) + k)
     x_in = (T - 1) * S + s < K // KT
     x_at = given.x + first_row.to(gl.int64) * (K // 2)
     at = starts_of(given, tile.to(gl.int64), K, R, FORM, GROUP, PER)
@@ -283,8 +253,6 @@ def quantised_kernel(
     ws = ()
     for i in gl.static_range(D):
         ws = ws + (k_tile_of(at, of, i, inside, RAGGED and i == T - 1, S, KT, FORM, GROUP, PER),)
-    if AHEAD[2] and PDL:
-        peek(at[0], tile, N, K, R, FORM, D * S * KT, S)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -297,9 +265,7 @@ def quantised_kernel(
         loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
     xs = ()
     for i in gl.static_range(XD):
-        xs = xs + (_rows_ahead((x_at, x_of, gamma), i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
-    if given.gamma is not None:
-        scale = row_factor(row_scales(x_at, M, given.eps, K, S, KT, ROWS, BLOCK), like)
+        xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
     ones_of = ()
     if offset_of(FORM) > 0:
         ones_of = weight_operand(ones(S, words_layout(S, 16)), gl.bfloat16, left)
@@ -315,11 +281,10 @@ def quantised_kernel(
                 sums = _step(sums, ws[0], rows, of_x, ones_of, left, right, FORM, GROUP, KT, UNIT, i * STEP, False)
                 ws = ws[1:] + (k_tile_of(at, of, i + D, inside, False, S, KT, FORM, GROUP, PER),)
                 if XD > 0:
-                    xs = xs + (_rows_ahead((x_at, x_of, gamma), (i + XD) * STEP, x_in, False, KT, UNIT),)
+                    xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT),)
             at = moved(at, D, S, KT, FORM, GROUP, PER)
-            x_at, gamma = x_at + D * STEP, (gamma[0], gamma[1] + D * STEP)
+            x_at = x_at + D * STEP
     of_x = (x_at, x_of, x_in)
-    here = (x_at, x_of, gamma)
     for i in gl.static_range(REST):
         rows, xs = _first_of(xs)
         sums = _step(
@@ -329,7 +294,7 @@ def quantised_kernel(
         if i + D < REST:
             ws = ws + (k_tile_of(at, of, i + D, inside, RAGGED and i + D == REST - 1, S, KT, FORM, GROUP, PER),)
         if XD > 0 and i + XD < REST:
-            xs = xs + (_rows_ahead(here, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
+            xs = xs + (all_rows_in(x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT),)
 
     for b in gl.static_range(BLOCKS):
         first = first_row + b * BLOCK
@@ -339,8 +304,6 @@ def quantised_kernel(
         total = sum_of_ways(acc, TOGETHER) * factor
         if ends.row_factors is not None:
             total = total * loaded_factor(ends.row_factors, first, M, like)
-        if given.gamma is not None:
-            total = total * scale
         if ends.keys is not None:
             enter_keys(total, tile, first, ends.keys, M, N, limit)
         else:
