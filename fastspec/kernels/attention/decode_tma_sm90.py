@@ -290,12 +290,13 @@ def shares_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     KEYS: gl.constexpr,  # of a tile; part of the bits of a row
-    STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits also of 16 bits made of them, else 0
+    STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits those made of them, and warps that do
     PDL: gl.constexpr,
 ):
     """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
+    WIDENING: gl.constexpr = STAGES[2]
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -335,9 +336,9 @@ def shares_kernel(
                 (load_tiles, (
                     key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
                 )),
-                (widen_tiles, (loaded, pipeline, share, SPLIT_SIZES)),
+                (widen_tiles, (loaded, pipeline, share, SPLIT_SIZES, WIDENING)),
             ],
-            [1, 2], [40, 40],
+            [1, STAGES[2]], [40, 40],
         )
     else:
         gl.warp_specialize(

@@ -16,8 +16,6 @@ from fastspec.kernels.attention.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
-SLICES = gl.constexpr(8)  # of a tile that is widened, one after the other: registers are few
-WIDENING_WARPS = gl.constexpr(2)  # that make tiles of 8 bits tiles of 16
 
 
 class Pipeline(NamedTuple):
@@ -211,32 +209,41 @@ def load_tiles(
         first, end = next_first, next_end
 
 
+@gluon.constexpr_function
+def _slice_layout(D, WARPS):
+    """Of a slice of a tile of 8 bits: a thread takes 16 numbers of one key."""
+    return gl.BlockedLayout([1, 16], [512 // D, D // 16], [WARPS, 1], [1, 0])
+
+
 @gluon.jit
-def _widened_tile(tile, DTYPE: gl.constexpr):
-    """Rows [N, D] of e4m3 numbers as values of DTYPE: a thread takes 16 of a key at a time."""
-    D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [WIDENING_WARPS, 1], [1, 0])
+def _widened(four, DTYPE: gl.constexpr):
+    """Rows [N, D] of e4m3 numbers, as uint8, as values of DTYPE."""
     INTO: gl.constexpr = widening_of_four(DTYPE)
-    four = [tile.load(layout)]
     if gl.bfloat16 == DTYPE:
-        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.bfloat16, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
-        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.float16, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.jit
-def _widen(narrow, wide, step):
-    """Makes a tile of 16 bits of tile `step` of 8, once both rings let it."""
+def _widen(narrow, wide, step, WARPS: gl.constexpr):
+    """Makes a tile of 16 bits of tile `step` of 8, slice by slice, once both rings let it."""
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
+    KEYS: gl.constexpr = wide.tiles.shape[1]
+    D: gl.constexpr = wide.tiles.shape[2]
+    ROWS: gl.constexpr = 512 // D * WARPS
+    layout: gl.constexpr = _slice_layout(D, WARPS)
     source, target = step % STAGES, step % WIDE
     mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
+    here = narrow.tiles.index(source).slice(0, ROWS).load(layout)
     if step >= WIDE:
         mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-    ROWS: gl.constexpr = wide.tiles.shape[1] // SLICES
-    for i in gl.static_range(SLICES):
-        values = _widened_tile(narrow.tiles.index(source).slice(i * ROWS, ROWS), wide.tiles.dtype)
-        wide.tiles.index(target).slice(i * ROWS, ROWS).store(values)
+    for i in gl.static_range(KEYS // ROWS):
+        # the next slice is loaded before this one is stored: the compiler does not move loads over stores
+        following = narrow.tiles.index(source).slice((i + 1) * ROWS % KEYS, ROWS).load(layout)
+        wide.tiles.index(target).slice(i * ROWS, ROWS).store(_widened(here, wide.tiles.dtype))
+        here = following
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(narrow.free.index(source), count=1)
@@ -244,7 +251,7 @@ def _widen(narrow, wide, step):
 
 
 @gluon.jit
-def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr):
+def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr, WARPS: gl.constexpr):
     """What the warps do that make tiles of 8 bits, as TMA brings them, tiles of 16 bits for those that multiply.
 
     narrow, wide: Pipelines of uint8 and of 16 bits.
@@ -254,6 +261,6 @@ def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr):
     for i in range(share.mine):
         first, end = keys_of(split_number(i, share), share.begin, share.stop, SPLIT_SIZES)
         for _here in range(first, end, KEYS):
-            _widen(narrow, wide, step)
-            _widen(narrow, wide, step + 1)
+            _widen(narrow, wide, step, WARPS)
+            _widen(narrow, wide, step + 1, WARPS)
             step += 2
