@@ -79,6 +79,7 @@ class Checkpoint:
         stored: that in words.
         cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
         rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
+        chosen: `rounded` was chosen by "auto", which may take it back when it has seen what it brings.
         sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
         mtp: MTP layers lie beside the model.
     """
@@ -93,6 +94,7 @@ class Checkpoint:
     stored: str = ""
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
     rounded: CodeFormat | None = None
+    chosen: bool = False
     sliced: Sliced | None = None
     mtp: bool = False
 
