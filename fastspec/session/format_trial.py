@@ -90,7 +90,7 @@ class FormatTrial:
         """The format that drafts now, and why."""
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
-    def settle(
+    def before(
         self,
         scheduler: Scheduler,
         requests: list[Request],

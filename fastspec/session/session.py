@@ -68,7 +68,7 @@ class Session:
         def make_ready(joining: Joining) -> None:
             call, choice = joining.call, joining.choice
             if trial is not None:
-                _settle(trial, scheduler, call, choice, drafting)
+                _try_formats(trial, scheduler, call, choice, drafting)
             _make_ready(scheduler, rows, choice, lengths_of(call.requests), progress)
 
         self.loop = Loop(scheduler, make_ready)
@@ -222,7 +222,7 @@ class Session:
                         break
                     if steps is None:
                         if self.trial is not None:
-                            _settle(self.trial, self.scheduler, call, choice, self.drafting)
+                            _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
                         steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
@@ -316,14 +316,14 @@ def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
             version = delivery.wait(version)
 
 
-def _settle(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
+def _try_formats(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
     """Tries the formats of the draft on a call that is about to begin, if it is time."""
     rows = min(len(call.requests), scheduler.engine.state.batch)
 
     def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
         _make_ready(scheduler, rows, choice, lengths, progress=False)
 
-    trial.settle(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
+    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
 
 
 def _make_ready(
