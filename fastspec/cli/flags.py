@@ -49,8 +49,8 @@ DraftFormat = Annotated[
     str | None,
     typer.Option(
         metavar="fp8|int8|int4|auto|none",
-        help="Round the draft's weights while they are loaded; auto, the default, takes what is fastest here, none leaves "
-        "them. It never changes the text.",
+        help="Round the draft's weights while they are loaded; auto, the default, takes what is fastest here, none "
+        "rounds nothing. It never changes the text.",
     ),
 ]
 KVDtype = Annotated[
