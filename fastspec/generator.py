@@ -65,8 +65,8 @@ class FastSpecGenerator:
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
             what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
             takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
-        kv_dtype: "fp8" keeps K and V of both models in 8 bits (e4m3): half the memory, and another text than with 16
-            bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
+        kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
+            has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
@@ -111,7 +111,7 @@ class FastSpecGenerator:
         draft_revision: str | None = None,
         target_quantization: str | None = None,
         draft_quantization: str | None = AUTO,
-        kv_dtype: str | None = None,
+        kv_dtype: str | Sequence[str | None] | None = None,
         feature_layers: Sequence[int] | None = None,
         draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
@@ -380,8 +380,8 @@ class FastSpecGenerator:
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
         session = self._open()
-        draft = self._draft if session.trial is None else session.trial.draft
-        return explain(self._settings, session.engine, self._target, draft, self._shared_vocab, self._drafting)
+        models = self._target, session.trial.draft if session.trial else self._draft, self._shared_vocab
+        return explain(self._settings, session.engine, *models, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

@@ -44,7 +44,7 @@ class PlanOptions(TypedDict, total=False):
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
     draft_vocab: Sequence[int] | None
-    kv_dtype: str | None
+    kv_dtype: str | Sequence[str | None] | None
     prefix_cache: bool
 
 
