@@ -2,7 +2,7 @@
 
     fp8, int8: one scale a row.   int4: one scale for each group of columns, symmetric
 
-A scale is the largest magnitude that it has to reach, over the largest code, times the one of `_SHRINK` with which the
+A scale is the largest magnitude that it has to reach, over the largest code, times the one of `SHRINK` with which the
 sum of squared differences is least: to cut off a few values costs little where all others become finer.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 
 FORMATS: tuple[CodeFormat, ...] = ("fp8", "int8", "int4")
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-_SHRINK = tuple(1.0 - step / 40 for step in range(15))
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+SHRINK = tuple(1.0 - step / 40 for step in range(15))
 _GROUPS = (128, 64, 32)
 VALUES = 2**22  # that are rounded at a time: beside them stand up to twenty bytes for each
 
@@ -45,10 +45,10 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     """Codes [n, K] and scales [n, G] of values [n, G, K / G]."""
-    largest = groups.abs().amax(-1) / _LARGEST[form]
+    largest = groups.abs().amax(-1) / LARGEST[form]
     best = torch.full_like(largest, torch.inf)
     chosen = largest
-    for factor in _SHRINK:
+    for factor in SHRINK:
         scales = _short(largest * factor)
         error = _nearest(groups, scales, form).mul_(scales[..., None]).sub_(groups).square_().sum(-1)
         better = error < best

@@ -7,6 +7,7 @@ while threads fill them. On CUDA each thread copies through pinned memory of its
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +22,13 @@ from tqdm import tqdm
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
-from fastspec.kernels.common.rounding import VALUES, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.weights.shards import TensorInfo
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader
+VALUES = 2**23  # of a matrix that is read, and packed, at a time
 
 
 Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
@@ -94,6 +95,7 @@ class Loader:
         self._place = torch.device("meta") if planned else device
         self._release, self._later = release, later
         self._infos, self._whole = source.infos(), whole
+        self._launching = threading.Lock()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
 
     def tensor(
@@ -229,9 +231,9 @@ class Loader:
             self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
             return
         if order is None and place.codes is not None:
-            place.codes.fill_in_runs(rounded(run, kind) for _, run in self._runs(names, place, staging))
+            place.codes.fill_in_runs(self._rounded(run, kind) for _, run in self._runs(names, place, staging))
             return
-        place.fill_codes(rounded(self._rows(names, place, order, staging), kind))
+        place.fill_codes(self._rounded(self._rows(names, place, order, staging), kind))
 
     def _fill_weight(
         self,
@@ -243,7 +245,7 @@ class Loader:
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         if kind is not None and all(self._source.kind(name) is None for name in names):
-            place.fill(rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
+            place.fill(self._rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
         elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
         elif order is None and kind is None:
@@ -251,6 +253,10 @@ class Loader:
                 place.fill_run(tile, run)
         else:
             place.fill(self._rows(names, place, order, staging))
+
+    def _rounded(self, rows: Tensor, kind: CodesKind) -> Codes:
+        with self._launching:  # a kernel that is compiled by its first launch is compiled once
+            return self._ops.rounded(rows, kind)
 
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None
