@@ -81,7 +81,7 @@ def mtp_layer(path: Path) -> Made:
 def experts(path: Path) -> Made:
     sizes = {key: value for key, value in DENSE.items() if key != "std"}
     more = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "mlp_only_layers": [1]}
-    return saved(make_family("qwen3_moe", std=0.06, **{**sizes, **more}), path / "moe"), None, {"proposer": NGram()}
+    return saved(make_family("qwen3_moe", std=0.06, **{**sizes, **more}), path / "moe"), str(path / "moe"), {}
 
 
 def gpt_oss(path: Path) -> Made:
@@ -98,7 +98,7 @@ def recurrent(path: Path) -> Made:
     sizes = {key: value for key, value in DENSE.items() if key != "std"}
     more = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64}
     more |= {"linear_value_head_dim": 64, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
-    return saved(hybrid.make_hybrid("next", std=0.06, **{**sizes, **more}), path / "next"), None, {"proposer": NGram()}
+    return saved(hybrid.make_hybrid("next", std=0.06, **{**sizes, **more}), path / "next"), str(path / "next"), {}
 
 
 def over_all_heads(path: Path) -> Made:
