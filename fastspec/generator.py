@@ -29,6 +29,7 @@ from fastspec.runtime.settings import announce, check_range
 from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
+from fastspec.session.following import Reader
 from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
@@ -249,7 +250,7 @@ class FastSpecGenerator:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
         try:
-            with session.ranks.guarded("generating"):
+            with session.guarded():
                 for emitted in session.run(call):
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
@@ -295,15 +296,29 @@ class FastSpecGenerator:
         Raises:
             ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
             OutOfPages: it needs more pages than there are.
-            RuntimeError: the generator is closed.
+            RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
+            RankFailed: another rank has failed.
         """
         self._open().check_submits()
-        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
+        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords, submitted=True)
         if len(call.requests) != 1:
             raise UnsupportedOption(
                 f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
             )
         return self._open().submit(call)
+
+    def follow(self) -> None:
+        """Makes the steps of what rank 0 submits, on every other rank, until rank 0 closes its generator.
+
+        With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
+
+        Raises:
+            UnsupportedOption: there are no other ranks, or this is rank 0.
+            RankFailed: a rank has failed; end all processes.
+            RuntimeError: the generator is closed, or in a call.
+        """
+        session = self._open()
+        session.follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
 
     def calibrate(
         self,
@@ -358,15 +373,17 @@ class FastSpecGenerator:
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
         usual: int | None = None,
+        submitted: bool = False,
     ) -> calls.Prepared:
-        """Checks a call and turns it into requests; touches no device memory."""
+        """Checks a call and turns it into requests; touches no device memory. Submitted: other ranks do not make it."""
         self._open().check_options(keywords)
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
         make = partial(
             calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
         )
-        ranks = self._session.ranks
-        call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        session = self._session
+        alone = session.ranks.size == 1 or session.leads or submitted
+        call = make() if alone else session.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)
         return call
 

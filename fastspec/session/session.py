@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from fastspec.errors import UnsupportedOption
 from fastspec.grammar.spec import KINDS
 from fastspec.output import Stats
 from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.turns import Turns
 from fastspec.runtime.calibrate import Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
@@ -23,8 +25,10 @@ from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import synthetic_name
 from fastspec.session.calls import Prepared, check_whole
 from fastspec.session.delivery import Delivery
+from fastspec.session.following import Leader, Numbers, Reader
 from fastspec.session.handle import Handle
-from fastspec.session.loop import Joining, Loop
+from fastspec.session.loop import Loop
+from fastspec.session.messages import Joining, Message
 
 Emitted = dict[int, list[int]]
 
@@ -59,8 +63,17 @@ class Session:
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
         rows = self.rows
+        several = self.ranks.size > 1
+        self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
+        loaded = self.ranks.world.meet if several else lambda: None
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
-        self.loop = Loop(scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress))
+        self.loop = Loop(
+            scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress, loaded)
+        )
+        if several:
+            self.loop.guarded = partial(self.ranks.guarded, "stepping")
+        if self._leader is not None:
+            self.loop.before_turn, self.loop.forget = self._leader.tell, self._leader.numbers.forget
         self._joining = threading.Lock()  # nothing joins while the session is being closed
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
@@ -95,9 +108,11 @@ class Session:
         """The scheduler, for who needs the device alone.
 
         Raises:
-            RuntimeError: a call or a handle goes on, or the session is closed.
+            RuntimeError: a call or a handle goes on, the session is closed, or other ranks follow this one.
         """
         scheduler = self.scheduler
+        if self.leads:
+            raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
         if not self.loop.turn.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it")
         try:
@@ -107,13 +122,59 @@ class Session:
         finally:
             self.loop.turn.release()
 
+    @property
+    def leads(self) -> bool:
+        """Whether the other ranks follow this one: calls are made here alone."""
+        return self.ranks.size > 1 and self.loop.running
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """While it lasts, an error of this rank alone ends a call that all ranks make."""
+        return nullcontext() if self.leads else self.ranks.guarded("generating")
+
     def check_submits(self) -> None:
-        """Raises UnsupportedOption where several ranks share the model: requests would reach them at other times."""
-        if self.ranks.size > 1:
+        """Checks that `submit` may be called here.
+
+        Raises:
+            UnsupportedOption: other ranks share the model, and this is not the one that they follow.
+            RankFailed: one of them has failed.
+            RuntimeError: a call that all ranks make goes on.
+        """
+        if self.ranks.size == 1:
+            return
+        self.ranks.world.check()
+        if not self.ranks.first:
             raise UnsupportedOption(
-                f"submit() and what stands on it do not go with tensor_parallel={self.ranks.size}: call generate() or "
-                "stream() with a batch, on every rank alike"
+                f"submit() is for rank 0, and this is rank {self.ranks.world.rank}: call follow() here, which makes "
+                "the steps of what rank 0 submits"
             )
+        if self._calls and not self.loop.running:
+            raise RuntimeError("a call that all ranks make goes on; submit when it has ended")
+
+    def follow(self, reader: Reader) -> None:
+        """Makes every step that rank 0 makes, until it closes its generator.
+
+        Args:
+            reader: of what rank 0 tells.
+
+        Raises:
+            UnsupportedOption: there are no other ranks, or this is rank 0.
+            RankFailed: a rank has failed.
+            RuntimeError: a call goes on here.
+        """
+        if self.ranks.size == 1 or self.ranks.first:
+            raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+        numbers = Numbers()
+        with self._joining, self.alone():
+            turns = Turns(self.ranks.world)
+            self.loop.forget = numbers.forget
+        with self.ranks.guarded("following rank 0"):
+            turns.begin()
+            messages: list[Message] = []
+            while None not in messages:
+                messages = reader.read(turns.next(), numbers)
+                self.loop.make_turn(messages)
+                self.ranks.world.check()
+            turns.end()
 
     def check_options(self, keywords: Mapping[str, Any]) -> None:
         """Raises UnsupportedOption where a call asks for what several ranks cannot do."""
@@ -186,7 +247,7 @@ class Session:
         with self._joining:
             self.check_open()
             here = not self.in_use and not self.loop.running
-            if not here and self.ranks.size > 1:
+            if not here and self.ranks.size > 1 and not self.leads:
                 raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
             self._calls.add(delivery)
         try:
@@ -269,6 +330,8 @@ class Session:
             scheduler, self.running = self.running, None
         try:
             self.loop.stop()
+            if self._leader is not None:
+                self._leader.end()
             scheduler.engine.finish()
         finally:
             if not self.loop.running:

@@ -125,10 +125,8 @@ def _of_expert(
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
     if inner is not None:
-        down = down[:, inner]
-        up, up_bias = (
-            None if both is None else torch.cat([half[inner] for half in both.chunk(2)]) for both in (up, up_bias)
-        )
+        down, up = down[:, inner], torch.cat([half[inner] for half in up.chunk(2)])
+        up_bias = None if up_bias is None else torch.cat([half[inner] for half in up_bias.chunk(2)])
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % PAIRS)).split(PAIRS)
     return torch.cat([F.linear(gated(F.linear(each, up, up_bias), clamp), down, down_bias) for each in blocks])[
         : len(rows)
