@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
@@ -240,12 +240,7 @@ class FastSpecGenerator:
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise UnsupportedOption(
-                f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}"
-            )
-        if streamer is not None and len(requests) != 1:
-            raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
+        calls.check_streamer(streamer, len(requests))
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
@@ -301,10 +296,6 @@ class FastSpecGenerator:
         """
         self._open().check_submits()
         call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords, submitted=True)
-        if len(call.requests) != 1:
-            raise UnsupportedOption(
-                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
-            )
         return self._open().submit(call)
 
     def follow(self) -> None:
@@ -375,15 +366,17 @@ class FastSpecGenerator:
         usual: int | None = None,
         submitted: bool = False,
     ) -> calls.Prepared:
-        """Checks a call and turns it into requests; touches no device memory. Submitted: other ranks do not make it."""
-        self._open().check_options(keywords)
+        """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
+        session = self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
         make = partial(
             calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
         )
-        session = self._session
-        alone = session.ranks.size == 1 or session.leads or submitted
-        call = make() if alone else session.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        if submitted or session.leads:
+            session.check_tokenizer(keywords.get("tokenizer"), self._tokenizer)
+            call = make()
+        else:
+            call = session.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
         self._drafting.of(call.chosen)
         return call
 

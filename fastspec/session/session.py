@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from fastspec.errors import UnsupportedOption
-from fastspec.grammar.spec import KINDS
 from fastspec.output import Stats
 from fastspec.parallel.ranks import Ranks
 from fastspec.parallel.turns import Turns
@@ -176,22 +174,24 @@ class Session:
                 self.ranks.world.check()
             turns.end()
 
-    def check_options(self, keywords: Mapping[str, Any]) -> None:
-        """Raises UnsupportedOption where a call asks for what several ranks cannot do."""
-        asked = [kind for kind in KINDS if keywords.get(kind) is not None]
-        if asked and self.ranks.size > 1:
+    def check_tokenizer(self, given: object, own: object) -> None:
+        """Raises UnsupportedOption where the other ranks, which follow this one, do not have a call's tokenizer."""
+        if self.ranks.size > 1 and given is not None and given is not own:
             raise UnsupportedOption(
-                f"{asked[0]} does not go with tensor_parallel={self.ranks.size}: every rank would have to read each "
-                "step before the next one; use one GPU for it, or check the texts afterwards"
+                "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
+                "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"
             )
 
     def submit(self, call: Prepared) -> Handle:
         """Lets a call of one prompt join what runs; from any thread.
 
         Raises:
+            UnsupportedOption: it has several.
             OutOfPages: it needs more pages than there are.
             RuntimeError: the session is closed.
         """
+        if (rows := len(call.requests)) != 1:
+            raise UnsupportedOption(f"submit takes one prompt and one text of it, got {rows}; submit each")
         delivery = Delivery(call.requests)
         self._join(call, delivery)
 

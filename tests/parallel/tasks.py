@@ -25,7 +25,7 @@ def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
     generator = FastSpecGenerator(target, draft_or_none, **options)
     here.kept[name] = generator
     lines = generator.explain().splitlines()
-    return "\n".join(line for line in lines if line.startswith(("ranks", "grammars")))
+    return "\n".join(line for line in lines if line.startswith("ranks"))
 
 
 def texts(here: Rank, name: str, calls: list[dict[str, Any]]) -> list[Any]:

@@ -42,6 +42,28 @@ def test_requests_of_rank_0_get_the_text_of_one_rank(pair: Pair, two: Processes)
     assert "follow() is for the ranks behind rank 0" in found["refused"][1]
 
 
+def test_grammars_and_stop_strings_are_followed_by_all_ranks(two: Processes) -> None:
+    """In calls of all ranks, and in requests of rank 0: each rank has the tokenizer, and reads every step."""
+    calls: list[dict[str, Any]] = [
+        {"prompts": 1, "regex": "[a-z]+( [a-z]+)*"},
+        {"prompts": 1, "json_schema": {"type": "array", "items": {"type": "integer"}}, **tasks.SAMPLED, "seed": 5},
+        {"prompts": 1, "stop_strings": ["e", "0"], "max_new_tokens": 30},
+    ]
+    calls = [{**each, "first": index} for index, each in enumerate(calls)]
+    here = Rank(0, 1, None)  # type: ignore[arg-type]  # which waits for nobody
+    tasks.open_generator(here, "one", {"tensor_parallel": 1})
+    want = tasks.texts(here, "one", calls)
+    here.kept["one"].close()
+    two.run(tasks.open_generator, "words", {"tensor_parallel": 2})
+    assert two.run(tasks.texts, "words", calls) == [want, want]
+    two.send(1, tasks.follow, "words")
+    ours = ("prompts", "first")
+    two.send(0, tasks.submits, "words", [{name: each[name] for name in each if name not in ours} for each in calls])
+    found = two.answer(0)
+    assert two.answer(1) == "followed"
+    assert found["submitted"] == [rows[0] for rows in want]
+
+
 def test_who_may_submit(pair: Pair, two: Processes) -> None:
     two.run(tasks.open_generator, "who", {"pair": pair, "tensor_parallel": 2})
     two.send(1, tasks.submit_and_see, "who")
