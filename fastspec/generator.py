@@ -295,8 +295,8 @@ class FastSpecGenerator:
             RankFailed: another rank has failed.
         """
         self._open().check_submits()
-        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords, submitted=True)
-        return self._open().submit(call)
+        prompt = calls.one_prompt(prompt_ids)
+        return self._open().submit(self._prepare(prompt, None, generation_config, keywords, submitted=True))
 
     def follow(self) -> None:
         """Makes the steps of what rank 0 submits, on every other rank, until rank 0 closes its generator.
@@ -308,8 +308,7 @@ class FastSpecGenerator:
             RankFailed: a rank has failed; end all processes.
             RuntimeError: the generator is closed, or in a call.
         """
-        session = self._open()
-        session.follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
+        self._open().follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
 
     def calibrate(
         self,
@@ -333,8 +332,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
-        call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
-        return self._open().calibrate(call)
+        given = input_ids, attention_mask, generation_config, keywords, CALIBRATION_TOKENS
+        return self._open().calibrate(self._prepare(*given))
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -354,8 +353,8 @@ class FastSpecGenerator:
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        length = check_range("length", length, 0, self.max_length)
-        self._open().warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
+        choice = self._drafting.ahead(num_speculative_tokens, sampler)
+        self._open().warm_up(choice, check_range("length", length, 0, self.max_length))
 
     def _prepare(
         self,
@@ -369,14 +368,9 @@ class FastSpecGenerator:
         """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
         session = self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(
-            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
-        )
-        if submitted or session.leads:
-            session.check_tokenizer(keywords.get("tokenizer"), self._tokenizer)
-            call = make()
-        else:
-            call = session.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        how = self.max_length, lambda: self.tokenizer, usual, self._grammars
+        make = partial(calls.prepare, self._target, asked, *how)
+        call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
         self._drafting.of(call.chosen)
         return call
 
@@ -386,8 +380,8 @@ class FastSpecGenerator:
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        models = self._target, self._draft, self._shared_vocab
-        return explain(self._settings, self._open().engine, *models, self._drafting)
+        engine = self._open().engine
+        return explain(self._settings, engine, self._target, self._draft, self._shared_vocab, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

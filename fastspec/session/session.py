@@ -174,13 +174,24 @@ class Session:
                 self.ranks.world.check()
             turns.end()
 
-    def check_tokenizer(self, given: object, own: object) -> None:
-        """Raises UnsupportedOption where the other ranks, which follow this one, do not have a call's tokenizer."""
-        if self.ranks.size > 1 and given is not None and given is not own:
+    def prepared(self, make: Callable[[], Prepared], submitted: bool, own_tokenizer: bool) -> Prepared:
+        """A call, once all ranks have made it alike; or of this rank alone, where the others follow it.
+
+        Args:
+            submitted: it is a submit's.
+            own_tokenizer: it brings no tokenizer but the checkpoint's.
+
+        Raises:
+            UnsupportedOption: it brings one, which the ranks that follow do not have; or as `Ranks.agreed_call`.
+        """
+        if not (submitted or self.leads):
+            return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        if self.ranks.size > 1 and not own_tokenizer:
             raise UnsupportedOption(
                 "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
                 "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"
             )
+        return make()
 
     def submit(self, call: Prepared) -> Handle:
         """Lets a call of one prompt join what runs; from any thread.
