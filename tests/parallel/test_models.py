@@ -84,7 +84,10 @@ WAYS: dict[str, Callable[..., Options]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = [way for way in WAYS if way not in ("EAGLE-3", "MTP layer", "experts with biases")]
+
+
+@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_two_ranks_give_the_text_of_one(way: str, target: str, two: Processes, tmp_path: Path) -> None:
     options = WAYS[way](tmp_path / "made", target)
     want = one(dict(options), CALLS)
