@@ -79,6 +79,8 @@ def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: 
     """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
+    if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
+        return False
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
 
@@ -103,8 +105,8 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _plain(checkpoint: Checkpoint) -> bool:
-    """Whether a model is of 16-bit or fp32 weights of a native family, and exchanges no more than two sums a layer."""
+    """Whether a model is of 16-bit or fp32 weights of a native family, of attention and MLPs alone."""
     spec = checkpoint.spec
     if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         return False
-    return not spec.routed_elements and not spec.deltas and spec.plans[0].qk_norm != "projection"
+    return not spec.routed_elements and not spec.deltas

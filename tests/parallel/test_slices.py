@@ -108,7 +108,7 @@ def test_slices_of_quantised_matrices_are_slices_of_their_values(tmp_path: Path)
 def test_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
     make_family("qwen3_moe", moe_intermediate_size=50).save_pretrained(tmp_path)
     spec = resolve(tmp_path, role="target").native
-    with pytest.raises(UnsupportedOption, match="intermediate_size 96, width of experts 50; use one of 1, 2$"):
+    with pytest.raises(UnsupportedOption, match=r"intermediate_size 96, width of experts 50; use one of 1, 2$"):
         check_divides(spec, 4, "m")
 
 
