@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.linear.plan import TREES_ON, split_for
 from fastspec.models.config import ModelSpec
@@ -281,9 +282,32 @@ class SlicedTensors:
         return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """The slice of a quantised matrix, all of which is read; None: it is not quantised."""
-        codes, each = self._source.codes(name, device), self._slices.get(name)
-        return codes if codes is None or each is None else codes.part(each.rows, each.columns)
+        """The slice of a quantised matrix; None: it is not quantised."""
+        each = self._slices.get(name)
+        if each is None:
+            return self._source.codes(name, device)
+        columns = slice(None) if each.columns is None else slice(*each.columns)
+        found = [self._source.codes_part(name, slice(*rows), columns, device) for rows in each.rows]
+        parts = [codes for codes in found if codes is not None]
+        if not parts:
+            return None
+        codes = parts[0] if len(parts) == 1 else join(parts)
+        codes = codes if codes.kind == self.kind(name) else codes.by_rows()
+        if codes.kind == self.kind(name):
+            return codes
+        whole = self._source.codes(name, device)  # in whose words or groups a range ends
+        assert whole is not None, "parts of it are"
+        return whole.part(each.rows, each.columns)
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of the slice of a quantised matrix."""
+        codes = self.codes(name, device)
+        if codes is None:
+            return None
+        (top, bottom), (left, right) = (
+            place.indices(size)[:2] for place, size in zip((rows, columns), codes.shape, strict=True)
+        )
+        return codes.part([(top, bottom)], (left, right))
 
     def release(self, names: list[str]) -> None:
         """As of the source."""
