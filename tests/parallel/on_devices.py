@@ -58,7 +58,7 @@ def sums() -> None:
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
             for _ in range(4):
                 assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
-    exchange.TWO_TURNS = dict.fromkeys(turns, 64 * 4096)  # below, some sums in one turn and some in two
+    exchange.TWO_TURNS = dict.fromkeys(turns, 64 * 4096)  # below, some sums as words, some in one turn, some in two
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
@@ -68,7 +68,10 @@ def sums() -> None:
         assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
         assert (ids[:, ::2] == -1).all(), "nothing else is written"
 
-    inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (70, 4096), (200, 4096))]
+    inputs = [
+        torch.zeros(shape, device=device)
+        for shape in ((1, 4096), (5, 4096), (8, 1000), (50, 4096), (70, 4096), (200, 4096))
+    ]
     residuals = [torch.randn(x.shape, device=device, generator=common).bfloat16() for x in inputs]
     outputs: list[Tensor] = []
 
