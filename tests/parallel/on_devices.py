@@ -131,6 +131,21 @@ def texts(**more: Any) -> None:
         assert torch.cuda.memory_allocated() == used
 
 
+def without_peers() -> None:
+    """Where GPUs do not reach each other's memory all goes by NCCL, in the graph, and explain() says so."""
+    torch.cuda.can_device_access_peer = lambda *devices: False
+    target, draft = map(str, demo_pair())
+    with FastSpecGenerator(target, draft, progress=False, max_length=200, tensor_parallel="auto") as made:
+        assert "NCCL in the graph, for the GPUs do not reach each other's memory" in made.explain()
+        ids = [made.tokenizer(PROMPTS[0])["input_ids"]]
+        found = [
+            made.generate(ids, max_new_tokens=48, num_speculative_tokens=k, return_dict_in_generate=True).new_tokens
+            for k in (0, 4)
+        ]
+    assert found[0] == found[1], "drafts change nothing"
+    same_on_all(found)
+
+
 def one_text() -> None:
     """Says the texts of this many GPUs: of prompts of one pass and of several, few rows and many."""
     config = LlamaConfig(
@@ -169,6 +184,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sums": sums,
     "texts": texts,
     "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),
+    "texts by NCCL alone": without_peers,
     "texts of a quantised target": lambda: texts(target_quantization="int8"),
 }
 TEXT = "one text"  # which tests compare between numbers of ranks
