@@ -276,7 +276,7 @@ class Session:
                     yield from self._step_here(call, delivery)
             else:
                 self._join(call, delivery)
-                yield from _follow(delivery, 0)
+                yield from delivery.follow(0)
         finally:
             self._calls.discard(delivery)
             self.loop.leave(call.requests)
