@@ -20,5 +20,5 @@ def _placed(cls: type[PreTrainedModel], *sources: Any, device_map: Any = None, *
 
 
 if __name__ == "__main__":
-    PreTrainedModel.from_pretrained = classmethod(_placed)  # type: ignore[assignment]
+    PreTrainedModel.from_pretrained = classmethod(_placed)  # type: ignore[arg-type,assignment]
     main()

@@ -68,13 +68,14 @@ def fill(
         fill_tables(state, row, len(prompt), options)
 
 
-def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
+def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RUNNING) -> None:
     """Queues the copy of draft tokens and masks to the device, and lets the rows run; waits for nothing.
 
     Args:
         state: the rows of `turns` are written.
         turns: row -> its draft tokens and masks.
         k: drafts of the step; a row's further draft tokens are left out.
+        ready: how their `finish` says so: PASSED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)
@@ -89,7 +90,7 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
     if k:
         state.given_tokens[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
     state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(turns), places, words))
-    state.finish.index_fill_(0, rows, RUNNING)
+    state.finish.index_fill_(0, rows, ready)
 
 
 def draft_limit(options: RowOptions, most: int) -> int:

@@ -25,7 +25,7 @@ from fastspec.runtime.intake import Intake, lag_of, passes_of
 from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
-from fastspec.state import IDLE, RUNNING
+from fastspec.state import IDLE, PASSED, RUNNING
 
 
 class Scheduler:
@@ -174,6 +174,9 @@ class Scheduler:
         needed = self._goes_on if self._in_flight else self._may_go_on
         if not any(map(needed, requests.values())):
             return False
+        first = {row: request for row, request in requests.items() if request.passed}
+        if first:
+            return self._launch_first(first)
         calls = {self._calls[request] for request in requests.values()}
         k, drafting = self._drafts({row: request for row, request in requests.items() if request.grammar is None})
         passes = 0.0
@@ -186,12 +189,8 @@ class Scheduler:
         shape = self._shape(k, calls, requests)
         if turns:
             shape = replace(shape, grammars=BESIDE if drafted else ALONE)
-        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
-        if not foreseen and not self.engine.ready(rows, shape):
-            if self._in_flight:
-                return False  # a capture runs steps of its own: results in flight are read first
-            self.engine.capture(rows, shape)
-            self._disturbed = True
+        if not self._ready(rows, shape, calls):
+            return False
         if turns:
             admission.allow(self.engine.state, turns, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
@@ -204,6 +203,32 @@ class Scheduler:
         self._last_k, self._disturbed = drafted, False
         for row, request in requests.items():
             request.draft_lag |= not drafted or row not in drafting
+        return True
+
+    def _launch_first(self, requests: dict[int, Request]) -> bool:
+        """Queues the step for the first tokens of rows whose long prompts are in; other rows are not in it."""
+        calls = {self._calls[request] for request in requests.values()}
+        rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
+        shape = self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns))
+        if not self._ready(rows, shape, calls):
+            return False
+        if turns:
+            admission.allow(self.engine.state, turns, 0, PASSED)
+        sequence = self.engine.launch(rows, shape)
+        self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first=True))
+        self._disturbed = True
+        for request in requests.values():
+            request.passed, request.draft_lag = False, True
+        return True
+
+    def _ready(self, rows: int, shape: StepShape, calls: set[Call]) -> bool:
+        """Whether such a step can be launched now. One that is not captured yet is, once all results are read."""
+        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
+        if not foreseen and not self.engine.ready(rows, shape):
+            if self._in_flight:
+                return False  # a capture runs steps of its own: results in flight are read first
+            self.engine.capture(rows, shape)
+            self._disturbed = True
         return True
 
     def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
@@ -235,7 +260,7 @@ class Scheduler:
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
-        willing = may_draft(requests, self._in_flight, reads=self.engine.reads_prompts)
+        willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a plain step
         if call.policy is None:
@@ -366,8 +391,8 @@ class Scheduler:
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
-        if policy is None or constrained(step.requests):
-            return  # such a step drafts as its grammars have it
+        if policy is None or step.first or constrained(step.requests):
+            return  # such a step drafts as its grammars have it, or is for first tokens alone
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)
