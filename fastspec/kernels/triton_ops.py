@@ -31,7 +31,7 @@ from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.linear.layer_tail import runs_on_tma
 from fastspec.kernels.linear.plan import supported
-from fastspec.kernels.linear.portable import tile_argmax, tile_linear
+from fastspec.kernels.linear.portable.products import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import MOST_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised

@@ -20,9 +20,9 @@ A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: CTA (t, s) has query t
 the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
 from the cache in blocks, and stores the average of the values and its weight. The last CTA of a tile to arrive,
 by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. So does
-`_decode_kernel` of decode.py. Where `plan.uses_mma`, other kernels do the same out of registers and without groups:
-decode_mma.py or, with several splits to a CTA, decode_mma_batch.py; for rows at `plan.LATE_FROM` and later,
-decode_tma_sm90.py. A pass that has room for both launches both, and each skips the other's rows. A prompt chunk
+`_decode_kernel` of decode/portable.py. Where `plan.uses_mma`, other kernels do the same out of registers and without
+groups: decode/mma.py or, with several splits to a CTA, decode/mma_batch.py; for rows at `plan.LATE_FROM` and later,
+decode/tma_sm90.py. A pass that has room for both launches both, and each skips the other's rows. A prompt chunk
 (more rows) appends in one launch (rope.py) and attends in a second (prefill.py).
 
 Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
@@ -45,9 +45,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastspec.kernels.attention import decode_launch, plan
+from fastspec.kernels.attention import plan
 from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, new_tokens, paged_cache
-from fastspec.kernels.attention.decode_launch import DecodingPass, gpu_of
+from fastspec.kernels.attention.decode import launch as decoding
+from fastspec.kernels.attention.decode.launch import DecodingPass, gpu_of
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.checks import check_heads, check_sinks
@@ -178,16 +179,16 @@ def _decode(
         _check_room(work, counters, row_size * plan.partial_sums(early, late))
         regroup = regroup and not late
         if early:
-            decode_launch.start_early(given, early, regroup)
+            decoding.start_early(given, early, regroup)
         if late:
-            decode_launch.start_late(given, late)
+            decoding.start_late(given, late)
         return out.unflatten(2, (-1, BLOCK)) if regroup else out
     splits = plan.cdiv(room, work.split_keys)
     planned = plan.tiles_plan(sizes, qkv.dtype.itemsize, splits)
     if splits > 1:
         groups = plan.cdiv(splits, plan.FAN)
         _check_room(work, planned.grid[0] * (1 + groups), row_size * (splits + groups))
-    decode_launch.start_tiles(given, planned, work.split_keys)
+    decoding.start_tiles(given, planned, work.split_keys)
     return out
 
 

@@ -6,10 +6,10 @@ kernel runs (`uses_mma`), where it splits the keys (`SPLIT`, `split_keys_for`, L
 
 | kernel            | file                | rows                                                           |
 |-------------------|---------------------|----------------------------------------------------------------|
-| `_decode_kernel`  | decode.py           | all, where `uses_mma` is false                                 |
-| `fragment_kernel` | decode_mma.py       | at positions before LATE_FROM; a CTA has one split             |
-| `batch_kernel`    | decode_mma_batch.py | the same rows; a CTA has several splits                        |
-| `shares_kernel`   | decode_tma_sm90.py  | at LATE_FROM and later; `gather_kernel` combines their splits  |
+| `_decode_kernel`  | decode/portable.py  | all, where `uses_mma` is false                                 |
+| `fragment_kernel` | decode/mma.py       | at positions before LATE_FROM; a CTA has one split             |
+| `batch_kernel`    | decode/mma_batch.py | the same rows; a CTA has several splits                        |
+| `shares_kernel`   | decode/tma_sm90.py  | at LATE_FROM and later; `gather_kernel` combines their splits  |
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
 
 # What the kernels have under the names in brackets; test_plan.py holds them together
-ROW_GROUP = 8  # query rows that tiles of decode_mma.py are made of [EIGHT]
-PARTS = 4  # parts of a split of decode_mma.py, each with a softmax of its own [PARTS]
-SPLIT = PARTS * 32  # keys of a split of decode_mma.py [PARTS * KEYS]
-TMA_TILE_ROWS = 64  # query rows of a tile of decode_tma_sm90.py [ROWS]
+ROW_GROUP = 8  # query rows that tiles of decode/mma.py are made of [EIGHT]
+PARTS = 4  # parts of a split of decode/mma.py, each with a softmax of its own [PARTS]
+SPLIT = PARTS * 32  # keys of a split of decode/mma.py [PARTS * KEYS]
+TMA_TILE_ROWS = 64  # query rows of a tile of decode/tma_sm90.py [ROWS]
 TMA_WARPS = 4  # of its CTA that multiply [WARPS]
 GATHER_WARPS = 4  # of a CTA of combine.py [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
@@ -86,14 +86,14 @@ def padded_dim(dim: int) -> int:
 
 # --- which kernel ---
 
-MMA_DIMS = (64, 128)  # head_dim that decode_mma.py and decode_tma_sm90.py are used for
-# position: rows at this one and later ones are decoded by decode_tma_sm90.py. A block behind 4096, so that with
+MMA_DIMS = (64, 128)  # head_dim that decode/mma.py and decode/tma_sm90.py are used for
+# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block behind 4096, so that with
 # max_length 4096 the drafts of a last step are early, too
 LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
 
 def uses_tma(gpu: Gpu, page_size: int) -> bool:
-    """Whether decode_tma_sm90.py can read a cache: with wgmma, and 8 keys or more of a page to each TMA copy."""
+    """Whether decode/tma_sm90.py can read a cache: with wgmma, and 8 keys or more of a page to each TMA copy."""
     return page_size % 8 == 0 and gpu.capability == (9, 0)
 
 
@@ -153,12 +153,12 @@ def split_sizes() -> tuple[tuple[int, int, int], ...]:
 
 
 def early_splits(room: int) -> int:
-    """Splits of decode_mma.py that the positions below `room` lie in."""
+    """Splits of decode/mma.py that the positions below `room` lie in."""
     return cdiv(room, SPLIT)
 
 
 def late_splits(room: int) -> int:
-    """Splits of decode_tma_sm90.py that the positions below `room` lie in."""
+    """Splits of decode/tma_sm90.py that the positions below `room` lie in."""
     position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 
@@ -228,7 +228,7 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
     return LaunchPlan("_decode_kernel", (sizes.pairs * cdiv(sizes.num_rows, tile.rows), splits), constants, options)
 
 
-# --- decode_mma.py and decode_mma_batch.py ---
+# --- decode/mma.py and decode/mma_batch.py ---
 
 # by head_dim: registers of a thread, and CTAs that run on one SM with as many
 MMA_REGISTERS, CTAS_PER_SM = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
@@ -318,7 +318,7 @@ def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: 
     return max(1, resident // tiles) if tiles * splits > resident else 0
 
 
-# --- decode_tma_sm90.py and combine.py ---
+# --- decode/tma_sm90.py and decode/combine.py ---
 
 TMA_TILE_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
 # (CTAs per SM, bytes of K and V in the pipeline of each): for passes of up to MAX_DEEP_TILES tiles, which have few

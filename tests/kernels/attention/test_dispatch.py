@@ -21,17 +21,23 @@ from tests.helpers.layouts import spread
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.attention import decode_launch, plan
 from fastspec.kernels.attention import dispatch as attention
+from fastspec.kernels.attention import plan
+from fastspec.kernels.attention.decode import launch as decoding
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.shapes import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
 
-CPU_PARTS = ("attention/query_rows", "attention/mma_layouts", "attention/mma_tiles", "attention/combine_mma")
-CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode_mma")
-CPU_BATCH = (*CPU_PARTS, "attention/kv_loads", "attention/decode_mma_batch")
+CPU_PARTS = (
+    "attention/decode/query_rows",
+    "attention/decode/mma_layouts",
+    "attention/decode/mma_tiles",
+    "attention/decode/combine_mma",
+)
+CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode/mma")
+CPU_BATCH = (*CPU_PARTS, "attention/decode/kv_loads", "attention/decode/mma_batch")
 MODULES = {"fragments": CPU_FRAGMENTS, "batch": CPU_BATCH, "concurrent": CPU_BATCH}
 KINDS = ("tiles", *MODULES, "tma")
 LATE_SPLITS = ((0, 256), (256, 128), (512, 384), (896, 256))  # every size within reach of short rows
@@ -58,7 +64,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         module = _interpreted(MODULES[kind])
         for name in ("fragment_kernel", "batch_kernel"):
             if hasattr(module, name):
-                monkeypatch.setattr(decode_launch, name, getattr(module, name))
+                monkeypatch.setattr(decoding, name, getattr(module, name))
     if kind == "tma" and not torch.cuda.is_available():
         simulate_tma(monkeypatch)
     set_ctas(0 if kind == "fragments" else 1, monkeypatch)
@@ -77,11 +83,11 @@ def set_ctas(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulate_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs decode_tma_sm90.py in the simulator, as on a GPU whose CTAs three tiles of two heads share unevenly."""
+    """Runs decode/tma_sm90.py in the simulator, as on a GPU whose CTAs three tiles of two heads share unevenly."""
     stand_ins: dict[str, Any] = {**_simulated_tma(), "launch": gluon_simulator.launch}
     stand_ins |= {"described": gluon_simulator.Described, "gpu_of": lambda device: plan.Gpu((9, 0), 20)}
     for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(decode_launch, name, stand_in)
+        monkeypatch.setattr(decoding, name, stand_in)
 
 
 def dtype_for(device: str, kind: str) -> torch.dtype:

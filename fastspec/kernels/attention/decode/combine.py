@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.kv_loads import split_of, start_of
-from fastspec.kernels.attention.mma_tiles import _along, share_of_keys, shift_of
-from fastspec.kernels.attention.query_rows import kv_range, new_positions
+from fastspec.kernels.attention.decode.kv_loads import split_of, start_of
+from fastspec.kernels.attention.decode.mma_tiles import _along, share_of_keys, shift_of
+from fastspec.kernels.attention.decode.query_rows import kv_range, new_positions
 
 GATHER_WARPS = gl.constexpr(4)
 # neighbouring splits that a warp takes at a time; with GATHER_WARPS, part of the bits of a row

@@ -1,4 +1,4 @@
-"""Pieces of the kernel of decode_mma.py: products over keys out of registers, and what they leave."""
+"""Pieces of the kernel of mma.py: products over keys out of registers, and what they leave."""
 
 # mypy: disable-error-code="assignment"
 # tuples grow in unrolled loops
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda.libdevice import fast_log2f
 
-from fastspec.kernels.attention.mma_layouts import (
+from fastspec.kernels.attention.decode.mma_layouts import (
     exchange_layout,
     exchange_memory,
     key_layout,
@@ -18,7 +18,7 @@ from fastspec.kernels.attention.mma_layouts import (
     operands,
     value_layout,
 )
-from fastspec.kernels.attention.query_rows import NEVER
+from fastspec.kernels.attention.decode.query_rows import NEVER
 
 KEYS = gl.constexpr(32)  # of one warp's products
 ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding

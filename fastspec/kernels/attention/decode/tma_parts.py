@@ -1,4 +1,4 @@
-"""Pieces of decode_tma_sm90.py: the splits of a CTA, the softmax, the warp that loads tiles."""
+"""Pieces of tma_sm90.py: the splits of a CTA, the softmax, the warp that loads tiles."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fastspec.kernels.attention.kv_loads import start_of, widening_of_four
-from fastspec.kernels.attention.mma_tiles import shift_of
+from fastspec.kernels.attention.decode.kv_loads import start_of, widening_of_four
+from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma

@@ -1,11 +1,11 @@
-"""The decoding kernel of early rows for many splits: as decode_mma.py, with several splits to a CTA.
+"""The decoding kernel of early rows for many splits: as mma.py, with several splits to a CTA.
 
 Where there is room for more splits than CTAs run at a time, a CTA for each would spend more instructions on queries,
 positions and addresses than on keys. So a CTA takes a run of neighbouring splits of its tile, in blocks of AT_ONCE
 splits, each split read by warps of its own. All CTAs of a tile have about as many blocks. How many it has, the kernel
 finds from the positions: a captured graph knows only the room of a pass. The loads of the next block begin as soon as a
 product has taken the keys or values of this one from registers. A CTA that has all splits of a tile joins each to those
-before it in shared memory, so that no partial sums are stored. The bits are those of decode_mma.py.
+before it in shared memory, so that no partial sums are stored. The bits are those of mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -17,9 +17,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.combine_mma import combine_splits, join, softmax_memory
-from fastspec.kernels.attention.kv_loads import key_pages, load_keys, load_values, value_pages, values_of, words_of
-from fastspec.kernels.attention.mma_tiles import (
+from fastspec.kernels.attention.decode.combine_mma import combine_splits, join, softmax_memory
+from fastspec.kernels.attention.decode.kv_loads import (
+    key_pages,
+    load_keys,
+    load_values,
+    value_pages,
+    values_of,
+    words_of,
+)
+from fastspec.kernels.attention.decode.mma_tiles import (
     EIGHT,
     KEYS,
     ROWS,
@@ -33,7 +40,7 @@ from fastspec.kernels.attention.mma_tiles import (
     store_output,
     store_partial,
 )
-from fastspec.kernels.attention.query_rows import (
+from fastspec.kernels.attention.decode.query_rows import (
     NEW_ROWS,
     angles,
     append,
@@ -69,7 +76,7 @@ def batch_kernel(
     REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of decode.py, whose arguments these are."""
+    """As `_decode_kernel` of portable.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     ALL: gl.constexpr = S * AT_ONCE

@@ -1,4 +1,4 @@
-"""Pieces of decode_mma.py and decode_mma_batch.py: combining the partial sums of a tile's splits."""
+"""Pieces of mma.py and mma_batch.py: combining the partial sums of a tile's splits."""
 
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -9,8 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attention.mma_layouts import merged_layout, softmax_memory_layout
-from fastspec.kernels.attention.mma_tiles import EIGHT, averaged, shift_of, store_output
+from fastspec.kernels.attention.decode.mma_layouts import merged_layout, softmax_memory_layout
+from fastspec.kernels.attention.decode.mma_tiles import EIGHT, averaged, shift_of, store_output
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
 # partial sums that are loaded at a time: of rows with few splits, and of others

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fastspec.kernels.attention import plan
 from fastspec.kernels.attention.arguments import NewTokens, PagedCache, Scoring, WorkArea, scoring_of
-from fastspec.kernels.attention.combine import gather_kernel
-from fastspec.kernels.attention.decode import _decode_kernel
-from fastspec.kernels.attention.decode_mma import fragment_kernel
-from fastspec.kernels.attention.decode_mma_batch import batch_kernel
-from fastspec.kernels.attention.decode_tma_sm90 import shares_kernel
+from fastspec.kernels.attention.decode.combine import gather_kernel
+from fastspec.kernels.attention.decode.mma import fragment_kernel
+from fastspec.kernels.attention.decode.mma_batch import batch_kernel
+from fastspec.kernels.attention.decode.portable import _decode_kernel
+from fastspec.kernels.attention.decode.tma_parts import WIDTH, piece_of
+from fastspec.kernels.attention.decode.tma_sm90 import shares_kernel
 from fastspec.kernels.attention.plan import Gpu, LaunchPlan, Pass
-from fastspec.kernels.attention.tma_parts import WIDTH, piece_of
 from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kernels.common.launch import described, has_pdl, launch, multiprocessors
 from fastspec.shapes import AttentionRule

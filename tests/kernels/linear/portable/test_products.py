@@ -16,7 +16,7 @@ from tests.helpers.products import product_case, widened
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.common import launch as launching
-from fastspec.kernels.linear import portable as tile
+from fastspec.kernels.linear.portable import products as tile
 
 NAN = float("nan")
 EPILOGUES = [

@@ -35,9 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.kv_loads import split_of, start_of
-from fastspec.kernels.attention.mma_tiles import store_output, store_partial, tanh
-from fastspec.kernels.attention.query_rows import (
+from fastspec.kernels.attention.decode.kv_loads import split_of, start_of
+from fastspec.kernels.attention.decode.mma_tiles import store_output, store_partial, tanh
+from fastspec.kernels.attention.decode.query_rows import (
     NEVER,
     NEW_ROWS,
     angles,
@@ -50,7 +50,7 @@ from fastspec.kernels.attention.query_rows import (
     new_positions,
     slots_of,
 )
-from fastspec.kernels.attention.tma_parts import (
+from fastspec.kernels.attention.decode.tma_parts import (
     WIDTH,
     Pipeline,
     Share,
@@ -293,7 +293,7 @@ def shares_kernel(
     STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits also of 16 bits made of them, else 0
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of decode.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
+    """As `_decode_kernel` of portable.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.linear.portable_parts import finish, offer, settle
+from fastspec.kernels.linear.portable.parts import finish, offer, settle
 
 
 @triton.jit

@@ -17,7 +17,9 @@ from tests.helpers.tiny import tiny_spec
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels import triton_ops
-from fastspec.kernels.attention import combine, decode_launch, dispatch, plan
+from fastspec.kernels.attention import dispatch, plan
+from fastspec.kernels.attention.decode import combine
+from fastspec.kernels.attention.decode import launch as decoding
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.shapes import KEY_BLOCK
 from tests.kernels.attention.test_dispatch import (
@@ -135,7 +137,7 @@ def test_early_rows_are_left_alone(device: str, window: int | None, monkeypatch:
     given = case(device, lengths=[FROM + 2, 300, 900, 700], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
     expected = attend(copied(given), window=window)
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
-    monkeypatch.setattr(decode_launch, "start_early", lambda given, *rest: given.out.fill_(7))
+    monkeypatch.setattr(decoding, "start_early", lambda given, *rest: given.out.fill_(7))
     found, early = attend(copied(given), window=window), given["positions"] < FROM
     assert torch.equal(found[~early], expected[~early])
     assert (found[early] == 7).all()
@@ -148,14 +150,14 @@ def test_passes_whose_rows_are_all_late(device: str, monkeypatch: pytest.MonkeyP
     dtype = dtype_for(device, choose("tma", monkeypatch))
     monkeypatch.setattr(plan, "LATE_FROM", FROM)
     given = case(device, lengths=[900, 1155], queries=3, heads=2, kv_heads=1, dim=64, dtype=dtype)
-    short, launched = decode_launch.start_early, []
+    short, launched = decoding.start_early, []
 
     def counted(*arguments: Any) -> None:
         launched.append(arguments)
         if device != "cpu":  # the interpreter of the early kernels takes other types than the simulator does
             short(*arguments)
 
-    monkeypatch.setattr(decode_launch, "start_early", counted)
+    monkeypatch.setattr(decoding, "start_early", counted)
     first = -(-FROM // KEY_BLOCK)
     late = attend({**copied(given), "first_block": first})
     assert not launched
@@ -185,8 +187,8 @@ def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
 ) -> None:
     """Whatever their position: by the room of the block table alone."""
     monkeypatch.setattr(dispatch, "gpu_of", lambda device: plan.Gpu((9, 0) if capable else (10, 0), 148))
-    monkeypatch.setattr(decode_launch, "start_early", lambda *given: launched.append("short"))
-    monkeypatch.setattr(decode_launch, "launch", lambda kernel, *given, **options: launched.append(kernel.__name__))
+    monkeypatch.setattr(decoding, "start_early", lambda *given: launched.append("short"))
+    monkeypatch.setattr(decoding, "launch", lambda kernel, *given, **options: launched.append(kernel.__name__))
     launched: list[str] = []
     for capacity, blocks, expected in ((4352, 17, "short"), (4400, 1, "_decode_kernel"), (4400, 18, "_decode_kernel")):
         given = case("cpu", lengths=[9], queries=2, dim=64, page_size=page_size, dtype=torch.bfloat16)

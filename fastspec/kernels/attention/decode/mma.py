@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.combine_mma import combine_splits
-from fastspec.kernels.attention.mma_tiles import (
+from fastspec.kernels.attention.decode.combine_mma import combine_splits
+from fastspec.kernels.attention.decode.mma_tiles import (
     EIGHT,
     KEYS,
     ROWS,
@@ -38,7 +38,7 @@ from fastspec.kernels.attention.mma_tiles import (
     store_partial,
     values_at,
 )
-from fastspec.kernels.attention.query_rows import (
+from fastspec.kernels.attention.decode.query_rows import (
     NEW_ROWS,
     angles,
     append,
@@ -73,7 +73,7 @@ def fragment_kernel(
     REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of decode.py, whose arguments these are."""
+    """As `_decode_kernel` of portable.py, whose arguments these are."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT

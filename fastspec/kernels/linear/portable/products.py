@@ -32,8 +32,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, check_room
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
-from fastspec.kernels.linear.portable_fp32 import fp32_kernel, fp32_pick_kernel
-from fastspec.kernels.linear.portable_parts import finish, norm_kernel, offer, rms_scale, settle, weighted
+from fastspec.kernels.linear.portable.fp32 import fp32_kernel, fp32_pick_kernel
+from fastspec.kernels.linear.portable.parts import finish, norm_kernel, offer, rms_scale, settle, weighted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The product for every GPU, dtype and shape, in Triton."""
