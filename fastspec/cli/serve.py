@@ -12,7 +12,7 @@ from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
 from fastspec.generator import FastSpecGenerator
-from fastspec.shapes import FULL
+from fastspec.shapes import SAMPLERS
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -71,7 +71,9 @@ def serve(
         with listening(host, port) as on, Progress() as progress:
             progress.stage(_LOADING)
             with FastSpecGenerator(source, drafter, **options) as generator:
-                generator.warmup(sampler=FULL)
+                for sampler in SAMPLERS:  # nothing is captured while answers are written
+                    generator.warmup(sampler=sampler, length=generator.max_length)
+                    generator.warmup(sampler=sampler)
                 progress.stage(None)
                 service = Service(generator, name or _name(target), limited)
                 address = f"http://{f'[{host}]' if ':' in host else host}:{on.getsockname()[1]}/v1"

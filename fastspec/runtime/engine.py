@@ -137,6 +137,11 @@ class Engine:
             upto = self.state.tokens.shape[1]
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
 
+    def at_hand(self, rows: int, shape: StepShape) -> StepShape:
+        """The shape itself, or that with room for the longest rows where only this one is captured: the same bits."""
+        wide = replace(shape, num_blocks=blocks(self._most_positions), first_block=0)
+        return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
+
     def bucket(self, rows: int) -> int:
         """Rows that a step runs over so as to reach the first `rows`: a power of two, or all there are."""
         return min(1 << (rows - 1).bit_length(), self.state.batch)

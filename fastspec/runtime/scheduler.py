@@ -189,6 +189,7 @@ class Scheduler:
         shape = self._shape(k, calls, requests)
         if turns:
             shape = replace(shape, grammars=BESIDE if drafted else ALONE)
+        shape = self.engine.at_hand(rows, shape)
         if not self._ready(rows, shape, calls):
             return False
         if turns:
@@ -209,7 +210,7 @@ class Scheduler:
         """Queues the step for the first tokens of rows whose long prompts are in; other rows are not in it."""
         calls = {self._calls[request] for request in requests.values()}
         rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
-        shape = self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns))
+        shape = self.engine.at_hand(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
         if not self._ready(rows, shape, calls):
             return False
         if turns:
@@ -295,11 +296,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Takes prompts in, first come first served: whole, or as much of them as rows of other calls wait for."""
-        fed, intake = 0, self._intake
+        fed, intake, began = 0, self._intake, None
         crowd = intake.crowd(len(self._rows))
-        while (request := intake.request or self._begin()) is not None:
+        while (request := intake.request or (began := self._begin())) is not None:
             patience = self._patience(self._calls[request])
             fed += intake.feed(None if patience is None else patience * crowd - fed, some=not fed)
+            if request is began:  # behind its first passes: the device works meanwhile
+                self._fill_options(intake.row, request)
             self._disturbed = True
             if intake.request is not None:
                 break
@@ -318,8 +321,9 @@ class Scheduler:
         if begun is None:
             return None
         request, pages = begun
-        call = self._calls[request]
-        self._place(self._intake.row, request, call, pages)
+        call, told = self._calls[request], (self.engine.state, self._intake.row)
+        admission.fill_prompt(*told, request.prompt, pages, call.stop_ids, request.draft_length)
+        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
         patience = self._patience(call)
         # nobody but the rows of its own call waits for the draft's passes where there is no budget
         wants = request.options.draft_limit != 0 and request.grammar is None
@@ -333,22 +337,11 @@ class Scheduler:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
-    def _place(self, row: int, request: Request, call: Call, pages: tuple[int, ...]) -> None:
-        """Fills a row of the state with a request."""
-        full = any(each.full for each in self._calls.values())
-        admission.fill(
-            self.engine.state,
-            row,
-            request.prompt,
-            request.limit,
-            pages,
-            call.stop_ids,
-            request.options,
-            FULL if full else GREEDY,
-            request.draft_length,
-        )
-        request.has_tables = full
-        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
+    def _fill_options(self, row: int, request: Request) -> None:
+        """Fills what steps read of a row."""
+        full = request.has_tables = any(each.full for each in self._calls.values())
+        told = len(request.prompt), request.limit, request.options, FULL if full else GREEDY
+        admission.fill_options(self.engine.state, row, *told)
         for other, held in self._rows.items() if full else ():
             if not held.has_tables:  # admitted when no step read them
                 admission.fill_tables(self.engine.state, other, len(held.prompt), held.options)

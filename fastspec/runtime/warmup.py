@@ -54,14 +54,15 @@ def warm_up_for(
         with engine.on_device():
             engine.compile(missing, prompts=prompts, compilers=compilers)
     loaded()
-    _settle_reading(engine)
     engine.choose_threads()
-    bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
-    with engine.on_device():
-        for size, shape in bar:
-            engine.capture(size, shape)
-        if prompts:
-            engine.capture_prompts()
+    if missing or prompts:  # else a call begins at once
+        _settle_reading(engine)
+        bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
+        with engine.on_device():
+            for size, shape in bar:
+                engine.capture(size, shape)
+            if prompts:
+                engine.capture_prompts()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
 

@@ -58,9 +58,14 @@ class Session:
         self.running: Scheduler | None = scheduler
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
-        rows = self.rows
+        rows, longest = self.rows, (settings.max_length, 0)
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
-        self.loop = Loop(scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress))
+
+        def ready(choice: Choice, lengths: tuple[int, int]) -> None:
+            for each in dict.fromkeys((lengths, longest)):  # what joins while rows run finds steps with room for it
+                _make_ready(scheduler, rows, choice, each, progress)
+
+        self.loop = Loop(scheduler, ready)
         self._joining = threading.Lock()  # nothing joins while the session is being closed
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
