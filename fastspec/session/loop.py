@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from fastspec.runtime.draft_plan import Choice
-from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.session.calls import Prepared
 from fastspec.session.delivery import Delivery
@@ -73,7 +73,7 @@ class Loop:
         deliveries: of all requests that have not ended.
     """
 
-    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Choice, tuple[int, int]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Joining], None]) -> None:
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
         self._scheduler, self._make_ready = scheduler, make_ready
@@ -168,7 +168,7 @@ class Loop:
         requests, delivery = joining.call.requests, joining.delivery
         with _Caught() as caught:
             if self._scheduler.idle:
-                self._make_ready(joining.choice, lengths_of(requests))
+                self._make_ready(joining)
             self._scheduler.engine.runner.join()
             for request in requests:
                 self._scheduler.add(request, self._call_of(request, joining))

@@ -23,6 +23,7 @@ from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import synthetic_name
 from fastspec.session.calls import Prepared, check_whole
 from fastspec.session.delivery import Delivery
+from fastspec.session.format_trial import FormatTrial
 from fastspec.session.handle import Handle
 from fastspec.session.loop import Joining, Loop
 
@@ -41,6 +42,7 @@ class Session:
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
         ranks: that make every call alike; several make one call at a time.
+        trial: of the draft's format, made before one of the first calls; None: there is none.
 
     Attributes:
         running: the scheduler; None once the session is closed.
@@ -54,18 +56,23 @@ class Session:
         drafting: DraftPlan,
         progress: bool,
         ranks: Ranks | None = None,
+        trial: FormatTrial | None = None,
     ) -> None:
         self.running: Scheduler | None = scheduler
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
         rows, longest = self.rows, (settings.max_length, 0)
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
+        self.trial = trial
 
-        def ready(choice: Choice, lengths: tuple[int, int]) -> None:
-            for each in dict.fromkeys((lengths, longest)):  # what joins while rows run finds steps with room for it
-                _make_ready(scheduler, rows, choice, each, progress)
+        def make_ready(joining: Joining) -> None:
+            call, choice = joining.call, joining.choice
+            if trial is not None:
+                _try_formats(trial, scheduler, call, choice, drafting)
+            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):  # what joins while rows run finds steps
+                _make_ready(scheduler, rows, choice, lengths, progress)
 
-        self.loop = Loop(scheduler, ready)
+        self.loop = Loop(scheduler, make_ready)
         self._joining = threading.Lock()  # nothing joins while the session is being closed
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
@@ -215,6 +222,8 @@ class Session:
                     if self.loop.running:
                         break
                     if steps is None:
+                        if self.trial is not None:
+                            _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
                         steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
@@ -255,7 +264,14 @@ class Session:
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
         synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
         now = threads.now if threads else None
-        told = synthetic, choice.note, self.settings.exact, now, self.ranks.same_text_on
+        told = (
+            synthetic,
+            choice.note,
+            self.settings.exact,
+            now,
+            self.ranks.same_text_on,
+            None if self.trial is None else str(self.trial),
+        )
         return Stats.of(rows, choice.k, end - start, *told)
 
     def close(self) -> None:
@@ -299,6 +315,16 @@ def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
             return
         else:
             version = delivery.wait(version)
+
+
+def _try_formats(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
+    """Tries the formats of the draft on a call that is about to begin, if it is time."""
+    rows = min(len(call.requests), scheduler.engine.state.batch)
+
+    def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
+        _make_ready(scheduler, rows, choice, lengths, progress=False)
+
+    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
 
 
 def _make_ready(
