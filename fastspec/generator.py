@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
-from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
@@ -30,6 +30,7 @@ from fastspec.runtime.settings import announce, check_range
 from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
+from fastspec.session.following import Reader
 from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
@@ -174,7 +175,7 @@ class FastSpecGenerator:
                 prefill_budget=prefill_budget,
                 ranks=ranks,
             )
-            trial = trial_of(self._draft, self._settings.layout.draft_dtype, released=release_source)
+            trial = trial_of(self._draft, self._settings.layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
             with filling(weights, self.device) as loaded:
                 self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
@@ -242,17 +243,12 @@ class FastSpecGenerator:
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise UnsupportedOption(
-                f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}"
-            )
-        if streamer is not None and len(requests) != 1:
-            raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
+        calls.check_streamer(streamer, len(requests))
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
         try:
-            with session.ranks.guarded("generating"):
+            with session.guarded():
                 for emitted in session.run(call):
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
@@ -298,15 +294,24 @@ class FastSpecGenerator:
         Raises:
             ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
             OutOfPages: it needs more pages than there are.
-            RuntimeError: the generator is closed.
+            RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
+            RankFailed: another rank has failed.
         """
         self._open().check_submits()
-        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
-        if len(call.requests) != 1:
-            raise UnsupportedOption(
-                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
-            )
-        return self._open().submit(call)
+        prompt = calls.one_prompt(prompt_ids)
+        return self._open().submit(self._prepare(prompt, None, generation_config, keywords, submitted=True))
+
+    def follow(self) -> None:
+        """Makes the steps of what rank 0 submits, on every other rank, until rank 0 closes its generator.
+
+        With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
+
+        Raises:
+            UnsupportedOption: there are no other ranks, or this is rank 0.
+            RankFailed: a rank has failed; end all processes.
+            RuntimeError: the generator is closed, or in a call.
+        """
+        self._open().follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
 
     def calibrate(
         self,
@@ -330,8 +335,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
-        call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
-        return self._open().calibrate(call)
+        given = input_ids, attention_mask, generation_config, keywords, CALIBRATION_TOKENS
+        return self._open().calibrate(self._prepare(*given))
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -351,8 +356,8 @@ class FastSpecGenerator:
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        length = check_range("length", length, 0, self.max_length)
-        self._open().warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
+        choice = self._drafting.ahead(num_speculative_tokens, sampler)
+        self._open().warm_up(choice, check_range("length", length, 0, self.max_length))
 
     def _prepare(
         self,
@@ -361,15 +366,14 @@ class FastSpecGenerator:
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
         usual: int | None = None,
+        submitted: bool = False,
     ) -> calls.Prepared:
-        """Checks a call and turns it into requests; touches no device memory."""
-        self._open().check_options(keywords)
+        """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
+        session = self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(
-            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
-        )
-        ranks = self._session.ranks
-        call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        how = self.max_length, lambda: self.tokenizer, usual, self._grammars
+        make = partial(calls.prepare, self._target, asked, *how)
+        call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
         self._drafting.of(call.chosen)
         return call
 

@@ -27,7 +27,6 @@ _GRAMMARS = (
     "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
     "grammar forces and what the row repeats, not the draft's"
 )
-_NO_GRAMMARS = "none with several ranks, each of which would have to read every step; one GPU takes them"
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -48,7 +47,7 @@ def explain(
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
-        f"grammars   {_GRAMMARS if target.ranks == 1 else _NO_GRAMMARS}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",

@@ -210,9 +210,12 @@ class FormatTrial:
         self.draft = replace(self.draft, stored=f"{self._chosen}; {more}")
 
 
-def trial_of(draft: object, dtype: torch.dtype, *, released: bool) -> FormatTrial | None:
-    """The trial of a draft whose format "auto" has chosen; None: there is nothing to try."""
-    if not isinstance(draft, Checkpoint) or not draft.chosen or draft.ranks > 1:
+def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 1) -> FormatTrial | None:
+    """The trial of a draft whose format "auto" has chosen; None: there is nothing to try.
+
+    Several ranks try nothing: each would measure times of its own, and all must decide alike.
+    """
+    if not isinstance(draft, Checkpoint) or not draft.chosen or ranks > 1:
         return None
     return FormatTrial(draft, dtype, released)
 

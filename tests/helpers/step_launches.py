@@ -106,11 +106,11 @@ def exchanges(arch: int) -> Calls:
     """Exchanges between two, four and eight ranks of a host."""
     for size in (2, 4, 8):
         pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
-        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 64 * BLOCK, pointers, epochs)
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
-        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
+        for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
             yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
         yield f"exchange {size}", partial(exchange_gather, x, room)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import UnsupportedOption
@@ -104,10 +105,28 @@ def test_slices_of_quantised_matrices_are_slices_of_their_values(tmp_path: Path)
                         assert torch.equal(codes.dequantise(torch.float32), cut), (name, ranks, each)
 
 
-def test_models_that_are_not_cut_are_refused_by_name(tmp_path: Path) -> None:
-    make_family("olmo2").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedOption, match="olmo2, whose norm of queries and keys is over all heads"):
-        sliced(resolve(tmp_path, role="target"), Share(0, 2, 2))
+def test_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+    make_family("qwen3_moe", moe_intermediate_size=50).save_pretrained(tmp_path)
+    spec = resolve(tmp_path, role="target").native
+    with pytest.raises(UnsupportedOption, match=r"intermediate_size 96, width of experts 50; use one of 1, 2$"):
+        check_divides(spec, 4, "m")
+
+
+def test_experts_in_mxfp4_are_cut_where_kernels_can_read_them() -> None:
+    shares = [Share(rank, 4, 4) for rank in range(4)]
+    cuts = [share.cut(2880, 64) for share in shares]
+    assert [cut.stop - cut.start for cut in cuts] == [768, 704, 704, 704]
+    assert [place for cut in cuts for place in range(*cut)] == list(range(2880))
+
+
+def test_a_hosted_target_is_refused_by_name(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    target, two = resolve(tmp_path, role="target"), Ranks(SimpleNamespace(size=2), True, False)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedOption, match="is hosted, and tensor_parallel cuts native families alone"):
+        session_ranks._own(target, two, on_cpu=True)
+    draft = replace(target, role="draft")
+    assert session_ranks._own(draft, two, on_cpu=True) is draft, "every rank has all of it"
 
 
 def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:
@@ -131,7 +150,10 @@ class Drafting:
     vocab_size: int = 128256
     num_heads: int = 32
     num_kv_heads: int = 8
-    intermediate_size: int = 8192
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {"intermediate_size": 8192}
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return int(self.bytes)
@@ -148,18 +170,15 @@ def test_a_draft_is_cut_where_its_bytes_weigh_more_than_its_sums() -> None:
 
 
 @pytest.mark.parametrize(("family", "cut"), [("olmo2", False), ("olmoe", False), ("llama", True)])
-def test_a_draft_that_cannot_be_cut_stays_whole(
+def test_a_draft_of_more_sums_stays_whole(
     family: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody has asked for it to be cut, it is not refused."""
+    """Where nobody has asked for it to be cut."""
     make_checkpoint(tmp_path, "llama3") if family == "llama" else make_family(family).save_pretrained(tmp_path)
     draft, two = resolve(tmp_path, role="draft"), Ranks(SimpleNamespace(size=2), True, None)  # type: ignore[arg-type]
     monkeypatch.setattr(session_ranks, "memory_rate", lambda device: 1.0)  # so slow that cutting pays
     assert session_ranks._splits_draft(draft, two, torch.device("cuda"), None) is cut
     assert not session_ranks._splits_draft(draft, two, torch.device("cpu"), None)
-    if not cut:
-        with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with"):
-            sliced(draft, Share(0, 2, 2))
 
 
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:

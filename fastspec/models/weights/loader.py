@@ -59,6 +59,9 @@ class TensorSource(Protocol):
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
 
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix, as `Codes.part` has them; no more is read than stored words need."""
+
     def release(self, names: list[str]) -> None:
         """Lets go of the source's memory for tensors that have been copied."""
 
