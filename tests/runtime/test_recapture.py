@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import fastspec.runtime.request as request_module
 from fastspec import FastSpecGenerator
 from fastspec.graphs.keys import StepKey, describe
 from fastspec.graphs.runner import EagerRunner
@@ -169,8 +168,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     monkeypatch.setattr(
         Engine, "prefill_row", lambda *args, **options: None
     )  # which takes long here, and tells nothing
-    monkeypatch.setattr(request_module, "LONG_PROMPT", 10**6)  # no step is a plain one because its prompt is long
-    engine = replace(tiny_engine(batch=2, max_length=40_000), runner=Recorder())
+    engine = replace(tiny_engine(batch=2, max_length=40_000, long_prompt=10**6), runner=Recorder())
     for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
         assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first
     keys = []
@@ -196,7 +194,7 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
     with mock.patch.object(gen._open(), "running", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
-        assert len(engine.missing(1, {0}, GREEDY, None, 9000)) == 1
+        assert [shape.first for _, shape in engine.missing(1, {0}, GREEDY, None, 9000)] == [False, True]
         gen.warmup(0, length=9000)
         assert engine.missing(1, {0}, GREEDY, None, 9000) == engine.missing(1, {0}, GREEDY, None, 9000, 4354) == []
 
