@@ -49,7 +49,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, a learned drafter, or "mtp" (the target's own layer); None: no drafts.
+        draft: the same, with its tokenizer, a learned drafter, or "mtp" (the target's own layer); None: no drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -67,7 +67,7 @@ class FastSpecGenerator:
             takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
         kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
             has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
-        feature_layers: boundaries of the target that a learned drafter reads; default: its config's (docs/guides/heads.md).
+        feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
