@@ -67,8 +67,7 @@ class FastSpecGenerator:
             takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
         kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
             has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
-        feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
-            Default: what its config names (docs/guides/heads.md).
+        feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
