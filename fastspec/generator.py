@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastspec.adaptive.controller import AUTO
 from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
@@ -30,6 +31,7 @@ from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
 from fastspec.session.following import Reader
+from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
@@ -62,10 +64,10 @@ class FastSpecGenerator:
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. Of a
-            draft also "auto": the format in which its passes are estimated to be shortest here, which may be as stored.
-        kv_dtype: "fp8" keeps K and V of both models in 8 bits (e4m3): half the memory, and another text than with 16
-            bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
+            takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
+        kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
+            has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
             Default: what its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
@@ -109,8 +111,8 @@ class FastSpecGenerator:
         target_revision: str | None = None,
         draft_revision: str | None = None,
         target_quantization: str | None = None,
-        draft_quantization: str | None = None,
-        kv_dtype: str | None = None,
+        draft_quantization: str | None = AUTO,
+        kv_dtype: str | Sequence[str | None] | None = None,
         feature_layers: Sequence[int] | None = None,
         draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
@@ -173,7 +175,8 @@ class FastSpecGenerator:
                 prefill_budget=prefill_budget,
                 ranks=ranks,
             )
-            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
+            trial = trial_of(self._draft, self._settings.layout.draft_dtype, released=release_source, ranks=ranks.size)
+            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
             with filling(weights, self.device) as loaded:
                 self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
 
@@ -380,8 +383,9 @@ class FastSpecGenerator:
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        engine = self._open().engine
-        return explain(self._settings, engine, self._target, self._draft, self._shared_vocab, self._drafting)
+        session = self._open()
+        models = self._target, session.trial.draft if session.trial else self._draft, self._shared_vocab
+        return explain(self._settings, session.engine, *models, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

@@ -172,7 +172,7 @@ def _failed(name: str, error: Exception) -> str:
 def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
     options: dict[str, Any] = {"max_new_tokens": load.new, "do_sample": False, "eos_token_id": []}
     made: dict[str, Any] = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
-    made |= {"num_speculative_tokens": load.k, "device": load.device}
+    made |= {"num_speculative_tokens": load.k, "draft_quantization": None, "device": load.device}
     with FastSpecGenerator(load.target, load.draft, **made) as generator:
 
         def batch() -> list[list[int]]:

@@ -170,7 +170,8 @@ def build(
         exchange = None
         if ranks.asked:
             widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
-            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"], widest)
+            prompts = layout.chunks_for(length)[-1] * layout.target.hidden_size
+            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"] * widest, prompts)
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)

@@ -93,12 +93,13 @@ def launch_plans(settings: Settings) -> str:
 
 def _kv(layout: Layout) -> str:
     """Of K and V in 8 bits, what that means."""
-    if layout.kv_dtypes is None:
+    if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
-    whose = "of both models" if layout.draft and layout.kv_dtypes[1] == FP8 else "of the target"
+    of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
+    whose = "of both models" if of_target and of_draft else "of the target" if of_target else "of the draft"
+    effect = "another text than with 16 bits, the same whatever is drafted" if of_target else "the text stays as it is"
     return (
-        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): another "
-        "text than with 16 bits, the same whatever is drafted"
+        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): {effect}"
     )
 
 

@@ -10,8 +10,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from fastspec.runtime.draft_plan import Choice
-from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.session.delivery import Delivery
 from fastspec.session.messages import Joining, Leaving, Message
@@ -51,7 +50,7 @@ class Loop:
         guarded: a context that work on the device is done in.
     """
 
-    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Choice, tuple[int, int]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Joining], None]) -> None:
         self.guarded: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.before_turn: Callable[[list[Message]], None] = lambda messages: None
         self.forget: Callable[[Request], None] = lambda request: None
@@ -165,7 +164,7 @@ class Loop:
         requests, delivery = joining.call.requests, joining.delivery
         with _Caught() as caught, self.guarded():
             if self._scheduler.idle:
-                self._make_ready(joining.choice, lengths_of(requests))
+                self._make_ready(joining)
             self._scheduler.engine.runner.join()
             for request in requests:
                 self._scheduler.add(request, self._call_of(request, joining))

@@ -24,6 +24,7 @@ from fastspec.sampling.rules import synthetic_name
 from fastspec.session.calls import Prepared, check_whole
 from fastspec.session.delivery import Delivery
 from fastspec.session.following import Leader, Numbers, Reader
+from fastspec.session.format_trial import FormatTrial
 from fastspec.session.handle import Handle
 from fastspec.session.loop import Loop
 from fastspec.session.messages import Joining, Message
@@ -43,6 +44,7 @@ class Session:
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
         ranks: that make every call alike; several make one call at a time.
+        trial: of the draft's format, made before one of the first calls; None: there is none.
 
     Attributes:
         running: the scheduler; None once the session is closed.
@@ -56,6 +58,7 @@ class Session:
         drafting: DraftPlan,
         progress: bool,
         ranks: Ranks | None = None,
+        trial: FormatTrial | None = None,
     ) -> None:
         self.running: Scheduler | None = scheduler
         self.ranks = ranks or Ranks.alone()
@@ -65,9 +68,15 @@ class Session:
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
         loaded = self.ranks.world.meet if several else lambda: None
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
-        self.loop = Loop(
-            scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress, loaded)
-        )
+        self.trial = trial
+
+        def make_ready(joining: Joining) -> None:
+            call, choice = joining.call, joining.choice
+            if trial is not None:
+                _try_formats(trial, scheduler, call, choice, drafting)
+            _make_ready(scheduler, rows, choice, lengths_of(call.requests), progress, loaded)
+
+        self.loop = Loop(scheduler, make_ready)
         if several:
             self.loop.guarded = partial(self.ranks.guarded, "stepping")
         if self._leader is not None:
@@ -267,7 +276,7 @@ class Session:
                     yield from self._step_here(call, delivery)
             else:
                 self._join(call, delivery)
-                yield from _follow(delivery, 0)
+                yield from delivery.follow(0)
         finally:
             self._calls.discard(delivery)
             self.loop.leave(call.requests)
@@ -282,6 +291,8 @@ class Session:
                     if self.loop.running:
                         break
                     if steps is None:
+                        if self.trial is not None:
+                            _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
                         steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
@@ -291,7 +302,7 @@ class Session:
                 yield emitted
             if steps is None:
                 self._join(call, delivery)
-            yield from _follow(delivery, 0 if steps is None else delivery.wait(0))
+            yield from delivery.follow(0 if steps is None else delivery.wait(0))
         finally:
             if steps is not None:
                 steps.close()
@@ -322,7 +333,14 @@ class Session:
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
         synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
         now = threads.now if threads else None
-        told = synthetic, choice.note, self.settings.exact, now, self.ranks.same_text_on
+        told = (
+            synthetic,
+            choice.note,
+            self.settings.exact,
+            now,
+            self.ranks.same_text_on,
+            None if self.trial is None else str(self.trial),
+        )
         return Stats.of(rows, choice.k, end - start, *told)
 
     def close(self) -> None:
@@ -350,24 +368,14 @@ class Session:
             self.ranks.close()
 
 
-def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
-    """What others' steps emit for a call, from that version on."""
-    shown = list(delivery.begun)
-    while True:
-        counts = list(delivery.counts)
-        emitted = {
-            index: request.new_tokens[shown[index] : counts[index]]
-            for index, request in enumerate(delivery.requests)
-            if counts[index] > shown[index]
-        }
-        if emitted:
-            shown = counts
-            yield emitted
-        elif delivery.done:
-            delivery.check()
-            return
-        else:
-            version = delivery.wait(version)
+def _try_formats(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
+    """Tries the formats of the draft on a call that is about to begin, if it is time."""
+    rows = min(len(call.requests), scheduler.engine.state.batch)
+
+    def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
+        _make_ready(scheduler, rows, choice, lengths, progress=False)
+
+    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
 
 
 def _make_ready(

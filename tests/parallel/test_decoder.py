@@ -87,6 +87,17 @@ def test_hybrid_models_have_the_same_bits_on_one_and_two_ranks(kind: str, tmp_pa
         assert torch.equal(found, one), (found - one).abs().max()
 
 
+def test_eight_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    """A head each, with key heads for pairs of ranks and one for each."""
+    for kv_heads in (4, 8):
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "intermediate_size": 96}
+        checkpoint = checkpoint_of("granite", tmp_path / str(kv_heads), **sizes)
+        (one,) = logits_on(checkpoint, 1)
+        found = logits_on(checkpoint, 8)
+        assert len(found) == 8
+        assert all(torch.equal(each, one) for each in found)
+
+
 def test_products_have_the_same_shapes_on_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # libraries choose the order of a sum by shape, so what one machine rounds alike another may not
     checkpoint = checkpoint_of("granite", tmp_path)
