@@ -154,7 +154,7 @@ def check(path: Path, kind: str) -> dict[str, Any]:
 
 
 def requests() -> dict[str, Any]:
-    """Requests of rank 0, which the other ranks follow, have the text of a call of all ranks; and how long both take."""
+    """Requests of rank 0, which the others follow, have the text of a call of all ranks; and how long both take."""
     common: dict[str, Any] = {"max_batch_size": 4, "max_length": 700, "progress": False, "tensor_parallel": "auto"}
     with FastSpecGenerator(*map(str, demo_pair()), **common) as made:
         lengths = torch.Generator().manual_seed(2)
