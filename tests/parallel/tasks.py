@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastspec import DeterministicProposer, FastSpecGenerator, NGram, demo_pair
 from tests.helpers.rank_processes import Rank
