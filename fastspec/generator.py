@@ -49,7 +49,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with its tokenizer, a learned drafter, or "mtp" (the target's own layer); None: no drafts.
+        draft: the same, with the target's tokenizer, a learned drafter, or "mtp" (the target's layer); None: no drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -79,8 +79,7 @@ class FastSpecGenerator:
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
-        nvtx: name steps and their phases to a profiler, as NVTX ranges.
-        progress: show progress bars and the chosen max_length on stderr.
+        nvtx, progress: name steps and phases to a profiler; show progress and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
         draft_tensor_parallel: "split" shares the draft, too; "replicated" does not. Default: what is faster here.

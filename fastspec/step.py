@@ -42,8 +42,8 @@ class PromptEnd:
     @classmethod
     def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
         """Of so many rows, `width` elements a hidden state."""
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
-        return cls(torch.zeros(rows, width, **made), torch.zeros(rows, layers, width, **made) if layers else None)
+        hidden = torch.zeros(rows, width, dtype=dtype, device=device)
+        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
 
     def like(self, rows: int) -> PromptEnd:
         """The same for another number of rows."""

@@ -44,8 +44,8 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
     "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
 }
-# exponent of the power of two by which the products' sums are smaller than what they mean, with x 2^64 times larger;
-# with fp4 x is as it is, and scales are stored 2^100 times larger
+# exponent of the power of two by which the products' sums are smaller than what they mean, where x or codes are raised
+# by 2^64; with fp4 neither is, and scales are stored 2^100 times larger
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
 GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale

@@ -67,6 +67,8 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
     """`plan.launch_of` for a quantised weight, on its device."""
     codes = weight.codes
     assert codes is not None
+    if rows < plan.WIDE_FROM.get(codes.form, rows + 1):  # whatever the GPU
+        return plan.tile_of(codes.form, *codes.shape, rows)
     return plan.launch_of(codes.form, codes.group, *codes.shape, rows, gpu_of(weight.device), whole)
 
 
