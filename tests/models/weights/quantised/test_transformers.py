@@ -54,11 +54,16 @@ def test_what_compressed_tensors_writes(plain: Path, tmp_path: Path, kind: str) 
     read_alike(tmp_path / "q", CompressedTensorsConfig(run_compressed=False))
 
 
-def test_fp8_in_blocks(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, to which it rounds them anyway. transformers asks for accelerate first, which reading needs not."""
+def test_fp8_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, to which transformers rounds them, and in whole blocks: partial ones at edges it takes for smaller ones.
+
+    It asks for accelerate first, which reading needs not.
+    """
     from transformers import FineGrainedFP8Config
     from transformers.quantizers import quantizer_finegrained_fp8
 
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
-    made(plain, tmp_path / "q", "fp8 of DeepSeek")
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 384}
+    whole = make_checkpoint(tmp_path / "whole", "llama3", tie_word_embeddings=False, **sizes)
+    made(whole, tmp_path / "q", "fp8 of DeepSeek")
     read_alike(tmp_path / "q", FineGrainedFP8Config(dequantize=True), torch.bfloat16)
