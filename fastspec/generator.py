@@ -49,8 +49,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
-            own MTP layer); None decodes without drafts.
+        draft: the same, with the target's tokenizer, a learned drafter, or "mtp" (the target's layer); None: no drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -68,8 +67,7 @@ class FastSpecGenerator:
             takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
         kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
             has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
-        feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
-            Default: what its config names (docs/guides/heads.md).
+        feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
@@ -81,12 +79,10 @@ class FastSpecGenerator:
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
-        nvtx: name steps and their phases to a profiler, as NVTX ranges.
-        progress: show progress bars and the chosen max_length on stderr.
+        nvtx, progress: name steps and phases to a profiler; show progress and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft as well, with "replicated" every process has all of it. Default:
-            on GPUs what makes its passes shorter, on the CPU "replicated".
+        draft_tensor_parallel: "split" shares the draft, too; "replicated" does not. Default: what is faster here.
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
@@ -155,9 +151,8 @@ class FastSpecGenerator:
                 announce(self._settings)
             self.device, self.max_length = self._settings.device, self._settings.max_length
             self.memory_plan: MemoryPlan = self._settings.memory
-            self._drafting = DraftPlan(
-                self._settings.auto, self._settings.layout.max_drafts, self._settings.verification
-            )
+            auto, layout = self._settings.auto, self._settings.layout
+            self._drafting = DraftPlan(auto, layout.max_drafts, self._settings.verification)
             self.num_speculative_tokens = self._drafting.default
             self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
             self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -175,7 +170,7 @@ class FastSpecGenerator:
                 prefill_budget=prefill_budget,
                 ranks=ranks,
             )
-            trial = trial_of(self._draft, self._settings.layout.draft_dtype, released=release_source, ranks=ranks.size)
+            trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
             with filling(weights, self.device) as loaded:
                 self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)

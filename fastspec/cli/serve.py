@@ -14,7 +14,7 @@ from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
 from fastspec.generator import FastSpecGenerator
-from fastspec.shapes import FULL
+from fastspec.shapes import SAMPLERS
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -76,7 +76,9 @@ def serve(
         with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
             progress.stage(_LOADING)
             with FastSpecGenerator(source, drafter, **options) as generator:
-                generator.warmup(sampler=FULL)
+                for sampler in SAMPLERS:  # nothing is captured while answers are written
+                    generator.warmup(sampler=sampler, length=generator.max_length)
+                    generator.warmup(sampler=sampler)
                 progress.stage(None)
                 if on is None:  # rank 0 answers
                     follow(generator)

@@ -63,7 +63,7 @@ class Session:
         self.running: Scheduler | None = scheduler
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
-        rows = self.rows
+        rows, longest = self.rows, (settings.max_length, 0)
         several = self.ranks.size > 1
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
         loaded = self.ranks.world.meet if several else lambda: None
@@ -74,7 +74,8 @@ class Session:
             call, choice = joining.call, joining.choice
             if trial is not None:
                 _try_formats(trial, scheduler, call, choice, drafting)
-            _make_ready(scheduler, rows, choice, lengths_of(call.requests), progress, loaded)
+            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):  # what joins while rows run finds steps
+                _make_ready(scheduler, rows, choice, lengths, progress, loaded)
 
         self.loop = Loop(scheduler, make_ready)
         if several:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from fastspec import FastSpecGenerator, NGram
+from fastspec import FastSpecGenerator, NGram, demo_pair
 from tests.helpers import dflash, heads, hybrid, mtp, mxfp4
 from tests.helpers.checkpoints import make_model
 from tests.helpers.families import make_family
@@ -39,6 +39,7 @@ DENSE: dict[str, Any] = {
         "std": 0.06,
     },
 }
+REQUESTS = "requests"
 CALLS: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}]
 Made = tuple[str, str | None, dict[str, Any]]  # target, draft, options
 
@@ -152,6 +153,40 @@ def check(path: Path, kind: str) -> dict[str, Any]:
     return {"text": text, "same_text_on": same, "accepted": round(rate, 3), "said": ranks}
 
 
+def requests() -> dict[str, Any]:
+    """Requests of rank 0, which the others follow, have the text of a call of all ranks; and how long both take."""
+    common: dict[str, Any] = {"max_batch_size": 4, "max_length": 700, "progress": False, "tensor_parallel": "auto"}
+    with FastSpecGenerator(*map(str, demo_pair()), **common) as made:
+        lengths = torch.Generator().manual_seed(2)
+        prompts = [torch.randint(0, 4000, (length,), generator=lengths).tolist() for length in (7, 300, 20, 64, 5)]
+        options = [{"seed": index, "do_sample": index % 2 == 1, "temperature": 0.9} for index in range(len(prompts))]
+
+        def alone(index: int) -> list[int]:
+            output = made.generate(
+                prompts[index : index + 1], max_new_tokens=200, return_dict_in_generate=True, **options[index]
+            )
+            return list(output.new_tokens[0])
+
+        want = [alone(index) for index in range(len(prompts))]
+        started = time.perf_counter()
+        assert alone(0) == want[0]
+        called = time.perf_counter() - started
+        if dist.get_rank() > 0:
+            made.follow()
+            return {}
+        handles = [
+            made.submit(prompt, max_new_tokens=200, **more) for prompt, more in zip(prompts, options, strict=True)
+        ]
+        gone = made.submit(prompts[1], max_new_tokens=300)
+        next(iter(gone))
+        assert [handle.result().new_tokens[0] for handle in handles] == want, "another text"
+        started = time.perf_counter()
+        assert made.submit(prompts[0], max_new_tokens=200, **options[0]).result().new_tokens[0] == want[0]
+        submitted = time.perf_counter() - started
+        count = len(want[0])
+    return {"tokens": count, "called_ms": round(1e3 * called, 1), "submitted_ms": round(1e3 * submitted, 1)}
+
+
 def by_first(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; an error of its own is one on every rank."""
     told: list[Any] = [None, None]
@@ -175,10 +210,11 @@ def main(kinds: list[str]) -> int:
     where: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(where)
     failed = 0
-    for index, kind in enumerate(kinds or KINDS):
+    for index, kind in enumerate(kinds or [*KINDS, REQUESTS]):
         started, told = time.perf_counter(), dict[str, Any]()
         try:
-            told = check(Path(where[0]) / str(index), kind)
+            place = Path(where[0]) / str(index)
+            told = requests() if kind == REQUESTS else check(place, kind)
         except Exception as error:  # noqa: BLE001  (the other kinds are checked all the same)
             failed, told = 1, {"failed": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()

@@ -7,11 +7,24 @@ from typing import Any
 
 import torch
 
-from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec import DeterministicProposer, FastSpecGenerator, NGram, demo_pair
 from tests.helpers.rank_processes import Rank
 
 PROMPTS = [[65, 30, 12, 7, 90], [4, 8, 15, 16, 23, 42, 8, 15], [5, 6]]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
+
+
+class Own(DeterministicProposer):
+    """Drafts what hidden states of the target say, to the bit."""
+
+    features = (1,)
+
+    def guess(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, k: int, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids that change with the last bit of any element."""
+        bits = features.float().contiguous().view(torch.int32).flatten(1).long().sum(-1, keepdim=True)
+        return (bits + torch.arange(k)) % 128, torch.full_like(lengths, k)
 
 
 def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
@@ -21,6 +34,8 @@ def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
         options["proposer"] = NGram()
     if options.pop("plain", False):
         draft_or_none = None
+    if options.pop("own", False):
+        options["proposer"] = Own()
     options = {"max_length": 128, "max_batch_size": 2, "progress": False, "device": "cpu", **options}
     generator = FastSpecGenerator(target, draft_or_none, **options)
     here.kept[name] = generator

@@ -53,6 +53,7 @@ OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a draft that is split": ({"draft_tensor_parallel": "split"}, {}),
     "lookup alone": ({"lookup": True, "plain": True}, {}),
     "lookup before the draft": ({"lookup": True}, {}),
+    "a proposer of one's own that reads hidden states": ({"own": True, "plain": True}, {}),
     "coupled": ({"verification": "coupled"}, {**tasks.SAMPLED, "seed": 3}),
     "rejection": ({"verification": "rejection"}, {**tasks.SAMPLED, "seed": 3}),
 }

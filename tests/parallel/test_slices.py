@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,16 +61,7 @@ def test_what_does_not_divide_is_refused_with_what_would(changes: dict[str, int]
 def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
     made = make_checkpoint(tmp_path, "llama2", vocab_size=128, intermediate_size=96, tie_word_embeddings=False, **sizes)
-    read: dict[str, int] = {}
-    for name in ("read", "read_part"):
-        real = getattr(ShardTensors, name)
-
-        def counted(self: ShardTensors, tensor: str, *place: slice, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            found: torch.Tensor = real(self, tensor, *place)
-            read[tensor] = read.get(tensor, 0) + found.numel()
-            return found
-
-        monkeypatch.setattr(ShardTensors, name, counted)
+    read = counted(monkeypatch)
     checkpoint = resolve(made, role="target")
     own = sliced(checkpoint, Share(1, 2, 2))
     load_weights(own, dtype=torch.float32, device=torch.device("cpu"), progress=False)
@@ -80,29 +72,69 @@ def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest
         assert read[name] == (whole // 2 if cut else whole), name
 
 
-def test_slices_of_quantised_matrices_are_slices_of_their_values(tmp_path: Path) -> None:
-    """With groups of columns, blocks that fit a slice and that do not, and one scale a row."""
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}
+STORED: dict[str, tuple[dict[str, Any], Any]] = {
+    "words along N": (AWQ, quantised.awq(64)),
+    "words along K": (GPTQ, quantised.gptq(4, 64, symmetric=False, v2=False)),
+    "blocks that fit a slice, and that do not": ({**FP8, "weight_block_size": [128, 128]}, quantised.fp8_blocks),
+    "one scale for all": (FP8, quantised.fp8_tensor),
+    "two in a byte": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, quantised.modelopt_fp4),
+}
+
+
+@pytest.mark.parametrize("way", STORED)
+def test_slices_of_quantised_matrices_are_slices_of_their_values(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more is read for them than whole words and scales need."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     made = make_checkpoint(tmp_path / "plain", "llama2", vocab_size=128, intermediate_size=384, **sizes)
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    for name, settings, pack in (("awq", awq, quantised.awq(64)), ("fp8", blocks, quantised.fp8_blocks)):
-        quantised.write(made, tmp_path / name, settings, pack)
-        checkpoint = resolve(tmp_path / name, role="target")
-        whole = source_of(checkpoint)
-        for ranks in (2, 4):
-            for rank in range(ranks):
-                share = Share(rank, ranks, ranks)
-                with whole.open():
-                    own = SlicedTensors(whole, slices_of(checkpoint.native, share))
-                    for each, place in slices_of(checkpoint.native, share).items():
-                        if (codes := own.codes(each, torch.device("cpu"))) is None:
-                            continue
-                        values = whole.read(each)
-                        rows = torch.cat([values[slice(*cut)] for cut in place.rows])
-                        cut = rows if place.columns is None else rows[:, slice(*place.columns)]
-                        assert own.kind(each) == codes.kind, each
-                        assert torch.equal(codes.dequantise(torch.float32), cut), (name, ranks, each)
+    quantised.write(made, tmp_path / "stored", *STORED[way])
+    checkpoint = resolve(tmp_path / "stored", role="target")
+    whole, cpu = source_of(checkpoint), torch.device("cpu")
+    read = counted(monkeypatch)
+    for rank, ranks in ((1, 2), (0, 4)):
+        slices = slices_of(checkpoint.native, Share(rank, ranks, ranks))
+        own = SlicedTensors(whole, slices)
+        with whole.open():
+            for each, place in slices.items():
+                read.clear()
+                if (codes := own.codes(each, cpu)) is None:
+                    continue
+                part_read = without_indices(read)
+                read.clear()
+                values = whole.read(each)
+                rows = torch.cat([values[slice(*cut)] for cut in place.rows])
+                cut = rows if place.columns is None else rows[:, slice(*place.columns)]
+                assert own.kind(each) == codes.kind, each
+                assert torch.equal(codes.dequantise(torch.float32), cut), (ranks, each)
+                unit = 128 if way.startswith("blocks") else 64  # of groups
+                aligned = cut.shape[0] % unit == cut.shape[1] % unit == 0
+                share = 1.02 * cut.numel() / values.numel() if aligned else 1.0  # beside it scales of all
+                assert part_read <= share * without_indices(read), (ranks, each)
+
+
+def without_indices(read: dict[str, int]) -> int:
+    """Elements that were read, but for those that say in which group a column is."""
+    return sum(count for name, count in read.items() if not name.endswith("g_idx"))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Elements that are read from now on, by stored tensor."""
+    read: dict[str, int] = {}
+    for name in ("read", "read_part"):
+        real = getattr(ShardTensors, name)
+
+        def reads(self: ShardTensors, tensor: str, *place: slice, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            found: torch.Tensor = real(self, tensor, *place)
+            read[tensor] = read.get(tensor, 0) + found.numel()
+            return found
+
+        monkeypatch.setattr(ShardTensors, name, reads)
+    return read
 
 
 def test_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def load_tiles(
 
 @gluon.constexpr_function
 def _slice_layout(D):
-    """Of a slice of a tile of 8 bits: a thread takes 16 numbers of one key, side by side.
+    """Of half a tile of 8 bits: a thread takes 16 numbers of each of two keys.
 
     Of the eight threads whose words come and go together four have another key than the others: such that neither what
     they load nor the 16-bit values that they store lie in the same banks.
@@ -225,7 +225,8 @@ def _slice_layout(D):
         )
     )
     bases = [[0, 1], [0, 2], [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout(bases, [[0, 16], [0, 32], *lanes], warps, [], [2048 // D, D])
+    last = [16 if D == 128 else 32, 0]
+    return gl.DistributedLinearLayout([*bases, last], [[0, 16], [0, 32], *lanes], warps, [], [4096 // D, D])
 
 
 @gluon.jit
@@ -240,23 +241,22 @@ def _widened(four, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Makes a tile of 16 bits of tile `step` of 8, slice by slice, once both rings let it."""
+    """Makes a tile of 16 bits of tile `step` of 8, one half and then the other, once both rings let it."""
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
     D: gl.constexpr = wide.tiles.shape[2]
-    ROWS: gl.constexpr = 2048 // D
+    ROWS: gl.constexpr = KEYS // 2
     layout: gl.constexpr = _slice_layout(D)
     source, target = step % STAGES, step % WIDE
     mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
     here = narrow.tiles.index(source).slice(0, ROWS).load(layout)
     if step >= WIDE:
         mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-    for i in gl.static_range(KEYS // ROWS):
-        # the next slice is loaded before this one is stored: the compiler does not move loads over stores
-        following = narrow.tiles.index(source).slice((i + 1) * ROWS % KEYS, ROWS).load(layout)
-        wide.tiles.index(target).slice(i * ROWS, ROWS).store(_widened(here, wide.tiles.dtype))
-        here = following
+    # the second half is loaded before the first is stored: the compiler does not move loads over stores
+    there = narrow.tiles.index(source).slice(ROWS, ROWS).load(layout)
+    wide.tiles.index(target).slice(0, ROWS).store(_widened(here, wide.tiles.dtype))
+    wide.tiles.index(target).slice(ROWS, ROWS).store(_widened(there, wide.tiles.dtype))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(narrow.free.index(source), count=1)
