@@ -25,7 +25,7 @@ from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
 AUTO = "auto"
 LADDER = (0, 1, 2, 4, 6, 8, 12, 16)
-MOST = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
+MAX_USEFUL = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
 REPEATABLE = 4  # drafts of a step whose text must be the same every time
 
 _BETTER = 1.03  # starting to draft must promise so much
@@ -45,9 +45,9 @@ _OLD_CALL, _OLD_PROBE = 32.0, 6.0  # results that earlier calls, and steps befor
 _CLOSE, _OFTEN = 32, 4  # the first observations after a change are all weighed, later ones a few at a time
 
 
-def ladder(most: int) -> tuple[int, ...]:
-    """The ks that "auto" chooses from, when `most` drafts have room."""
-    return tuple(sorted({k for k in LADDER if k <= most} | {most}))
+def ladder(max_drafts: int) -> tuple[int, ...]:
+    """The ks that "auto" chooses from, when `max_drafts` drafts have room."""
+    return tuple(sorted({k for k in LADDER if k <= max_drafts} | {max_drafts}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def fill(
     state.block_table[row].zero_()
     state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
     state.tokens[row, : len(prompt)] = ids
-    most = state.draft_tokens.shape[1]
+    max_drafts = state.draft_tokens.shape[1]
     numbers = {
         "lengths": len(prompt),
         "limits": limit,
@@ -57,7 +57,7 @@ def fill(
         **{each.fills: getattr(options, each.name) for each in NUMBERS},
         "seeds": options.seed,
         "min_lengths": len(prompt) + options.min_new_tokens,
-        "draft_limits": draft_limit(options, most),
+        "draft_limits": draft_limit(options, max_drafts),
         "constrained": options.grammar is not None,
         "masks": ALL,
         "finish": IDLE,
@@ -92,9 +92,9 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
     state.finish.index_fill_(0, rows, RUNNING)
 
 
-def draft_limit(options: RowOptions, most: int) -> int:
-    """Drafts of a row that may count in a step of at most `most`."""
-    return most if options.draft_limit is None else min(options.draft_limit, most)
+def draft_limit(options: RowOptions, max_drafts: int) -> int:
+    """Drafts of a row that may count in a step of at most `max_drafts`."""
+    return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 
 def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:

@@ -225,13 +225,13 @@ class Scheduler:
         for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
             wanted.append(self._drafts_of(call, own))
-        most = max(k for k, _ in wanted)
+        largest = max(k for k, _ in wanted)
         alone = len(calls) == 1
-        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not most for row in rows}
-        if most:
+        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
+        if largest:
             for row, request in requests.items():
                 self._limit_drafts(row, request, limits.get(row, 0))
-        return most, frozenset(limits)
+        return largest, frozenset(limits)
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
@@ -247,9 +247,9 @@ class Scheduler:
         k = call.policy.choose(StepContext(self.engine.bucket(max(self._rows) + 1), remaining, behind))
         return k, frozenset(nearest[: call.policy.few])
 
-    def _limit_drafts(self, row: int, request: Request, most: int) -> None:
+    def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
         """Lets at most so many drafts of a row count, and no more than its options allow."""
-        limit = min(most, admission.draft_limit(request.options, self.engine.max_drafts))
+        limit = min(drafts, admission.draft_limit(request.options, self.engine.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
@@ -299,7 +299,7 @@ class Scheduler:
         # nobody but the rows of its own call waits for the draft's passes where there is no budget
         wants = request.options.draft_limit != 0 and request.grammar is None
         drafting = patience is not None and wants and self._draft_follows(call)
-        self._intake.plan(drafting=drafting, most=patience)
+        self._intake.plan(drafting=drafting, max_tokens=patience)
         return request
 
     def _draft_follows(self, call: Call) -> bool:

@@ -103,7 +103,7 @@ def tiny_engine(
     num_pages: int | None = None,
     draft_context: int = 4096,
     graphs: bool = False,
-    together: int = 0,
+    prefill_batch_tokens: int = 0,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
@@ -159,7 +159,7 @@ def tiny_engine(
         chunks=chunks,
         runner=runner,
         ring=ring,
-        together=together,
+        prefill_batch_tokens=prefill_batch_tokens,
     )
 
 

@@ -262,6 +262,7 @@ BANNED_WORDS = {
     *("CertainProposer", "Launched", "Outlook", "Pacer", "PassRows", "_settle", "_settle_by_fiat", "keeps_laws"),
     *("lane", "needs_law", "readying", "take_in", "find_laws", "law_of", "race_of_few", "coin", "slab", "slabs"),
     *("narrow_kernel", "ring_kernel", "wide_kernel"),
+    *("alike", "rows_together", "sum_of_ways", "together", "TOGETHER", "ways_scale"),
 }
 SPEED = re.compile(r"\d\s?(?:us|ms|[KMGT]i?B/s|tok/s|tokens (?:a|per) second)\b")
 MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 12, 20
@@ -324,7 +325,16 @@ def test_source_keeps_the_rules_of_words_and_sizes(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "planted",
-    ["lane = 1", "self.take_in()", "class Pacer: ...", "def _settle(): ...", "f(readying=1)", "def f(lane): ..."],
+    [
+        "alike = 1",
+        "f(TOGETHER=2)",
+        "lane = 1",
+        "self.take_in()",
+        "class Pacer: ...",
+        "def _settle(): ...",
+        "f(readying=1)",
+        "def f(lane): ...",
+    ],
 )
 def test_a_planted_word_is_found(planted: str) -> None:
     assert len(banned_words(planted)) == 1

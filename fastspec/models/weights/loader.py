@@ -130,7 +130,7 @@ class Loader:
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
 
-    def alike(self, *names: str) -> bool:
+    def same_format(self, *names: str) -> bool:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
