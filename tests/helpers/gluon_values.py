@@ -21,6 +21,7 @@ KINDS = {
     "float16": np.float16,
     "bfloat16": np.uint16,
 }
+DTYPES = {kind: np.dtype(kept) for kind, kept in KINDS.items()}
 OF_TORCH = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -61,11 +62,21 @@ class Layout:
 
 
 class Values:
-    """A tensor of the language."""
+    """A tensor of the language. There are millions of them in a test, so that one is made of little."""
+
+    __slots__ = ("array", "kind")
+    type = SimpleNamespace(layout=Layout())
 
     def __init__(self, array: Any, kind: str) -> None:
-        self.array, self.kind = np.asarray(array, dtype=KINDS[kind]), kind
-        self.shape, self.type, self.dtype = list(self.array.shape), SimpleNamespace(layout=Layout()), kind
+        self.array, self.kind = np.asarray(array, DTYPES[kind]), kind
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.array.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.kind
 
     def __index__(self) -> int:
         return int(self.array)
@@ -78,10 +89,9 @@ class Values:
         return Values(widened(self.array, self.kind) if kind == "float32" else self.array.astype(KINDS[kind]), kind)
 
     def _with(self, other: Any, operation: Any, kind: str | None = None) -> Values:
-        theirs = other.array if isinstance(other, Values) else np.asarray(other, dtype=self.array.dtype)
-        wide = isinstance(other, Values) and other.kind == "int64"
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            return Values(operation(self.array, theirs), kind or ("int64" if wide else self.kind))
+        if isinstance(other, Values):
+            return Values(operation(self.array, other.array), kind or ("int64" if other.kind == "int64" else self.kind))
+        return Values(operation(self.array, self.array.dtype.type(other)), kind or self.kind)
 
     def __bool__(self) -> bool:
         return bool(self.array.item())  # of one value: of several, a branch would not know which way
@@ -198,13 +208,17 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.kind, self.at + (offset.array if isinstance(offset, Values) else offset))
 
-    def chosen(self, mask: Values | bool | None) -> tuple[np.ndarray, np.ndarray]:
-        inside = mask.array if isinstance(mask, Values) else mask is None or mask
-        seen = np.broadcast_to(inside, np.broadcast_shapes(np.shape(inside), self.at.shape))
-        at = np.broadcast_to(self.at, seen.shape)
-        outside = seen & ((at < 0) | (at >= self.memory.size))
-        assert not outside.any(), f"{outside.sum()} places outside of {self.memory.size} elements"
-        return np.where(seen, at, 0), seen
+    def chosen(self, mask: Values | bool | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Places, 0 where the mask has none; and the mask as wide as these, or None where all are wanted."""
+        if mask is None:
+            at, seen = self.at, None
+        else:
+            at = np.where(mask.array if isinstance(mask, Values) else mask, self.at, 0)
+            seen = np.broadcast_to(mask.array if isinstance(mask, Values) else mask, at.shape)
+        if at.size:
+            first, last, size = at.min(), at.max(), self.memory.size
+            assert 0 <= first <= last < size, f"places {first} to {last} of a memory of {size} elements"
+        return at, seen
 
 
 class Shared:

@@ -23,6 +23,9 @@ from fastspec.kernels.common import launch as launching
 from tests.helpers.budgets import SHARED_LIMIT
 from tests.helpers.modules import exchange
 
+META = torch.device("meta")
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
 MULTIPROCESSORS = 132  # of an H200; the plans of no launch know another GPU's
 T = TypeVar("T")
 Calls = Iterable[tuple[str, Callable[[], object]]]  # what a call is named, and what makes it

@@ -1,0 +1,195 @@
+"""Calls whose launches are compiled ahead of time, of recurrent layers and of all between passes: see `recorder`."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product as pairs
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.embed import embed
+from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
+from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.gelu import gelu_tanh_mul
+from fastspec.kernels.joined import joined_norms
+from fastspec.kernels.norm import add_norm, norm
+from fastspec.kernels.recurrent.dispatch import delta_rule
+from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.reference.recurrent import KeptState
+from fastspec.kernels.reference.step import Record
+from fastspec.kernels.rotate import rotate
+from fastspec.kernels.sampling.commit import commit, scratch_of
+from fastspec.kernels.sampling.draw import sampled_draw
+from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.logits import sampled_work
+from fastspec.kernels.sampling.logprobs import record_work
+from fastspec.kernels.sampling.publish import publish
+from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.shapes import DeltaRule
+from fastspec.state import DecodeState
+from tests.helpers.product_launches import packed
+from tests.helpers.recorder import BF16, F32, I64, META, Calls, on_meta
+
+EPS = 1e-5
+
+VOCABS = (32000, 128256, 256000)
+BATCH, DRAFTS = 4, 4
+CROWD = 160  # rows: more than a GPU has SMs
+
+
+def _state(vocab: int, batch: int = BATCH) -> DecodeState:
+    return DecodeState.allocate(
+        batch=batch, max_drafts=DRAFTS, max_length=500, pages_per_row=8, vocab_size=vocab, device=META
+    )
+
+
+def _outbox(state: DecodeState) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(entries and counter, details), for the results of steps."""
+    batch, places = state.block.shape
+    width = 1 + batch * (4 + places)
+    details = on_meta((64, batch, places, 1 + 2 * state.top_ids.shape[2]), torch.int32)
+    return (on_meta((64, width), I64), on_meta((1,), I64)), details
+
+
+def _records(state: DecodeState, vocab: int, details: torch.Tensor | None) -> Record:
+    return Record(5, record_work(len(state.lengths), DRAFTS, vocab, META), details)
+
+
+def steps(arch: int) -> Calls:
+    """Kernels that build a pass's rows and end a step."""
+    state = _state(VOCABS[0])
+    scratch = scratch_of(BATCH, DRAFTS, META)
+    ring, details = _outbox(state)
+    for queries in (1, 2, 32):
+        for counts in (state.draft_counts, None):
+            yield f"feed {queries}", partial(_feed, queries, counts)
+    for dtype in (BF16, F32):
+        for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
+            ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
+            yield f"embed {dtype}", partial(embed, table, ids)
+            pdl = arch >= 90
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
+        for weight, centred in ((dtype, False), (F32, True)):
+            x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
+            yield (
+                f"norm {dtype}",
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+            )
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+        q, k, angles = (
+            on_meta((BATCH, 32, 2, 128), dtype),
+            on_meta((BATCH, 8, 2, 128), dtype),
+            on_meta((1, 2, 128), dtype),
+        )
+        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
+    for entry in (ring, None):
+        yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
+    for vocab in VOCABS:
+        for batch, published in pairs((1, BATCH, 64), (True, False)):
+            yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, published)
+        for published in (True, False):
+            yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
+    yield "publish", partial(publish, *ring, state, drafting=True)
+    yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
+
+
+def exchanges(arch: int) -> Calls:
+    """Exchanges between two, four and eight ranks of a host."""
+    for size in (2, 4, 8):
+        pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs)
+        x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
+        for given in ((bias, residual), (None, residual), (None, None)):
+            yield f"exchange {size}", partial(exchange_added, x, *given, room)
+        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
+            parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
+        yield f"exchange {size}", partial(exchange_gather, x, room)
+        keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
+        yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
+
+
+def _feed(queries: int, counts: torch.Tensor | None) -> object:
+    state = _state(64)
+    drafts = on_meta((BATCH, queries), I64)
+    fixed: dict[str, Any] = {"first": -1, "queries": queries, "limit": 2**30, "vocab": 64, "num_drafts": 3}
+    return feed_rows(state.tokens, state.lengths, state.finish, drafts, draft_counts=counts, **fixed)
+
+
+def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
+    state = _state(vocab, batch)
+    ring, details = _outbox(state)
+    record = _records(state, vocab, details if published else None) if recorded else None
+    scratch = scratch_of(batch, DRAFTS, META)
+    verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
+
+
+def sampled(vocab: int, arch: int) -> Calls:
+    """Kernels of a step that samples: one line or many, every rule, recorded and not."""
+    for batch in (1, 64):
+        for purpose, keep in ((0, True), (2, False)):
+            yield f"draw {vocab} {batch}", partial(_draw, vocab, batch, purpose, keep)
+        for rule, deterministic in (("rejection", False), ("block", False), ("block", True), ("coupled", False)):
+            named = f"{rule} {vocab} {batch}"
+            yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
+    for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
+        yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
+    yield f"block, recorded and deterministic {vocab}", partial(_sampled, vocab, BATCH, "block", True, True, True)
+
+
+def sampled_otherwise(arch: int) -> Calls:
+    yield f"rejection, recorded {VOCABS[0]} of many", partial(_sampled, VOCABS[0], 64, "rejection", False, True, True)
+    yield f"draw {VOCABS[-1]} of many", partial(_draw, VOCABS[-1], CROWD, 2, False)
+    yield "block, kept", partial(_sampled, VOCABS[0], BATCH, "block", False, False, False)
+
+
+def _draw(vocab: int, batch: int, purpose: int, keep: bool) -> None:
+    work = sampled_work(batch, DRAFTS, vocab, META)
+    sampled_draw(on_meta((batch, 1, vocab), F32), _state(vocab, batch), 1, work, purpose=purpose, keep_draft_probs=keep)
+
+
+def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: bool, published: bool) -> None:
+    state = _state(vocab, batch)
+    ring, details = _outbox(state)
+    record = _records(state, vocab, details if published else None) if recorded else None
+    work, scratch = sampled_work(batch, DRAFTS, vocab, META), scratch_of(batch, DRAFTS, META)
+    logits, entry = on_meta((batch, DRAFTS + 1, vocab), F32), ring if published else None
+    sampled_commit(logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record)
+
+
+def recurrent(arch: int) -> Calls:
+    """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
+    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
+        for dtype in (BF16, F32):
+            for rows, tokens in ((BATCH, 5), (1, 64)):
+                yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
+            x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
+            gamma = on_meta((rule.value_dim,), dtype)
+            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+
+
+def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
+    heads, slots = rule.value_heads, DRAFTS + 1
+    layer: Any = SimpleNamespace(
+        conv=on_meta((rule.channels, 1, rule.width), dtype),
+        decay=on_meta((heads,), F32),
+        step=on_meta((heads,), F32),
+    )
+    state = on_meta((heads, rule.value_dim, rule.key_dim), F32)
+    of_prompt = KeptState(on_meta((1,), I64), state, on_meta((rule.width, rule.channels), dtype))
+    kept = of_prompt if tokens > slots else None
+    return delta_rule(
+        on_meta((rows, tokens, rule.rows), dtype),
+        layer,
+        on_meta((rows, slots, heads, rule.value_dim, rule.key_dim), F32),
+        on_meta((rows, slots + rule.tail, rule.channels), dtype),
+        on_meta((rows,), I64),
+        on_meta((rows, tokens), I64),
+        on_meta((rows, tokens), torch.bool),
+        rule,
+        kept,
+    )
