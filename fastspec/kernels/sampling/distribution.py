@@ -348,7 +348,7 @@ def find_distributions(
     launch(
         _groups_kernel,
         (chunks, batch * parts),
-        *(source, work.groups, *logprobs.of_lines(record, rows)),
+        *(source, work.groups, logprobs.record_rows(record, rows)._replace(details=None)),
         *(places, first, parts, top, rows.block.shape[1]),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),

@@ -52,11 +52,7 @@ def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.co
 def _groups_kernel(
     source,
     groups_ptr,
-    record_arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
-    record_groups_ptr,
-    levels_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
+    recorded,  # RecordRows of logprobs.py
     places,
     first,
     parts,  # programs that share out the places of a chunk
@@ -100,14 +96,13 @@ def _groups_kernel(
             x = tl.load(view.logits + at * stride + index, mask=known, other=-float("inf")) + bias
             x = tempered(view.stop_ids, length + first + at < least, view.temperature, x, index, known, STOPS)
             _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
-    if levels_ptr is not None:
-        record = record_arrivals_ptr, record_groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr
+    if recorded.levels is not None:  # noqa: SIM102  (what is known when it is compiled comes alone)
         if running:
             index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
             for at in range(part, end, parts):
                 line_ptr = source.logits + (row * places + at) * stride
                 x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
                 record_line(
-                    *(x, record, line_ptr, row * places + at, row * state_places + at),
+                    *(x, recorded, line_ptr, row * places + at, row * state_places + at),
                     *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
                 )
