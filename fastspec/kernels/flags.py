@@ -1,4 +1,4 @@
-"""Flags in memory that several GPUs reach: how a program of one tells another that what it has stored is there."""
+"""How a program of one GPU tells one of another that what it has stored is there: by flags, or by words of both."""
 
 from __future__ import annotations
 
@@ -68,3 +68,26 @@ def awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
     start = _now(epoch)
     while _load_acquire(flag) < epoch:
         _stop_after(start, limit)
+
+
+@triton.jit
+def word_of(value, epoch):
+    """Elements of 4 bytes in words of 8, each beside its epoch."""
+    return (epoch.to(tl.int64) << 32) | (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _missing(words, there, epoch):
+    """How many words are not of this epoch."""
+    return tl.sum(tl.where(there & ((words >> 32).to(tl.int32) != epoch), 1, 0), 0)
+
+
+@triton.jit
+def arrived(place, there, epoch, limit):
+    """Waits until all words are of this epoch, and returns their elements."""
+    start = _now(epoch)
+    words = tl.load(place, mask=there, other=0, volatile=True)
+    while _missing(words, there, epoch) > 0:
+        _stop_after(start, limit)
+        words = tl.load(place, mask=there, other=0, volatile=True)
+    return words.to(tl.int32).to(tl.float32, bitcast=True)

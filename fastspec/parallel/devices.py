@@ -21,16 +21,18 @@ MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go t
 class OverDevices:
     """Exchange of CUDA tensors; all of it can be captured.
 
-    Tensors of a step are pushed into the peers' memory. Larger ones, of prompts, go by NCCL: each rank gets its rows of
-    all partial sums, adds them in the order of the tree, and gives the rounded rows to the others.
+    Tensors of a step are pushed into the peers' memory, between two GPUs those of prompts as well. What is larger goes
+    by NCCL: each rank gets its rows of all partial sums, adds them in the order of the tree, and gives the rounded rows
+    to the others.
 
     Args:
         world: of all ranks, one GPU each.
         device: this rank's, the current one.
         elements: of 4 bytes, of the largest tensor of a step.
+        prompts: likewise, of a pass over prompts.
     """
 
-    def __init__(self, world: World, device: torch.device, elements: int) -> None:
+    def __init__(self, world: World, device: torch.device, elements: int, prompts: int = 0) -> None:
         from fastspec.kernels import exchange
 
         self._world, self._kernels = world, exchange
@@ -38,13 +40,16 @@ class OverDevices:
         warm = torch.zeros(world.size, dtype=torch.float32, device=device)
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
-        self._room, self._why = _room_of(world, device, self._group, min(elements, MOST))
+        self._prompts = 0 < prompts <= MOST and exchange.TWO_TURNS[world.size] < MOST  # where that is the faster way
+        largest = max(elements, prompts if self._prompts else 0)
+        self._room, self._why = _room_of(world, device, self._group, min(largest, MOST))
 
     def describe(self) -> str:
         """As in `Exchange`."""
         if self._room is None:
             return f"NCCL in the graph, for {self._why}"
-        return "pushed into the peers' memory by a kernel of the step, added as one tree in fp32; prompts by NCCL"
+        prompts = "" if self._prompts else "; prompts by NCCL"
+        return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
 
     def sum(self, partial: Tensor) -> Tensor:
         """As in `Exchange`."""
@@ -123,7 +128,7 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     """Symmetric memory of torch, and where it lies on each rank. Plain peer access: no multicast."""
     import torch.distributed._symmetric_memory as symmetric
 
-    from fastspec.kernels.exchange import BLOCK, Room, blocks_of
+    from fastspec.kernels.exchange import BLOCK, WORD_BLOCK, WORDS, Room, blocks_of
 
     elements = blocks_of(elements) * BLOCK
     blocks = blocks_of(elements)
@@ -132,14 +137,16 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     flag = symmetric.empty(world.size * blocks, dtype=torch.int32, device=device)
     flag.zero_()
     flags = symmetric.rendezvous(flag, group)
+    most_words = min(elements, WORDS[world.size])
+    word = symmetric.empty(2 * world.size * most_words, dtype=torch.int64, device=device)
+    word.zero_()
+    words = symmetric.rendezvous(word, group)
     torch.cuda.synchronize(device)
-    world.gather_bytes(b"")  # all flags are zero
-    return Room(
-        world.rank,
-        world.size,
-        elements,
-        torch.tensor(list(buffers.buffer_ptrs), dtype=torch.int64, device=device),
-        torch.tensor(list(flags.buffer_ptrs), dtype=torch.int64, device=device),
-        torch.zeros(blocks, dtype=torch.int32, device=device),
-        (buffer, buffers, flag, flags),
+    world.gather_bytes(b"")  # all flags and words are zero
+    lying = [torch.tensor(list(each.buffer_ptrs), dtype=torch.int64, device=device) for each in (buffers, flags, words)]
+    epochs, word_epochs = (
+        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-most_words // WORD_BLOCK))
     )
+    held = (buffer, buffers, flag, flags, word, words)
+    pushed = (elements, lying[0], lying[1], epochs)
+    return Room(world.rank, world.size, *pushed, most_words, lying[2], word_epochs, held)

@@ -112,11 +112,11 @@ class Ranks:
         check_divides(sizes, self.size, name)
         return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
-    def exchange(self, device: torch.device, rows: int, width: int) -> Exchange:
+    def exchange(self, device: torch.device, step: int, prompts: int) -> Exchange:
         """How passes on a device exchange what they have.
 
         Args:
-            rows, width: of the largest tensor of a step, of 4-byte elements.
+            step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
         """
         if self.size == 1:
             return Alone()
@@ -124,7 +124,7 @@ class Ranks:
             return OverHosts(self.world)
         from fastspec.parallel.devices import OverDevices  # which few machines need
 
-        return OverDevices(self.world, device, rows * width)
+        return OverDevices(self.world, device, step, prompts)
 
     def agreed(
         self,
@@ -152,6 +152,8 @@ class Ranks:
 
     def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
         """A call that all ranks make alike; where it has no seed, its rows have rank 0's random ones."""
+        if self.size == 1:
+            return make()
 
         def asked(made: T) -> dict[str, object]:
             rows, chosen = parts(made)

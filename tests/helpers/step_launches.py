@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastspec.kernels.common.rounding import FORMATS, kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
@@ -21,6 +22,7 @@ from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.rotate import rotate
+from fastspec.kernels.round_codes import rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -86,6 +88,9 @@ def steps(arch: int) -> Calls:
         )
         yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
         yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
+    for form in FORMATS:
+        matrix, kind = on_meta((64, 4096), BF16), kind_for(form, (64, 4096))
+        yield f"round {form}", partial(rounded, matrix, kind)
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -101,11 +106,11 @@ def exchanges(arch: int) -> Calls:
     """Exchanges between two, four and eight ranks of a host."""
     for size in (2, 4, 8):
         pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
-        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 64 * BLOCK, pointers, epochs)
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
-        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):
+        for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
             yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
         yield f"exchange {size}", partial(exchange_gather, x, room)

@@ -27,14 +27,16 @@ def runs(size: int, halves: int, seed: int) -> bool:
     """Whether one block of every rank reads what was meant for it, in one random order of all that ranks do.
 
     A rank's turn is that of the kernel: push to each peer, set each peer's flag, wait for each flag, read each peer's.
-    Or in two: all push to one rank, which waits for them, reads, pushes to them, and for which they wait.
+    Or in two: all push to one rank, which waits for them, reads, pushes to them, and for which they wait. Or as words:
+    push to each peer, and read each peer's until it is of this epoch.
     """
     choose = random.Random(seed)
     slots = [[[-1] * size for _ in range(halves)] for _ in range(size)]  # of each rank: half, from whom
+    words = [[[-1] * size for _ in range(halves)] for _ in range(size)]
     flags = [[0] * size for _ in range(size)]
     right = True
 
-    in_turns = {epoch for epoch in range(1, TURNS + 1) if choose.random() < 0.5}
+    ways = {epoch: choose.choice(("one turn", "two turns", "words")) for epoch in range(1, TURNS + 1)}
 
     def pushed(to: list[int], epoch: int, me: int):  # type: ignore[no-untyped-def]
         for other in to:
@@ -53,17 +55,29 @@ def runs(size: int, halves: int, seed: int) -> bool:
             yield
             right &= slots[me][epoch % halves][other] == epoch
 
+    def in_words(others: list[int], epoch: int, me: int):  # type: ignore[no-untyped-def]
+        nonlocal right
+        for other in others:
+            yield
+            words[other][epoch % halves][me] = epoch
+        for other in others:
+            while words[me][epoch % halves][other] < epoch:
+                yield
+            right &= words[me][epoch % halves][other] == epoch
+
     def rank(me: int):  # type: ignore[no-untyped-def]
         others = [other for other in range(size) if other != me]
         for epoch in range(1, TURNS + 1):
-            if epoch in in_turns:
+            if ways[epoch] == "words":
+                yield from in_words(others, epoch, me)
+            elif ways[epoch] == "two turns":
                 givers = others if me == OWNER else [OWNER]
                 yield from pushed([] if me == OWNER else givers, epoch, me)
                 yield from received(givers, epoch, me)
                 yield from pushed(givers if me == OWNER else [], epoch, me)
-                continue
-            yield from pushed(others, epoch, me)
-            yield from received(others, epoch, me)
+            else:
+                yield from pushed(others, epoch, me)
+                yield from received(others, epoch, me)
 
     going = [rank(me) for me in range(size)]
     while going:

@@ -58,7 +58,7 @@ def sums() -> None:
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
             for _ in range(4):
                 assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
-    exchange.TWO_TURNS = dict.fromkeys(turns, 64 * 4096)  # below, some sums in one turn and some in two
+    exchange.TWO_TURNS = dict.fromkeys(turns, 64 * 4096)  # below, some sums as words, some in one turn, some in two
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
@@ -68,7 +68,10 @@ def sums() -> None:
         assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
         assert (ids[:, ::2] == -1).all(), "nothing else is written"
 
-    inputs = [torch.zeros(shape, device=device) for shape in ((1, 4096), (5, 4096), (8, 1000), (70, 4096), (200, 4096))]
+    inputs = [
+        torch.zeros(shape, device=device)
+        for shape in ((1, 4096), (5, 4096), (8, 1000), (50, 4096), (70, 4096), (200, 4096))
+    ]
     residuals = [torch.randn(x.shape, device=device, generator=common).bfloat16() for x in inputs]
     outputs: list[Tensor] = []
 
@@ -128,6 +131,21 @@ def texts(**more: Any) -> None:
         assert torch.cuda.memory_allocated() == used
 
 
+def without_peers() -> None:
+    """Where GPUs do not reach each other's memory all goes by NCCL, in the graph, and explain() says so."""
+    torch.cuda.can_device_access_peer = lambda *devices: False
+    target, draft = map(str, demo_pair())
+    with FastSpecGenerator(target, draft, progress=False, max_length=200, tensor_parallel="auto") as made:
+        assert "NCCL in the graph, for the GPUs do not reach each other's memory" in made.explain()
+        ids = [made.tokenizer(PROMPTS[0])["input_ids"]]
+        found = [
+            made.generate(ids, max_new_tokens=48, num_speculative_tokens=k, return_dict_in_generate=True).new_tokens
+            for k in (0, 4)
+        ]
+    assert found[0] == found[1], "drafts change nothing"
+    same_on_all(found)
+
+
 def one_text() -> None:
     """Says the texts of this many GPUs: of prompts of one pass and of several, few rows and many."""
     config = LlamaConfig(
@@ -166,6 +184,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sums": sums,
     "texts": texts,
     "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),
+    "texts by NCCL alone": without_peers,
     "texts of a quantised target": lambda: texts(target_quantization="int8"),
 }
 TEXT = "one text"  # which tests compare between numbers of ranks
