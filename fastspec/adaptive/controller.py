@@ -38,7 +38,7 @@ _PROBED_ROWS, _PROBED_STEPS = 8, 2  # results of rows, and steps, that a probe o
 _FIRST_ROWS = 3  # results that the first look takes: more come by themselves where they are good
 _TIMED_STEPS = 3  # steps that a probe of a time takes
 _NEAR = 0.88  # a k that should be so fast, as a share of the best, is worth timing
-_PLAIN_NEAR = 0.6  # and plain decoding already when it should be so fast: it must not be faster
+_PLAIN_NEAR = 0.6  # plain decoding is timed from a lower share on, so that it is never overlooked
 _STALE = 2000  # steps after which a time is taken again
 _TIE, _TIE_STALE = 0.9, 128  # sooner, where the two would be so close that an error of the time decides
 _OLD_CALL, _OLD_PROBE = 32.0, 6.0  # results that earlier calls, and steps before a probe, count as
@@ -74,8 +74,8 @@ class Observation:
         bucket: as in StepContext.
         accepted: drafts accepted, of every row that stepped and could draft.
         seconds: since the step before it; None where other work or a pause lay in between.
-        caught_up: passes of catching up that lay in between and nothing else did: then `seconds` is with them.
-            None: there were none.
+        caught_up: catch-up passes of the draft since the step before it, if there was nothing else in between;
+            `seconds` includes them. None: there were none.
         rows: that stepped; 0: as many as `accepted` has.
     """
 

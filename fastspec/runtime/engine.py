@@ -34,7 +34,7 @@ _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are a
 
 
 def _as_measured(seconds: float | None) -> float | None:
-    """Of one process alone."""
+    """The time as it was measured: this process is alone."""
     return seconds
 
 

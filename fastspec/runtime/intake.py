@@ -22,7 +22,7 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_CROWD = 4  # budgets at most
+_CROWD = 4  # budgets of a step at most, where many short prompts wait
 _LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
 
 

@@ -1,9 +1,9 @@
 """The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
 
 It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
-lower row, and gives row and pages back when it ends, while the other rows go on. How prompts come in is the matter of
-`intake`. Everything it asks of the device is
-queued in one stream. Nothing waits but the reading of a step's results, and by then later steps are queued already.
+lower row, and gives row and pages back when it ends, while the other rows go on. `intake` prefills the prompts.
+Everything it asks of the device is queued in one stream. The host waits only when it reads a step's results, and by
+then later steps are queued already.
 
 `step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
 the next step empties.
@@ -315,7 +315,7 @@ class Scheduler:
         return None if alone else self.engine.prefill_budget
 
     def _begin(self) -> Request | None:
-        """Gives the first request that waits a row, if there is one and its pages fit."""
+        """Gives a row to the first waiting request, if a row is free and its pages fit."""
         waiting = self._intake.waiting
         begun = self._intake.begin(self._rows, self._positions(waiting[0])) if waiting else None
         if begun is None:

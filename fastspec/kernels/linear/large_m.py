@@ -1,4 +1,4 @@
-"""Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
+"""Packed product for 17 rows of x and more where the TMA kernel does not run: weights and x through shared memory.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same. There each of
 S warps takes every S-th K tile of K; here that is one pass of S over K by one program. A warp has 32 weight rows.

@@ -1,8 +1,8 @@
 """What stands between packed products of many rows: splits added up, bias, residual, one rounding, the next one's norm.
 
 Where a norm and a product come next, rows go on times gamma and regrouped, as the TMA kernel reads them; the factors
-of rows come of the sums of squares that each way of that product has, to the bits of `norm`. So a program has
-what one way will multiply of a row, and rows need not be few programs.
+of rows are made of the sums of squares of each split of that product, to the bits of `norm`. So a program has
+the part of a row that one split will multiply, and few rows still make many programs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -68,7 +68,7 @@ def _sums(
 ):  # fmt: skip
     """fp32 sums of columns n of a row, times their factors and the row's, with all that belongs to them; else zeros.
 
-    Ways come by way of shared memory: of loads into registers the compiler leaves few under way at a time.
+    Splits are loaded through shared memory: of loads into registers the compiler keeps only few in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
@@ -154,7 +154,7 @@ def given_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """What one way of the product behind multiplies of a row."""
+    """The part of a row that one split of the next product multiplies."""
     K_TILE: gl.constexpr = KT // 2  # words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))

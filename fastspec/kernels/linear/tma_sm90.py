@@ -1,4 +1,4 @@
-"""Packed product of 9 rows of x and more on sm_90: weights and x come through a ring in shared memory.
+"""Packed product of 9 rows of x and more on sm_90: weights and x come through a TMA pipeline.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
 warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give

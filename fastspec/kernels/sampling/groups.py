@@ -1,9 +1,9 @@
 """First launch of a sampled step: one read of the logits, every group's largest logit and mass.
 
-Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
-CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
-takes off memory is little work, so it is bound by how much is. The next launch (distribution.py) goes on from
-what they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from L2.
+A group of 32 ids is described relative to its own largest logit, so programs share nothing. Each takes CHUNK ids of one
+row, one place after the other, while the logits of STAGES - 1 places are being read: its speed depends on how many
+reads are in flight. The next launch (distribution.py) goes on from what they leave. Where log-probabilities are
+recorded (logprobs.py), the raw logits are read once more, from L2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log-probabilities of what a step emits and of the likeliest ids, by the kernels that end it: no launch of their own.
 
-The definition is `reference_step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
+The definition is `reference.step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
 groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to
 arrive at a line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest
 group and then the lowest id among equals. When a row's block is known, whoever commits it reads its tokens' logits.

@@ -1,6 +1,6 @@
 """The product with quantised weights for few rows of x: codes are converted in registers, once for up to 64 rows.
 
-As `linear.small_m`, from which it differs in three ways. What a lane loads are codes, and the words they become are the
+It differs from `linear.small_m` in three points. What a lane loads are codes, and the words they become are the
 operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
 own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
 
