@@ -7,11 +7,7 @@ LONG_SIGNATURES = {
     "__init__": 28,
     "attend": 18,
     "attend_op": 15,
-    "expert_kernel": 29,
     "chat": 14,
-    "generate": 32,
-    "plan": 15,
-    "tma_kernel": 27,
     "serve": 15,
     "settings_of": 14,
 }

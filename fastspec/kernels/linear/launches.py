@@ -80,6 +80,33 @@ class Ends(NamedTuple):
     parts_ptr: Any = None
 
 
+class TmaSums(NamedTuple):
+    """How a sum over K values is cut: see `Split`. PAIRWISE splits are added to each other first, by one program."""
+
+    K: int
+    S: int
+    KT: int
+    PAIRWISE: int
+
+
+class TmaTile(NamedTuple):
+    """The tile of a program: see `Tma`.
+
+    Attributes:
+        R: weight rows that there is room for: warp groups multiply 64, and shapes are powers of two.
+        OWN: those that the program has; of the others' sums nothing is stored.
+        GROUP, REST: rows of x that are multiplied at once, and more of them in a second product; REST 0: none.
+        STAGES: steps of K in the pipeline. WARPS: that multiply.
+    """
+
+    R: int
+    OWN: int
+    GROUP: int
+    REST: int
+    STAGES: int
+    WARPS: int
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Operands of one product, x [M, K] contiguous; None is absent."""
@@ -192,9 +219,10 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.argmax_keys is None else call.out.stride(0)
     words = call.weight.words(n // 16, k // 4, 32)
-    shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
-    shape |= {"PAIRWISE": splits, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
-    shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
+    constants = _constants(call, split, pdl)
+    sums_of_k = TmaSums(k, constants.pop("S"), constants.pop("KT"), splits)
+    del constants["K"], constants["PAIRWISE"]
+    places = TmaTile(tile.room, tile.weight_rows, tile.rows, tile.rest, tile.stages, tile.warps)
     launch(
         tma_kernel,
         (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
@@ -204,7 +232,11 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
         squares if parts is None else None,
         Ends(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
         *(rows, n, eps, call.limit, stride),
-        **shape,
+        SUMS=sums_of_k,
+        TILE=places,
+        STAY=tile.programs is not None,
+        REGROUP=regroup_out,
+        **constants,
         num_warps=tile.warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

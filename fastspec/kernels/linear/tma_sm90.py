@@ -319,16 +319,8 @@ def tma_kernel(
     eps,
     limit,
     out_stride,
-    K: gl.constexpr,
-    S: gl.constexpr,
-    KT: gl.constexpr,
-    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first, by one program
-    R: gl.constexpr,  # weight rows that there is room for: warp groups multiply 64, and shapes are powers of two
-    OWN: gl.constexpr,  # and that a program has; of the others' sums, made of whatever is there, nothing is stored
-    GROUP: gl.constexpr,  # rows of x that are multiplied together
-    REST: gl.constexpr,  # and more of them; 0 for none
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,  # that multiply
+    SUMS: gl.constexpr,  # TmaSums of launches.py
+    TILE: gl.constexpr,  # TmaTile of launches.py
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # out is regrouped as x is
     STAY: gl.constexpr,  # programs go on to every num_programs-th tile, the ring running on
@@ -336,6 +328,16 @@ def tma_kernel(
     DTYPE: gl.constexpr,
 ):
     """OWN weight rows by GROUP + REST rows of x: all of K, or PAIRWISE splits where their sums are stored."""
+    K: gl.constexpr = SUMS.K
+    S: gl.constexpr = SUMS.S
+    KT: gl.constexpr = SUMS.KT
+    PAIRWISE: gl.constexpr = SUMS.PAIRWISE
+    R: gl.constexpr = TILE.R
+    OWN: gl.constexpr = TILE.OWN
+    GROUP: gl.constexpr = TILE.GROUP
+    REST: gl.constexpr = TILE.REST
+    STAGES: gl.constexpr = TILE.STAGES
+    WARPS: gl.constexpr = TILE.WARPS
     K_TILE: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
