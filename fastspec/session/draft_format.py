@@ -53,8 +53,8 @@ def with_format(
         device, dtype, max_batch_size: arguments of the generator.
         ours: products are those of this package, and nobody shares the draft.
     """
-    if draft is None:
-        return None
+    if draft is None or draft.stored:  # how it is quantised says itself
+        return draft
     if kind := _left(draft, ours):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
     on = device_of(device, target)
@@ -87,9 +87,9 @@ def _left(draft: Checkpoint | HeadCheckpoint, ours: bool) -> str:
         return "a mixture of experts" if draft.spec.decoder.routed_elements else ""
     if draft.spec.hosting:
         return "hosted"
-    if draft.quantisation is None and draft.native.routed_elements:
+    if draft.native.routed_elements:
         return "a mixture of experts"
-    return "" if draft.quantisation is None else f"stored quantised ({draft.stored})"
+    return ""
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:

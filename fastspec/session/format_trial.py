@@ -231,7 +231,7 @@ def _drafter(engine: Engine) -> Decoder | None:
 def _run(
     scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], pacer: Fixed
 ) -> None:  # fmt: skip
-    """Continues the prompts, by steps that the pacer writes down."""
+    """Continues the prompts, by steps that a policy records."""
     requests = again(texts)
     call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=pacer, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):
