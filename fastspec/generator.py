@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastspec.errors import InvalidLogits, UnsupportedOption
+from fastspec.adaptive.controller import AUTO
+from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
 from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
@@ -29,6 +30,8 @@ from fastspec.runtime.settings import announce, check_range
 from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
+from fastspec.session.following import Reader
+from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
@@ -46,8 +49,7 @@ class FastSpecGenerator:
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, or a learned drafter of this target, or "mtp" (its
-            own MTP layer); None decodes without drafts.
+        draft: the same, with the target's tokenizer, a learned drafter, or "mtp" (the target's layer); None: no drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -61,12 +63,11 @@ class FastSpecGenerator:
         device: default: the live target model's, else CUDA where there is one.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. Of a
-            draft also "auto": the format in which its passes are estimated to be shortest here, which may be as stored.
-        kv_dtype: "fp8" keeps K and V of both models in 8 bits (e4m3): half the memory, and another text than with 16
-            bits, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
-        feature_layers: which hidden states of the target a learned drafter reads, as boundaries (b: behind b layers).
-            Default: what its config names (docs/guides/heads.md).
+            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
+            takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
+        kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
+            has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
+        feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
         prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
@@ -78,12 +79,10 @@ class FastSpecGenerator:
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
-        nvtx: name steps and their phases to a profiler, as NVTX ranges.
-        progress: show progress bars and the chosen max_length on stderr.
+        nvtx, progress: name steps and phases to a profiler; show progress and the chosen max_length on stderr.
         tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
             those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft as well, with "replicated" every process has all of it. Default:
-            on GPUs what makes its passes shorter, on the CPU "replicated".
+        draft_tensor_parallel: "split" shares the draft, too; "replicated" does not. Default: what is faster here.
 
     Raises:
         UnsupportedModel, CheckpointError: from loading; nothing is kept.
@@ -108,8 +107,8 @@ class FastSpecGenerator:
         target_revision: str | None = None,
         draft_revision: str | None = None,
         target_quantization: str | None = None,
-        draft_quantization: str | None = None,
-        kv_dtype: str | None = None,
+        draft_quantization: str | None = AUTO,
+        kv_dtype: str | Sequence[str | None] | None = None,
         feature_layers: Sequence[int] | None = None,
         draft_vocab: Sequence[int] | None = None,
         release_source: bool = False,
@@ -152,9 +151,8 @@ class FastSpecGenerator:
                 announce(self._settings)
             self.device, self.max_length = self._settings.device, self._settings.max_length
             self.memory_plan: MemoryPlan = self._settings.memory
-            self._drafting = DraftPlan(
-                self._settings.auto, self._settings.layout.max_drafts, self._settings.verification
-            )
+            auto, layout = self._settings.auto, self._settings.layout
+            self._drafting = DraftPlan(auto, layout.max_drafts, self._settings.verification)
             self.num_speculative_tokens = self._drafting.default
             self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
             self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -172,7 +170,8 @@ class FastSpecGenerator:
                 prefill_budget=prefill_budget,
                 ranks=ranks,
             )
-            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks)
+            trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
+            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
             with filling(weights, self.device) as loaded:
                 self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
 
@@ -239,17 +238,12 @@ class FastSpecGenerator:
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
         requests, chosen = call.requests, call.chosen
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise UnsupportedOption(
-                f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}"
-            )
-        if streamer is not None and len(requests) != 1:
-            raise UnsupportedOption(f"a streamer takes one prompt, got {len(requests)}; use stream() for a batch")
+        calls.check_streamer(streamer, len(requests))
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
         session, start = self._open(), time.perf_counter()
         try:
-            with session.ranks.guarded("generating"):
+            with session.guarded():
                 for emitted in session.run(call):
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
@@ -295,15 +289,24 @@ class FastSpecGenerator:
         Raises:
             ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
             OutOfPages: it needs more pages than there are.
-            RuntimeError: the generator is closed.
+            RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
+            RankFailed: another rank has failed.
         """
         self._open().check_submits()
-        call = self._prepare(calls.one_prompt(prompt_ids), None, generation_config, keywords)
-        if len(call.requests) != 1:
-            raise UnsupportedOption(
-                f"submit takes one prompt and one text of it, got {len(call.requests)}; submit each"
-            )
-        return self._open().submit(call)
+        prompt = calls.one_prompt(prompt_ids)
+        return self._open().submit(self._prepare(prompt, None, generation_config, keywords, submitted=True))
+
+    def follow(self) -> None:
+        """Makes the steps of what rank 0 submits, on every other rank, until rank 0 closes its generator.
+
+        With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
+
+        Raises:
+            UnsupportedOption: there are no other ranks, or this is rank 0.
+            RankFailed: a rank has failed; end all processes.
+            RuntimeError: the generator is closed, or in a call.
+        """
+        self._open().follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
 
     def calibrate(
         self,
@@ -327,8 +330,8 @@ class FastSpecGenerator:
         Raises:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
-        call = self._prepare(input_ids, attention_mask, generation_config, keywords, usual=CALIBRATION_TOKENS)
-        return self._open().calibrate(call)
+        given = input_ids, attention_mask, generation_config, keywords, CALIBRATION_TOKENS
+        return self._open().calibrate(self._prepare(*given))
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
         """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
@@ -348,8 +351,8 @@ class FastSpecGenerator:
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        length = check_range("length", length, 0, self.max_length)
-        self._open().warm_up(self._drafting.ahead(num_speculative_tokens, sampler), length)
+        choice = self._drafting.ahead(num_speculative_tokens, sampler)
+        self._open().warm_up(choice, check_range("length", length, 0, self.max_length))
 
     def _prepare(
         self,
@@ -358,15 +361,14 @@ class FastSpecGenerator:
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
         usual: int | None = None,
+        submitted: bool = False,
     ) -> calls.Prepared:
-        """Checks a call and turns it into requests; touches no device memory."""
-        self._open().check_options(keywords)
+        """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
+        session = self._open()
         asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
-        make = partial(
-            calls.prepare, self._target, asked, self.max_length, lambda: self.tokenizer, usual, self._grammars
-        )
-        ranks = self._session.ranks
-        call = make() if ranks.size == 1 else ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        how = self.max_length, lambda: self.tokenizer, usual, self._grammars
+        make = partial(calls.prepare, self._target, asked, *how)
+        call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
         self._drafting.of(call.chosen)
         return call
 
@@ -376,8 +378,9 @@ class FastSpecGenerator:
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        models = self._target, self._draft, self._shared_vocab
-        return explain(self._settings, self._open().engine, *models, self._drafting)
+        session = self._open()
+        models = self._target, session.trial.draft if session.trial else self._draft, self._shared_vocab
+        return explain(self._settings, session.engine, *models, self._drafting)
 
     def close(self) -> None:
         """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.

@@ -53,6 +53,7 @@ class Stats:
         threads: of torch's that worked on the last step on the CPU; None on CUDA.
         cached_tokens: as in RowStats, summed.
         same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
+        draft_format: what draft_quantization="auto" made of the draft's format, and why; None where it chose none.
     """
 
     steps: int
@@ -70,6 +71,7 @@ class Stats:
     threads: int | None = None
     cached_tokens: int = 0
     same_text_on: tuple[int, ...] | None = None
+    draft_format: str | None = None
 
     @classmethod
     def of(
@@ -82,6 +84,7 @@ class Stats:
         exact: bool = True,
         threads: int | None = None,
         same_text_on: tuple[int, ...] | None = None,
+        draft_format: str | None = None,
     ) -> Stats:
         """Sums the rows."""
 
@@ -90,7 +93,7 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         steps, plain, drafted, accepted, emitted, dropped = map(total, names)
-        told = synthetic, auto, exact, threads, total("cached_tokens"), same_text_on
+        told = synthetic, auto, exact, threads, total("cached_tokens"), same_text_on, draft_format
         return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
 
     @property

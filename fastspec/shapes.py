@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -14,6 +14,7 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 # blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
 EARLY_BLOCKS = 17
 DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, on a grid from position 0 on
+LONG_PROMPT = 1024  # tokens: the first token of a longer prompt comes from its last pass, and the draft reads it later
 PASS = 128  # cost of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts
@@ -149,6 +150,7 @@ class StepShape:
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
         grammars: one of GRAMMARS where some rows follow a grammar; None: no row does.
+        first: the step is `first_step`: of rows whose prompts have just been passed, and without a pass of its own.
     """
 
     num_drafts: int
@@ -159,6 +161,11 @@ class StepShape:
     verification: Verification = REJECTION
     first_block: int = 0
     grammars: str | None = None
+    first: bool = False
+
+    def for_first_tokens(self, *, grammars: bool) -> StepShape:
+        """The step for first tokens that goes with this plain one; `grammars`: of rows that follow one."""
+        return replace(self, first=True, grammars=ALONE if grammars else None)
 
     def fed(
         self,

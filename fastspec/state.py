@@ -23,6 +23,7 @@ from fastspec.sampling.processors import ProcessorRows
 # values of DecodeState.finish: what a commit leaves there, and one more
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 PAUSED = 4  # a row with a grammar, until the host has sent the masks of its next step
+PASSED = 5  # a row whose first token comes from the last pass over its prompt: until `first_step`
 MAX_STOP_IDS = 64
 OWN = "row"
 MAX_TOP_LOGPROBS = 20
@@ -154,7 +155,7 @@ class DecodeState:
     lengths: Tensor       = _buffer("B",       INT64, 1,    "admit, commit",           "tokens that count; the last is in no cache yet", reset=True, prefill=True)
     limits: Tensor        = _buffer("B",       INT64, 1,    "admit",                   "lengths may not pass this", reset=True)
     draft_lengths: Tensor = _buffer("B",       INT64, 0,    "admit, catch-up, commit", "positions from 0 on that the draft's cache holds", reset=True, prefill=True)
-    finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT, IDLE or PAUSED", reset=True, prefill=True)
+    finish: Tensor        = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT, IDLE, PAUSED or PASSED", reset=True, prefill=True)
     stop_ids: Tensor      = _buffer("B S",     INT64, -1,   "admit",                   "ids that end the row, padded with -1", reset=True)
     block_table: Tensor   = _buffer("B P",     INT64, 0,    "admit",                   "cache pages of the row", reset=True, prefill=True)
     state_rows: Tensor    = _buffer("B",       INT64, OWN,  "move",                    "its row of recurrent states; each row of them has one owner", prefill=True)

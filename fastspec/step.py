@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,50 @@ from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, masks, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import ALONE, FULL, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
-from fastspec.state import PAUSED, DecodeState, Outbox
+from fastspec.shapes import ALONE, FULL, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
+from fastspec.state import IDLE, PASSED, PAUSED, RUNNING, DecodeState, Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """What the last pass over a long prompt leaves of its last token, for `first_step`; of every row.
+
+    Attributes:
+        hidden: [B, hidden] of the target, in its dtype.
+        features: [B, layers, hidden] that the proposer reads; None: it reads none.
+        above: tokens; longer prompts are long ones.
+    """
+
+    hidden: Tensor
+    features: Tensor | None = None
+    above: int = LONG_PROMPT
+
+    @classmethod
+    def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
+        """Of so many rows, `width` elements a hidden state."""
+        hidden = torch.zeros(rows, width, dtype=dtype, device=device)
+        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
+
+    def like(self, rows: int) -> PromptEnd:
+        """The same for another number of rows."""
+        features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
+        return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.above)
+
+    def copy(self, row: int, source: PromptEnd, place: int) -> None:
+        """Row `row` takes what row `place` of another has."""
+        self.hidden[row].copy_(source.hidden[place])
+        if self.features is not None and source.features is not None:
+            self.features[row].copy_(source.features[place])
+
+    def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
+        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden], where it is one."""
+        there = (index >= 0) & (index < hidden.shape[1])
+        index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
+        found = hidden.gather(1, index.expand(-1, 1, hidden.shape[2]))[:, 0]
+        self.hidden.copy_(torch.where(there[:, None], found, self.hidden))
+        if features is not None and self.features is not None:
+            found = features.gather(1, index[..., None].expand(-1, 1, *features.shape[2:]))[:, 0]
+            self.features.copy_(torch.where(there[:, None, None], found, self.features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +81,7 @@ class StepModules:
         work: work area of a sampled step's end, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
         features: what is kept of each row for the proposer between steps, from `feature_buffer`; None: nothing.
+        ends: what passes over long prompts leave for `first_step`; None: their first tokens come from steps.
     """
 
     target: CausalModel
@@ -50,10 +93,14 @@ class StepModules:
     work: Any = None
     record_work: Any = None
     features: Tensor | None = None
+    ends: PromptEnd | None = None
 
 
 def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Advances every running row of `state`; rows that are not running are left as they are."""
+    if shape.first:
+        first_step(parts, state, shape, draws)
+        return
     if shape.num_drafts and parts.proposer is not None:
         with parts.mark("propose"):
             if shape.grammars != ALONE:
@@ -72,6 +119,33 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
         pause(state)
 
 
+def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+    """The first token of each row that is PASSED; all other rows are left as they are.
+
+    Its logits are those of what the last pass over the prompt left, so no weights but the head's are read. Which
+    prompts that goes for depends on their length alone: the same text comes beside any rows, with any drafts.
+    """
+    ends = parts.ends
+    assert ends is not None, "the passes left something"
+    begins = state.finish == PASSED
+    others = {name: getattr(state, name).clone() for name in ("finish", "emitted", "block", "accepted")}
+    state.finish.copy_(torch.where(begins, RUNNING, IDLE))
+    rows = _last_tokens(parts, state, shape)
+    with parts.mark("score"):
+        logits = parts.target.logits(ends.hidden[: state.batch, None], shape.tiling)
+    with parts.mark("verify and commit"):
+        verify_and_commit(parts, state, shape, draws, logits)
+    if ends.features is not None:
+        with parts.mark("take in"):
+            features = ends.features[: state.batch, None]
+            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
+    if shape.grammars is not None:
+        pause(state)
+    for name, before in others.items():
+        now, wide = getattr(state, name), [1] * (before.dim() - 1)
+        now.copy_(torch.where(begins.view(-1, *wide), now, before))
+
+
 def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Lets the proposer write the drafts of a step."""
     features = {} if parts.features is None else {"features": parts.features[: state.batch]}
@@ -88,6 +162,13 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
 
     None in place of hidden states where it reads none.
     """
+    rows = _last_tokens(parts, state, shape)
+    hidden, features = _fed(parts, rows)
+    return parts.target.logits(hidden, shape.tiling), features, rows
+
+
+def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
+    """The last token of each row, and its drafts."""
     ids, positions, write_mask = parts.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -98,9 +179,7 @@ def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[T
         limit=NO_LIMIT,
         vocab=parts.target.vocab_size,
     )
-    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
-    hidden, features = _fed(parts, rows)
-    return parts.target.logits(hidden, shape.tiling), features, rows
+    return shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
 
 
 def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
@@ -219,11 +298,13 @@ def prefill(
     start: int | Tensor,
     chunk: int,
     kept: Tensor | None = None,
+    ends: PromptEnd | None = None,
 ) -> None:
-    """Feeds the target the prompt tokens of positions start..start+chunk-1 of a row, all but the last.
+    """Feeds the target the prompt tokens of positions start..start+chunk-1 of a row.
 
-    `start` is a number, or int64 [B] where it is read on the device; `kept` [1, ..] is the row's part of what
-    `StepModules.features` holds.
+    The last token is left to the first step, but for a long prompt's where `ends`, of as many rows as the state, takes
+    what comes of it. `start` is a number, or int64 [B] where it is read on the device; `kept` [1, ..] is the row's part
+    of what `StepModules.features` holds.
 
     The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
     chunk, so that a prompt's K/V bits depend on that prompt alone. Where they do not depend on what else a pass feeds,
@@ -231,10 +312,16 @@ def prefill(
     """
     positions = torch.arange(chunk, device=state.lengths.device)[None]
     positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
-    write_mask = state.running[:, None] & (positions < state.lengths[:, None] - 1)
+    last = state.lengths[:, None] - 1
+    write_mask = told = state.running[:, None] & (positions < last)
+    if ends is not None:
+        write_mask = write_mask | (state.running[:, None] & (positions == last) & (last >= ends.above))
+    index = last[:, 0] - positions[:, 0]
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
     rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
-    _, features = _fed(parts, rows)
-    if features is not None:
-        hand_over_prompt(parts.proposer, state, shape, features, rows, kept)
+    hidden, features = _fed(parts, rows)
+    if ends is not None:
+        ends.keep(index, hidden, features)
+    if features is not None:  # what follows the last token is not known yet
+        hand_over_prompt(parts.proposer, state, shape, features, replace(rows, write_mask=told), kept)

@@ -17,7 +17,7 @@ from perf.trace import analyse, faults, steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
-    ("norm", ("norm", "given_kernel", "raised_kernel")),
+    ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed", "_joined")),
     ("exchange", ("_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
@@ -25,6 +25,7 @@ KINDS = (
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),
     ("experts", ("expert_kernel", "mxfp4_kernel", "route_kernel", "list_kernel")),
     ("activation", ("_gelu_kernel",)),
+    ("loading", ("_round_kernel",)),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),

@@ -170,6 +170,7 @@ def generator_at(models: Models, rate: float | None, grid: Grid, device: str) ->
             max_length=grid.prompt + grid.new,
             dtype=WORKLOADS[models.workload].dtype,
             device=device,
+            draft_quantization=None,
             prefix_cache=False,
             progress=False,
         )

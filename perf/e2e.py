@@ -89,9 +89,9 @@ def _wait(device: str) -> None:
 def generator_of(run: Run, *, k: int, exact: bool = True, nvtx: bool = False) -> FastSpecGenerator:
     """A generator for up to k drafts that has just the room that a run needs, where it does not say how much."""
     needed = max(len(prompt) for batch in run.batches for prompt in batch) + run.new
-    # every call computes its prompts; the base of a gate may be older than the option
-    known = "prefix_cache" in inspect.signature(FastSpecGenerator).parameters
-    options: dict[str, Any] = {"prefix_cache": False} if known else {}
+    # every call computes its prompts, by a draft as it is stored; the base of a gate may be older than an option
+    known, wanted = inspect.signature(FastSpecGenerator).parameters, {"prefix_cache": False, "draft_quantization": None}
+    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     return FastSpecGenerator(
         run.target,
         run.draft if k else None,

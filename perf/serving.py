@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +144,8 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
     ours = ["-m", "fastspec.cli", "serve", str(load.target), "--draft", str(load.draft), "--device", load.device]
     ours += ["--num-speculative-tokens", str(load.k), "--max-batch-size", str(len(load.texts))]
     ours += ["--max-length", str(load.max_length), "--name", "model"]
-    theirs = ["-m", "transformers.cli.transformers", "serve", str(load.target), "--continuous-batching"]
+    theirs = ["-m", "perf.peer_server", "serve", str(load.target), "--continuous-batching"]
     theirs += ["--device", load.device]
-    if "transformers" in engines:
-        try:
-            yield "transformers, generate_batch", _continuous(load), "ok"
-        except FAILURES as error:
-            yield "transformers, generate_batch", [], _failed("generate_batch", error)
-        _freed()
     for name, line, model in (
         ("fastspec serve", ours, "model"),
         ("transformers serve", theirs, str(load.target)),
@@ -160,6 +155,13 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
                 yield name, _served(line, load, model), "ok"
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 yield name, [], _failed(name, error)
+    if "transformers" in engines:
+        try:
+            # a process of its own, whose end frees the device, whatever its threads still hold
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                yield "transformers, generate_batch", pool.submit(_continuous, load).result(), "ok"
+        except FAILURES as error:
+            yield "transformers, generate_batch", [], _failed("generate_batch", error)
 
 
 def _failed(name: str, error: Exception) -> str:
@@ -172,7 +174,7 @@ def _failed(name: str, error: Exception) -> str:
 def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
     options: dict[str, Any] = {"max_new_tokens": load.new, "do_sample": False, "eos_token_id": []}
     made: dict[str, Any] = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
-    made |= {"num_speculative_tokens": load.k, "device": load.device}
+    made |= {"num_speculative_tokens": load.k, "draft_quantization": None, "device": load.device}
     with FastSpecGenerator(load.target, load.draft, **made) as generator:
 
         def batch() -> list[list[int]]:
@@ -205,7 +207,7 @@ def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float]
 
 
 def _continuous(load: Load) -> list[float]:
-    """transformers' continuous batching in this process, without a server: the whole batch at once."""
+    """transformers' continuous batching without a server, in a process of its own: the whole batch at once."""
     config = GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     model: Any = AutoModelForCausalLM.from_pretrained(load.target, dtype="auto")
     model.to(load.device).eval()
@@ -221,7 +223,6 @@ def _continuous(load: Load) -> list[float]:
         return _rounds(once)
     finally:
         model.destroy_cached_continuous_batching_manager()
-        model.to("meta")
 
 
 def _rounds(once: Callable[[], object]) -> list[float]:
@@ -258,7 +259,7 @@ def _server(line: list[str], load: Load, model: str) -> Iterator[int]:
                 yield port
             except (OSError, RuntimeError) as error:
                 told.seek(0)
-                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-2000:]}") from error
+                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-3000:]}") from error
             finally:
                 process.terminate()
                 try:

@@ -48,6 +48,7 @@ timed(Engine, "compile", "compile")
 timed(Engine, "capture", "capture")
 timed(Engine, "capture_prompts", "capture")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
+sizes |= {"draft_quantization": None}
 generator = FastSpecGenerator(sys.argv[1], sys.argv[2], **sizes)
 times["made"] = time.time()
 next(iter(generator.stream([list(range(100, 228))], max_new_tokens=64, eos_token_id=None, pad_token_id=0)))

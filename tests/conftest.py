@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.devices import devices
-from tests.helpers.interpreted import let_conditions_be_booleans, let_dots_be_row_invariant
+from tests.helpers.interpreted import let_conditions_be_booleans, let_dots_be_row_invariant, look_up_once
 
 if not torch.cuda.is_available():
     # before anything imports triton: its own library functions are bound to interpreter or compiler at import
@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     if find_spec("triton") is not None:
         let_conditions_be_booleans()
         let_dots_be_row_invariant()
+        look_up_once()
 
 
 QUICK_SECONDS = 90  # after that --quick begins no further test

@@ -155,6 +155,13 @@ class Controller:
                 self.acceptance.observe(step.k, step.accepted)
         self.know({(bucket, k): statistics.median(seconds) for k, seconds in taken.items()})
 
+    def forget(self) -> None:
+        """Starts anew, as at first: what drafts has become another one. Steps made stay counted."""
+        fresh = Controller(self.ks)
+        fresh.made = self.made
+        for name in self.__slots__:
+            setattr(self, name, getattr(fresh, name))
+
     def begin(self) -> None:
         """A new call: its prompts may be of another kind."""
         self.acceptance.fade(_OLD_CALL)

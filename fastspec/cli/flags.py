@@ -48,8 +48,9 @@ MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text t
 DraftFormat = Annotated[
     str | None,
     typer.Option(
-        metavar="fp8|int8|int4|auto",
-        help="Round the draft's weights while they are loaded; auto picks the fastest. It never changes the text.",
+        metavar="fp8|int8|int4|auto|none",
+        help="Round the draft's weights while they are loaded; auto, the default, takes what is fastest here, none "
+        "rounds nothing. It never changes the text.",
     ),
 ]
 KVDtype = Annotated[
@@ -186,8 +187,9 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
+    """The options that are not None; "none" of the draft's format is None, which is not the default there."""
+    found = {name: value for name, value in options.items() if value is not None}
+    return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
 
 
 def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -9,8 +10,22 @@ from collections.abc import Sequence
 import torch.distributed as dist
 import typer
 
+from fastspec.generator import FastSpecGenerator
 
-def start_ranks(count: int | None, arguments: Sequence[str] | None = None) -> None:
+
+def this_rank() -> int:
+    """The number of this process among those that were started together; 0 of one alone."""
+    return int(dist.get_node_local_rank(0))
+
+
+def follow(generator: FastSpecGenerator) -> None:
+    """Follows rank 0 until its end: what ends a server by a signal ends the others when its last answers are given."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    generator.follow()
+
+
+def start_ranks(count: int | None, arguments: Sequence[str] | None = None, *, ends_by_signal: bool = False) -> None:
     """Returns in a rank, and where there is to be one process alone; else starts the ranks, and ends with them.
 
     What rank 0 prints is shown; it names what other ranks failed of.
@@ -18,13 +33,14 @@ def start_ranks(count: int | None, arguments: Sequence[str] | None = None) -> No
     Args:
         count: of ranks; None: one process without ranks.
         arguments: of the command line; default: those of this process.
+        ends_by_signal: a signal is how the command ends; the ranks get it, and have 30 seconds.
 
     Raises:
-        typer.Exit: all ranks have ended: 0, or 1 where one failed.
+        typer.Exit: all ranks have ended: 0, or 1 where one failed or a signal ended them.
     """
     if count in (None, 1) or dist.is_torchelastic_launched():
         return
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,4 +61,6 @@ def start_ranks(count: int | None, arguments: Sequence[str] | None = None) -> No
         rank, failure = error.get_first_failure()
         typer.echo(f"fastspec: rank {rank} ended with exit code {failure.exitcode}, and so did the others", err=True)
         raise typer.Exit(1) from None
+    except SignalException:
+        raise typer.Exit(0 if ends_by_signal else 1) from None
     raise typer.Exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +12,9 @@ import typer
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
+from fastspec.cli.ranks import follow, start_ranks, this_rank
 from fastspec.generator import FastSpecGenerator
-from fastspec.shapes import FULL
+from fastspec.shapes import SAMPLERS
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -32,6 +34,7 @@ def serve(
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
     device: flags.Device = None,
+    tensor_parallel: flags.TensorParallel = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
     name: Annotated[
@@ -53,9 +56,10 @@ def serve(
     source, drafter = flags.pair_of(target, draft)
     flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
+    start_ranks(tensor_parallel, ends_by_signal=True)
     options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
     options["num_speculative_tokens"] = num_speculative_tokens
-    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
+    options |= flags.given(tensor_parallel=tensor_parallel, draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
     with errors_in_one_line():
@@ -68,11 +72,17 @@ def serve(
                 "(in a clone: pip install -e '.[serve]')"
             ) from None
         limited = _limits(limits or [], Limits())
-        with listening(host, port) as on, Progress() as progress:
+        follows = this_rank() > 0
+        with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
             progress.stage(_LOADING)
             with FastSpecGenerator(source, drafter, **options) as generator:
-                generator.warmup(sampler=FULL)
+                for sampler in SAMPLERS:  # nothing is captured while answers are written
+                    generator.warmup(sampler=sampler, length=generator.max_length)
+                    generator.warmup(sampler=sampler)
                 progress.stage(None)
+                if on is None:  # rank 0 answers
+                    follow(generator)
+                    return
                 service = Service(generator, name or _name(target), limited)
                 address = f"http://{f'[{host}]' if ':' in host else host}:{on.getsockname()[1]}/v1"
 

@@ -65,6 +65,12 @@ class Runner(Protocol):
             RuntimeError: the capture failed; the runner stays usable.
         """
 
+    def use(self, variant: Hashable) -> None:
+        """Captures and runs from now on what belongs to this variant of the steps; None at first. Others' stay."""
+
+    def forget(self, variant: Hashable) -> None:
+        """Drops what was captured of a variant that is not in use; none of its steps is queued."""
+
     def on(self) -> AbstractContextManager[object]:
         """A context in which the device's work is queued where this runner queues its own."""
 
@@ -105,6 +111,12 @@ class EagerRunner:
         *,
         warm: bool = False,
     ) -> None:
+        """Does nothing."""
+
+    def use(self, variant: Hashable) -> None:
+        """Does nothing: steps are launched as they are now."""
+
+    def forget(self, variant: Hashable) -> None:
         """Does nothing."""
 
     def on(self) -> AbstractContextManager[object]:
@@ -158,6 +170,7 @@ class GraphRunner:
         self.depth = depth
         self._nvtx = nvtx
         self._graphs: dict[Hashable, Captured] = {}
+        self._variants: dict[Hashable, dict[Hashable, Captured]] = {None: self._graphs}
         self._failures: dict[Hashable, str] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _StreamLease(device, self)
@@ -209,6 +222,15 @@ class GraphRunner:
                 "same, graphs=False launches every operation from the host"
             ) from error
         self._failures.pop(key, None)
+
+    def use(self, variant: Hashable) -> None:
+        """The variant's graphs; all share one pool."""
+        self._graphs = self._variants.setdefault(variant, {})
+
+    def forget(self, variant: Hashable) -> None:
+        """Drops the variant's graphs."""
+        if self._variants.get(variant) is not self._graphs:
+            self._variants.pop(variant, None)
 
     def on(self) -> AbstractContextManager[object]:
         """The stream of captures and replays."""

@@ -56,6 +56,7 @@ OWN = (
 PER_ROW = (*_SHARED_NUMBERS, "min_new_tokens")
 _IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
 MAX_RETURN_SEQUENCES = 2**16
+_UNSAVED = ("_commit_hash", "_original_object_hash", "_mask_length")  # of a config, as in its `to_dict`
 
 # fields without any effect on what plain decoding returns
 _NO_EFFECT = frozenset(
@@ -255,7 +256,8 @@ def _merge(
 ) -> GenerationConfig:
     merged = copy.deepcopy(given) if given is not None else GenerationConfig()
     if checkpoint is not None:
-        merged.update(**checkpoint.to_dict(), defaults_only=True, allow_custom_entries=True)
+        entries = {name: value for name, value in vars(checkpoint).items() if name not in _UNSAVED}
+        merged.update(**entries, defaults_only=True, allow_custom_entries=True)  # its values are read alone
     merged.update(**merged._get_default_generation_params(), defaults_only=True)
     known = _names() | set(merged._get_default_generation_params())
     for name in keywords:
@@ -277,6 +279,8 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
         if name not in _names() and name not in neutral:
             continue  # a custom entry of a checkpoint's file, which transformers ignores too
         off = _OFF.get(name, (None, False, neutral.get(name)))
+        if any(value is accepted for accepted in off):
+            continue
         given = scalar(value)
         if is_array(given) or not any(given is accepted or given == accepted for accepted in off):
             advice = _ADVICE.get(name, f"leave {name} unset")

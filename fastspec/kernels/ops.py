@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Format, Weight
 
 
@@ -25,6 +26,7 @@ class Ops:
         weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
         keeps_codes: ((N, K), kind, dtype of activations, device) -> whether `linear`, `argmax` and `embed` read a
             quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
+        rounded: (matrix [N, K], kind) -> its codes, as `common.rounding.rounded` defines them.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `pick` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -41,6 +43,7 @@ class Ops:
     name: str
     weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
     keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
+    rounded: Callable[[Tensor, CodesKind], Codes]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     keeps_experts: Callable[[tuple[int, int], torch.dtype, torch.device], bool]
@@ -83,6 +86,7 @@ TORCH_OPS = Ops(
     name="torch",
     weight_format=lambda shape, dtype, device: "rows",
     keeps_codes=lambda shape, kind, dtype, device: False,
+    rounded=rounded,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     keeps_experts=lambda shape, dtype, device: False,

@@ -63,6 +63,7 @@ class PrefixCache:
         self._table = table
         self._ahead = ahead
         self._salt = salt
+        self._variant: Hashable = None
         self.on_drop: Callable[[Node], None] = _nothing  # is told of nodes that are dropped
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # the longest unused first
 
@@ -78,7 +79,7 @@ class PrefixCache:
             most: at most so many positions are shared.
         """
         found: list[Node] = []
-        parent: Hashable = self._salt
+        parent = self._root
         for start in range(0, most - self.unit + 1, self.unit):
             node = self._nodes.get((parent, self._piece(tokens, start)))
             if node is None:
@@ -105,7 +106,7 @@ class PrefixCache:
         path = list(nodes)
         each = self.unit // self._table.page_size
         while (len(path) + 1) * self.unit <= most and len(path) * self.unit + self.unit + self._ahead <= len(tokens):
-            parent, own = (path[-1] if path else self._salt), tuple(pages[len(path) * each : (len(path) + 1) * each])
+            parent, own = (path[-1] if path else self._root), tuple(pages[len(path) * each : (len(path) + 1) * each])
             node = self._nodes.get((parent, piece := self._piece(tokens, len(path) * self.unit)))
             if node is None:
                 self._table.keep(own)
@@ -117,6 +118,15 @@ class PrefixCache:
             path.append(node)
         self._used(path)
         return path
+
+    def use(self, variant: Hashable) -> None:
+        """Finds and keeps from now on what belongs to this variant of the models; None at first. Others' stay."""
+        self._variant = variant
+
+    @property
+    def _root(self) -> Hashable:
+        """The parent of first nodes."""
+        return self._salt, self._variant
 
     def make_room(self, count: int, spared: Collection[Node] = ()) -> bool:
         """Drops idle nodes, the least recently used first, until `count` pages are free.

@@ -100,6 +100,18 @@ class ModelSpec:
         return tuple(plan.delta for plan in self.plans if plan.delta is not None)
 
     @property
+    def divided(self) -> dict[str, int]:
+        """Sizes that several ranks divide among them beside heads; see `parallel.slices.Sizes`."""
+        found = {"intermediate_size": self.intermediate_size}
+        for plan in self.plans:
+            if plan.experts is not None:
+                found["width of experts"] = plan.experts.width
+                found |= {"width of the shared expert": plan.experts.shared} if plan.experts.shared else {}
+            if plan.delta is not None:
+                found["recurrent key heads"] = plan.delta.key_heads
+        return found
+
+    @property
     def hosting(self) -> str:
         """Empty: our decoder runs it."""
         return ""

@@ -175,28 +175,34 @@ class Decoder:
 
     def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
         """The residual stream behind a layer whose MLP is a mixture of experts; see `ExpertsPlan`."""
+        assert plan.experts is not None
+        assert layer.experts is not None
+        linear = self.ops.linear
+        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
+        ids, factors, h = self._routed(plan, x, layer, tiling)
+        shared: dict[str, Tensor] = {}
+        if plan.experts.shared:
+            gate_up, down = layer.mlp
+            shared["shared"] = linear(linear(h, gate_up, None, tiling, gated=True), down, None, tiling)
+        if (gate := layer.experts.shared_gate) is not None:
+            shared["shared_logits"] = linear(h, gate, None, tiling, out_dtype=torch.float32)
+        return self.ops.experts(h, ids, factors, layer.experts, plan.experts.clamp, residual=x, **shared)
+
+    def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of every row and their factors, as `Ops.route`, and what they multiply: the norm of x."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
         assert layer.post_norm is not None
-        linear = self.ops.linear
-        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
+        router, linear = (weights.router, weights.router_bias, tiling), self.ops.linear
         if plan.fused_norm:
             norm = (layer.post_norm, self.spec.rms_eps)
-            logits = linear(x, weights.router, weights.router_bias, tiling, norm=norm, out_dtype=torch.float32)
-            chosen = self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
-            ids, factors, h = chosen
-        else:
-            h = self._norm(plan, x, layer.post_norm)
-            logits = linear(h, weights.router, weights.router_bias, tiling, out_dtype=torch.float32)
-            ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
-        shared: dict[str, Tensor] = {}
-        if experts.shared:
-            gate_up, down = layer.mlp
-            shared["shared"] = linear(linear(h, gate_up, None, tiling, gated=True), down, None, tiling)
-        if weights.shared_gate is not None:
-            shared["shared_logits"] = linear(h, weights.shared_gate, None, tiling, out_dtype=torch.float32)
-        return self.ops.experts(h, ids, factors, weights, experts.clamp, residual=x, **shared)
+            logits = linear(x, *router, norm=norm, out_dtype=torch.float32)
+            return self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
+        h = self._norm(plan, x, layer.post_norm)
+        logits = linear(h, *router, out_dtype=torch.float32)
+        ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
+        return ids, factors, h
 
     def _joined(
         self,
@@ -254,6 +260,10 @@ class Decoder:
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """fp32 logits [..., V] before they are scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
+        return self.head_logits(x, tiling, **options)
+
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        """fp32 logits [..., V] by the head's product alone; options are those of `linear`."""
         return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
@@ -267,7 +277,11 @@ class Decoder:
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """As `argmax`, of logits that are not scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
-        self.ops.argmax(x, self.weights.head, limit, tiling, work=self._work, out=out, **options)
+        self.head_argmax(x, limit, tiling, out, work=self._work, **options)
+
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
+        """As `argmax`, by the head's product alone; options are those of `Ops.argmax`, with `work`."""
+        self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
     def _recur(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
         """What a recurrent layer gives to its output projection, [B, Q, DeltaRule.values]."""

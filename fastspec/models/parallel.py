@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,35 +65,54 @@ class ParallelDecoder(Decoder):
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
         self._pieces: dict[int, Pieces] = {}
-        for layer in weights.layers:
-            self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, _rows_of_qkv(sliced))
-            self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], sliced.spec.intermediate_size)
-            self._pieces[id(layer.o)] = self._columns_of(layer.o)
-            self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
+        for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
+            self._take_apart(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
         self._pieces[id(self._head)] = self._rows_of(self._head, rows)
+
+    def _take_apart(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
+        """Finds the pieces of a layer's matrices; `whole` and `spec` are those of all ranks."""
+        parts = self._share.parts
+        # rows of q, k and v of all ranks, of which each part of the finest cut has whole heads
+        self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, parts * spec.head_dim)
+        if (rule := whole.delta) is not None and self._share.one_tree:
+            gates = [rule.value_heads // parts] * (2 * self._share.own_parts)
+            sections = [rule.keys // parts] * 2 + [rule.values // parts] * 2
+            sizes = [size for size in sections for _ in range(self._share.own_parts)]
+            apart = layer.delta is not None and layer.delta.gates is not None
+            self._pieces[id(layer.qkv)] = _split(layer.qkv, sizes if apart else [*sizes, *gates])
+            if layer.delta is not None and layer.delta.gates is not None:
+                self._pieces[id(layer.delta.gates)] = _split(layer.delta.gates, gates)
+        self._pieces[id(layer.o)] = self._columns_of(layer.o)
+        if layer.gate_up is not None:
+            inner = spec.intermediate_size if whole.experts is None else whole.experts.shared
+            self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], inner)
+            self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
 
     def _rows_of(self, weight: Weight, total: int) -> Pieces:
         """A weight in pieces of total / parts rows; in one where nothing depends on that."""
         if not self._share.one_tree:
             return Pieces((weight,), ())
-        each = total // self._share.parts
-        return Pieces(tuple(Weight(rows) for rows in weight.data.split(each)), ())
+        return _split(weight, total // self._share.parts)
 
     def _columns_of(self, weight: Weight) -> Pieces:
         """A weight by the parts of K that are this rank's."""
-        own, (_, k) = self._share.own_parts, weight.shape
-        if own == 1:
+        k = weight.shape[1]
+        if self._share.own_parts == 1:
             return Pieces((), ((Cut(0, k), weight),))
-        cuts = [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
-        return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in cuts))
+        return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in self._parts_of(k)))
+
+    def _parts_of(self, k: int) -> list[Cut]:
+        """The ranges of K elements that are one part each."""
+        own = self._share.own_parts
+        return [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
 
     def _fuses(self, plan: LayerPlan) -> bool:
         return plan.fused_tail and not self._share.one_tree  # which is made of products in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
-        pieces = self._pieces[id(weight)].rows
-        if len(pieces) == 1:
+        pieces = self._pieces[id(weight)].rows if id(weight) in self._pieces else ()
+        if len(pieces) < 2:
             return self.ops.linear(x, weight, bias, tiling, **options)
         return torch.cat(self._products(x, weight, bias, tiling, **options), dim=-1)
 
@@ -140,46 +160,84 @@ class ParallelDecoder(Decoder):
         norm: Tensor | None,
         tiling: Tiling,
     ) -> Tensor:
-        pieces = self._pieces[id(weight)].columns
-        own = given.shape[-1]
-        partial = tree_sum(
-            [
-                self.ops.linear(
-                    given if cut == (0, own) else given[..., slice(*cut)].contiguous(),
-                    piece,
-                    None,
-                    tiling,
-                    out_dtype=torch.float32,
-                )
-                for cut, piece in pieces
-            ]
-        )
+        partial = tree_sum(self._partials(given, weight, tiling))
         if norm is None and plan.residual_scale == 1.0:
             return self.exchange.added(partial, bias, x)
         total = self.exchange.sum(partial)
         added = (total if bias is None else total + bias.float()).to(x.dtype)
         return x + self._to_add(plan, added, norm)
 
-    def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        logits = self._own_logits(hidden, tiling)
+    def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
+        """fp32 products of columns of `given` with those of a weight, one for each part that is this rank's."""
+        own, made = given.shape[-1], []
+        for cut, piece in self._pieces[id(weight)].columns:
+            columns = given if cut == (0, own) else given[..., slice(*cut)].contiguous()
+            made.append(self.ops.linear(columns, piece, None, tiling, out_dtype=torch.float32))
+        return made
+
+    def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+        """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
+
+        What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
+        """
+        experts, weights, size = plan.experts, layer.experts, self._share
+        assert experts is not None
+        assert weights is not None
+        x = self._joined(plan, attended, layer.o, layer.o_bias, x, None, tiling)
+        ids, factors, h = self._routed(plan, x, layer, tiling)
+        logits = None
+        if weights.shared_gate is not None:
+            logits = self.ops.linear(h, weights.shared_gate, None, tiling, out_dtype=torch.float32)
+        shared: list[Tensor | None] = [None] * size.own_parts
+        if experts.shared:
+            shared[:] = self._partials(self._inner(plan, h, None, None, layer, tiling), layer.mlp[1], tiling)
+        alone, partial = size.own_parts == 1, []
+        unbiased = replace(weights, down_bias=None)
+        for part, cut in enumerate(self._parts_of(experts.width)):
+            mine = weights if size.rank == 0 and part == 0 else unbiased  # a bias is added once
+            more: dict[str, Any] = {} if alone else {"inner": slice(*cut)}
+            if (of_all := shared[part]) is not None:
+                more |= {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
+            partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
+        return self.exchange.added(tree_sum(partial), None, x)
+
+    def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
+        """As `Decoder`; a norm over the heads of all ranks gathers them first."""
+        if plan.qk_norm != "projection" or self._share.size == 1:
+            return super()._normed_heads(plan, layer, qkv, positions)
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        size, rank, dim = self._share.size, self._share.rank, self.spec.head_dim
+        sizes = [self.spec.num_heads * dim, self.spec.num_kv_heads * dim]
+        both, value = qkv.split([sum(sizes), sizes[1]], dim=-1)
+        of_all = self.exchange.gather(both.float().contiguous()).to(qkv.dtype).unflatten(-1, (size, -1))
+        same = size * self.spec.num_kv_heads * dim // layer.k_norm.shape[0]  # ranks with the same key heads
+        normed = []
+        for x, weight, every in zip(of_all.split(sizes, dim=-1), (layer.q_norm, layer.k_norm), (1, same), strict=True):
+            whole = self._norm(plan, x[..., ::every, :].flatten(-2).contiguous(), weight)
+            normed.append(whole.unflatten(-1, (size // every, -1))[..., rank // every, :])
+        return torch.cat([*normed, value], dim=-1)
+
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        """As `Decoder`: all logits, on every rank."""
+        logits = self._own_logits(x, tiling, **options)
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
-    def _own_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+    def _own_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
         """fp32 logits of this rank's ids."""
-        x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
-    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, work: Any = None, **options: Any) -> None:
+        """As `Decoder`, from this rank's largest and the others'."""
         if not self._splits_vocab:
-            out.copy_(self._own_logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+            out.copy_(self._own_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
             return
-        width, keys = self._head.shape[0], torch.empty(len(hidden), dtype=torch.uint64, device=hidden.device)
+        width, keys = self._head.shape[0], torch.empty(len(x), dtype=torch.uint64, device=x.device)
         limit = min(max(limit - self._share.rank * width, 0), width)
         if len(self._pieces[id(self._head)].rows) == 1:
-            x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
-            self.ops.argmax(x, self._head, limit, tiling, work=self._work, out=keys, **options)
+            self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)
         else:
-            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(hidden, tiling), limit))
+            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
         self.exchange.largest(keys, width, out)
 
 
@@ -195,6 +253,6 @@ def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:
     return Weight(part, weights.head.format, whole=weights.head.shape)
 
 
-def _rows_of_qkv(sliced: Sliced) -> int:
-    """Rows of q, k and v of all ranks, of which each part of the finest cut has whole heads: `parts` times one head."""
-    return sliced.share.parts * sliced.spec.head_dim
+def _split(weight: Weight, rows: int | list[int]) -> Pieces:
+    """A weight by its rows: so many a piece, or as many as a list says."""
+    return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())

@@ -6,6 +6,7 @@ qkv, gate/up and the head are cut by output rows, o and down by columns, so that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,8 +35,8 @@ class Sizes(Protocol):
         """Key and value heads of a layer."""
 
     @property
-    def intermediate_size(self) -> int:
-        """Elements between the products of the MLP."""
+    def divided(self) -> Mapping[str, int]:
+        """What must divide by the number of ranks, by name: query heads, widths of MLPs and the like."""
 
 
 class Cut(NamedTuple):
@@ -61,10 +62,11 @@ class Share:
     parts: int
     one_tree: bool = False
 
-    def cut(self, total: int) -> Cut:
-        """This rank's range of `total` elements."""
-        each = total // self.size
-        return Cut(self.rank * each, (self.rank + 1) * each)
+    def cut(self, total: int, unit: int = 1) -> Cut:
+        """This rank's range of `total` elements; the first ranks have a unit more where units do not divide."""
+        units, more = divmod(total // unit, self.size)
+        start = self.rank * units + min(self.rank, more)
+        return Cut(start * unit, (start + units + (self.rank < more)) * unit)
 
     def kv_cut(self, kv_heads: int) -> Cut:
         """This rank's key heads; with fewer heads than ranks several ranks have the same one."""
@@ -89,10 +91,9 @@ class Share:
 
 def divides(sizes: Sizes, ranks: int) -> bool:
     """Whether so many ranks can share a layer of these sizes."""
-    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
-    return (
-        heads % ranks == 0 and sizes.intermediate_size % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
-    )
+    kv_heads = sizes.num_kv_heads
+    whole = sizes.num_heads % ranks == 0 and all(size % ranks == 0 for size in sizes.divided.values())
+    return whole and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
@@ -104,9 +105,10 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
     if ranks in SIZES and divides(sizes, ranks):
         return
     fine = ", ".join(str(each) for each in SIZES if divides(sizes, each))
+    divided = "".join(f", {what} {size}" for what, size in sizes.divided.items())
     raise UnsupportedOption(
-        f"tensor_parallel={ranks} does not divide {name}: {sizes.num_heads} heads, {sizes.num_kv_heads} key heads, "
-        f"intermediate_size {sizes.intermediate_size}; use one of {fine}"
+        f"tensor_parallel={ranks} does not divide {name}: {sizes.num_heads} heads, {sizes.num_kv_heads} key heads"
+        f"{divided}; use one of {fine}"
     )
 
 

@@ -196,7 +196,7 @@ class World:
                 return
             except RuntimeError as error:  # of the wait, which ended before the exchange, or of the exchange
                 if work is None or work.is_completed():
-                    raise self._broken(error) from error
+                    raise self.broken(error) from error
             self.check()
             if time.monotonic() > end:
                 self._give_up()
@@ -209,7 +209,13 @@ class World:
             self._monitor.abort(self._failed)
         self.check()
 
-    def _broken(self, error: RuntimeError) -> RankFailed:
+    @property
+    def port(self) -> int:
+        """Of the store of the ranks' signs of life, on this host."""
+        assert self._monitor is not None, "one rank has nobody to tell of itself"
+        return self._monitor.port
+
+    def broken(self, error: RuntimeError) -> RankFailed:
         """The error for a connection that broke off."""
         cause = self._monitor.wait_for_cause(_TELLING) if self._monitor is not None else None
         if cause is None and self._monitor is not None:

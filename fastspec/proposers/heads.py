@@ -57,11 +57,14 @@ def build_head(
     if isinstance(spec, DFlashSpec):
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
         block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
+        block.borrow(target)
         return DFlashDrafts(block, ops, vocab_map, mark, work), pending
     if isinstance(spec, MtpSpec):
         layer = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
+        layer.borrow(target)
         return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
+    model.borrow(target)
     return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending

@@ -6,6 +6,7 @@ Nothing here waits for the device.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,27 +19,21 @@ from fastspec.shapes import FULL
 from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
 
 
-def fill(
+def fill_prompt(
     state: DecodeState,
     row: int,
     prompt: list[int],
-    limit: int,
     pages: tuple[int, ...],
     stop_ids: tuple[int, ...],
-    options: RowOptions,
-    sampler: str,
     draft_length: int = 0,
 ) -> None:
-    """Everything that `DecodeState` says admission writes; the row idles until its prompt is in.
+    """What passes over a prompt read of a row, and its stop ids; the row idles until its prompt is in.
 
     Args:
         state, row: where.
         prompt: token ids.
-        limit: largest length.
         pages: of the K/V cache.
         stop_ids: end the row.
-        options: of the row.
-        sampler: of the steps to come; only the full one reads biases and counts, so only for it they are filled.
         draft_length: positions whose K/V of the draft the row's pages hold already.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
@@ -48,33 +43,49 @@ def fill(
     state.block_table[row].zero_()
     state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
     state.tokens[row, : len(prompt)] = ids
-    most = state.draft_tokens.shape[1]
+    numbers = {"lengths": len(prompt), "draft_lengths": draft_length, "emitted": min(1, len(prompt) - 1)}
+    _fill(state, row, {**numbers, "finish": IDLE})
+
+
+def fill_options(
+    state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
+) -> None:
+    """All else that `DecodeState` says admission writes: what steps read of a row.
+
+    Args:
+        state, row: where.
+        prompt_length: tokens of the prompt.
+        limit: largest length.
+        options: of the row.
+        sampler: of the steps to come; only the full one reads biases and counts, so only for it they are filled.
+    """
     numbers = {
-        "lengths": len(prompt),
         "limits": limit,
-        "draft_lengths": draft_length,
-        "emitted": min(1, len(prompt) - 1),
         **{each.fills: getattr(options, each.name) for each in NUMBERS},
         "seeds": options.seed,
-        "min_lengths": len(prompt) + options.min_new_tokens,
-        "draft_limits": draft_limit(options, most),
+        "min_lengths": prompt_length + options.min_new_tokens,
+        "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
         "constrained": options.grammar is not None,
         "masks": ALL,
-        "finish": IDLE,
     }
+    _fill(state, row, numbers)
+    if sampler == FULL:
+        fill_tables(state, row, prompt_length, options)
+
+
+def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:
     for name, value in numbers.items():
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait
-    if sampler == FULL:
-        fill_tables(state, row, len(prompt), options)
 
 
-def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
+def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RUNNING) -> None:
     """Queues the copy of draft tokens and masks to the device, and lets the rows run; waits for nothing.
 
     Args:
         state: the rows of `turns` are written.
         turns: row -> its draft tokens and masks.
         k: drafts of the step; a row's further draft tokens are left out.
+        ready: how their `finish` says so: PASSED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)
@@ -89,7 +100,7 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int) -> None:
     if k:
         state.given_tokens[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
     state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(turns), places, words))
-    state.finish.index_fill_(0, rows, RUNNING)
+    state.finish.index_fill_(0, rows, ready)
 
 
 def draft_limit(options: RowOptions, most: int) -> int:
@@ -114,6 +125,8 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
 
 def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
+    if dtype == torch.int64 and values:  # an array is read in a third of the time
+        return _moved(torch.frombuffer(array("q", values), dtype=dtype), device)
     return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 

@@ -39,13 +39,20 @@ from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import TakesGiven
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.heads import build_head
-from fastspec.proposers.interface import Proposer, feature_buffer, kept_in_pages, reads_ahead, takes_features
+from fastspec.proposers.interface import (
+    Proposer,
+    feature_buffer,
+    features_of,
+    kept_in_pages,
+    reads_ahead,
+    takes_features,
+)
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.settings import Settings, check_range
 from fastspec.runtime.threads import sampling_alone
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
-from fastspec.step import StepModules
+from fastspec.step import PromptEnd, StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
 # tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
@@ -194,6 +201,8 @@ def build(
         places = layout.batch, layout.max_drafts, layout.target.hidden_size
         chosen = choose(proposer, model, scoring.vocab_size)
         features = feature_buffer(chosen, *places, layout.target_dtype, device)
+        read = len(features_of(chosen))
+        ends = PromptEnd.zeros(layout.batch, layout.target.hidden_size, read, layout.target_dtype, device)
         ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
         if ranks.size > 1:
             ring.watch = ranks.world
@@ -213,6 +222,7 @@ def build(
             work,
             ops.record_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device),
             features,
+            ends,
         ),
         state=state,
         pages=pages,

@@ -167,7 +167,7 @@ class Calibration:
 
 
 @dataclass(slots=True)
-class _Fixed:
+class Fixed:
     """A pacer that stays at k and writes down what the steps did."""
 
     k: int
@@ -206,12 +206,12 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
         ValueError: the texts end too early to time a step.
     """
     engine = scheduler.engine
-    runs = {k: _Fixed(k) for k in choice.ks}
+    runs = {k: Fixed(k) for k in choice.ks}
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
-            again = _again(requests)
-            call = Call(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(again))
-            for _ in scheduler.run(again, call):
+            trial = again(requests)
+            call = Call(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(trial))
+            for _ in scheduler.run(trial, call):
                 pass
     bucket = engine.bucket(min(len(requests), engine.state.batch))
     for k, run in runs.items():
@@ -226,7 +226,8 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
     return _summary(runs, parts, bucket, str(engine.state.lengths.device))
 
 
-def _again(requests: list[Request]) -> list[Request]:
+def again(requests: list[Request]) -> list[Request]:
+    """The same requests, of which nothing has been made yet."""
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
@@ -235,7 +236,7 @@ def _parts(
 ) -> dict[int, tuple[float, float]]:
     """(drafting, scoring) seconds by k, over rows in the middle of their texts."""
     engine = scheduler.engine
-    rows = _again(requests)[: engine.state.batch]
+    rows = again(requests)[: engine.state.batch]
     call = Call((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
     running = scheduler.run(rows, call)
     for _ in range(_LIVE_STEPS):
@@ -273,7 +274,7 @@ def _forget(part: Callable[[], object]) -> None:
     part()
 
 
-def _summary(runs: dict[int, _Fixed], parts: dict[int, tuple[float, float]], bucket: int, device: str) -> Calibration:
+def _summary(runs: dict[int, Fixed], parts: dict[int, tuple[float, float]], bucket: int, device: str) -> Calibration:
     deepest = max(runs)
     counts = runs[deepest].accepted
     survival = tuple(sum(count >= j for count in counts) / len(counts) for j in range(1, deepest + 1))

@@ -85,7 +85,8 @@ class Engine:
     def __post_init__(self) -> None:
         with self.on_device():
             sizes = {1, *map(self.rows_together, self.chunks)}
-            slots = {rows: PrefillSlot.beside(self.state, self.parts.features, rows) for rows in sizes}
+            of_rows = self.parts.features, self.parts.ends
+            slots = {rows: PrefillSlot.beside(self.state, of_rows[0], rows, of_rows[1]) for rows in sizes}
         object.__setattr__(self, "slots", slots)
 
     @property
@@ -135,6 +136,11 @@ class Engine:
         if self.runner.static:
             upto = self.state.tokens.shape[1]
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
+
+    def at_hand(self, rows: int, shape: StepShape) -> StepShape:
+        """The shape itself, or that with room for the longest rows where only this one is captured: the same bits."""
+        wide = replace(shape, num_blocks=blocks(self._most_positions), first_block=0)
+        return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
     def bucket(self, rows: int) -> int:
         """Rows that a step runs over so as to reach the first `rows`: a power of two, or all there are."""
@@ -233,7 +239,7 @@ class Engine:
             self._run_pass(start, chunk, draft)
         if kept is not None and self.parts.features is not None:
             self.parts.features[row].copy_(kept[0])
-        self.prefill_slot.leave(self.state, row)
+        self._leave(self.prefill_slot, row, draft=draft)
 
     def prefill_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
         """Queues one pass over a chunk of each of several rows, as many as go through together at most.
@@ -249,7 +255,13 @@ class Engine:
             slot.enter(self.state, row, start, running=running, place=place)
         self._run_pass(max(starts.values()) + chunk, chunk, draft, rows)
         for place, row in enumerate(starts):
-            slot.leave(self.state, row, place)
+            self._leave(slot, row, place, draft=draft)
+
+    def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
+        """A row leaves a slot, with what the target's last pass left of its prompt's last token."""
+        if slot.ends is not None and self.parts.ends is not None and not draft:
+            self.parts.ends.copy(row, slot.ends, place)
+        slot.leave(self.state, row, place)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
         """Replays such a pass, or launches and then captures it."""
@@ -268,6 +280,12 @@ class Engine:
         self.state.move(source, place)
         if self.parts.features is not None:
             self.parts.features[place].copy_(self.parts.features[source])
+        if self.parts.ends is not None:
+            self.parts.ends.copy(place, self.parts.ends, source)
+
+    def passes_whole(self, prompt: int) -> bool:
+        """Whether a prompt of so many tokens goes through passes with its last token, which the first one comes of."""
+        return self.parts.ends is not None and prompt > self.parts.ends.above
 
     @property
     def reads_prompts(self) -> bool:
@@ -284,7 +302,7 @@ class Engine:
         shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.parts.proposer
 
         def feed() -> None:
-            prefill(self.parts, slot.row, shape, slot.start, chunk, slot.features)
+            prefill(self.parts, slot.row, shape, slot.start, chunk, slot.features, slot.ends)
             slot.start.add_(chunk)
 
         if not draft:
@@ -347,6 +365,9 @@ class Engine:
         pairs = [(k, kind) for kind in kinds for k in (ks | {0} if kind == ALONE else ks) if k or kind != BESIDE]
         pairs.sort(key=lambda pair: -pair[0])
         shapes = [replace(self.shape(k, sampler, top_logprobs, longest, shortest), grammars=kind) for k, kind in pairs]
+        if self.passes_whole(longest - 1):
+            plain = self.shape(0, sampler, top_logprobs, longest, shortest)
+            shapes += [plain.for_first_tokens(grammars=kind == ALONE) for kind in kinds if kind != BESIDE]
         steps = [(rows, shape) for rows in sizes for shape in shapes]
         return [(rows, shape) for rows, shape in steps if not self.runner.ready(StepKey(rows, shape))]
 

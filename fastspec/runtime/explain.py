@@ -27,7 +27,6 @@ _GRAMMARS = (
     "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
     "grammar forces and what the row repeats, not the draft's"
 )
-_NO_GRAMMARS = "none with several ranks, each of which would have to read every step; one GPU takes them"
 _STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
 
 
@@ -48,7 +47,7 @@ def explain(
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
-        f"grammars   {_GRAMMARS if target.ranks == 1 else _NO_GRAMMARS}",
+        f"grammars   {_GRAMMARS}",
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
@@ -94,12 +93,13 @@ def launch_plans(settings: Settings) -> str:
 
 def _kv(layout: Layout) -> str:
     """Of K and V in 8 bits, what that means."""
-    if layout.kv_dtypes is None:
+    if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
-    whose = "of both models" if layout.draft and layout.kv_dtypes[1] == FP8 else "of the target"
+    of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
+    whose = "of both models" if of_target and of_draft else "of the target" if of_target else "of the draft"
+    effect = "another text than with 16 bits, the same whatever is drafted" if of_target else "the text stays as it is"
     return (
-        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): another "
-        "text than with 16 bits, the same whatever is drafted"
+        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): {effect}"
     )
 
 

@@ -3,7 +3,8 @@
 First come, first served: the first request of the queue gets a row as soon as one is free and its pages fit, where idle
 pages of the prefix cache count as free; no other request overtakes it. Prompts are prefilled one after the other, so a
 prompt can share pages of the one before it. A row runs when all of its prompt but the last token is prefilled; the
-first step feeds that token.
+first step feeds that token. A long prompt is prefilled whole, and its first token comes from the last pass
+(`step.first_step`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastspec.proposers.interface import kept_in_pages
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
 from fastspec.shapes import DELTA_CHUNK, chunks_of
-from fastspec.state import PAUSED, RUNNING
+from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
 _CROWD = 4  # budgets at most
@@ -133,7 +134,8 @@ class Intake:
         length, self._draft = len(request.prompt), None
         self._resume(request, self.row, request.cached, draft=False)
         self._resume(request, self.row, request.draft_length, draft=True)
-        self._target = self._passes(request, request.cached, length - 1, most, draft=False)
+        stop = length if engine.passes_whole(length) else length - 1
+        self._target = self._passes(request, request.cached, stop, most, draft=False)
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
             self._draft = self._passes(request, start, stop, most and _LIGHTER * most, draft=True)
@@ -231,7 +233,9 @@ class Intake:
                 self.engine.kept.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
-        state.finish[row].fill_(RUNNING if request.grammar is None else PAUSED)
+        request.passed = self.engine.passes_whole(len(request.prompt))
+        ready = PASSED if request.passed else RUNNING
+        state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
     def drop(self, request: Request) -> None:
         """Forgets a request that has ended while it waited or while its prompt was being prefilled."""

@@ -169,8 +169,9 @@ class Layout:
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _feature_bytes(self) -> int:
-        """The buffer of `feature_buffer`, and the prefill slot's row of it."""
-        return (self.batch + 1) * self.feature_elements * self.target_dtype.itemsize
+        """The buffers of `feature_buffer` and `PromptEnd`, and the prefill slot's rows of them."""
+        ends = (1 + self.feature_layers) * self.target.hidden_size
+        return (self.batch + 1) * (self.feature_elements + ends) * self.target_dtype.itemsize
 
     def _workspace_bytes(self, max_length: int) -> int:
         """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""

@@ -19,8 +19,6 @@ from fastspec.runtime.step_timer import DraftLengthPolicy
 from fastspec.shapes import FULL
 from fastspec.state import RUNNING, STOPPED
 
-LONG_PROMPT = 1024  # tokens: what drafts reads a longer prompt only after the first new token
-
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -75,6 +73,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         grammar: the state of the grammar that its text follows; None: there is none.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
+        passed: the row's first token comes next, of what the last pass over its prompt left.
     """
 
     prompt: list[int]
@@ -100,6 +99,7 @@ class Request:
     cached: int = 0
     nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
+    passed: bool = False
 
     @property
     def length(self) -> int:
@@ -171,6 +171,7 @@ class InFlightStep:
             were any; else None.
         timed: only such passes, or nothing, came between it and the step before it.
         drafting: rows that could draft.
+        first: the step for first tokens, which no policy chose.
     """
 
     sequence: int
@@ -180,6 +181,7 @@ class InFlightStep:
     resumed: float | None
     timed: bool
     drafting: frozenset[int]
+    first: bool = False
 
 
 def lengths_of(requests: list[Request]) -> tuple[int, int]:
@@ -194,24 +196,9 @@ def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[
     return {row: request for row, request in rows.items() if request not in waiting}
 
 
-def may_draft(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep], *, reads: bool) -> list[int]:
-    """The rows that the next step may draft for: those that have not opted out.
-
-    The first token of a long prompt comes from a plain step, so that it does not wait for the draft's passes over the
-    prompt. Whether it does depends on the prompt alone, so that a seed repeats its text beside any other rows.
-
-    Args:
-        rows: row -> request, those of the step.
-        in_flight: steps that were launched and not read yet.
-        reads: what drafts reads prompts by passes of its own.
-    """
-    begun = {request for step in in_flight for request in step.requests.values()}
-    return [
-        row
-        for row, request in rows.items()
-        if request.options.draft_limit != 0
-        and not (reads and len(request.prompt) > LONG_PROMPT and not request.steps and request not in begun)
-    ]
+def may_draft(rows: Mapping[int, Request]) -> list[int]:
+    """The rows, of those that the next step is for, that may draft in it: those that have not opted out."""
+    return [row for row, request in rows.items() if request.options.draft_limit != 0]
 
 
 def constrained(rows: Mapping[int, Request]) -> bool:

@@ -25,7 +25,7 @@ from fastspec.runtime.intake import Intake, lag_of, passes_of
 from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
-from fastspec.state import IDLE, RUNNING
+from fastspec.state import IDLE, PASSED, RUNNING
 
 
 class Scheduler:
@@ -174,6 +174,9 @@ class Scheduler:
         needed = self._goes_on if self._in_flight else self._may_go_on
         if not any(map(needed, requests.values())):
             return False
+        first = {row: request for row, request in requests.items() if request.passed}
+        if first:
+            return self._launch_first(first)
         calls = {self._calls[request] for request in requests.values()}
         k, drafting = self._drafts({row: request for row, request in requests.items() if request.grammar is None})
         passes = 0.0
@@ -186,12 +189,9 @@ class Scheduler:
         shape = self._shape(k, calls, requests)
         if turns:
             shape = replace(shape, grammars=BESIDE if drafted else ALONE)
-        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
-        if not foreseen and not self.engine.ready(rows, shape):
-            if self._in_flight:
-                return False  # a capture runs steps of its own: results in flight are read first
-            self.engine.capture(rows, shape)
-            self._disturbed = True
+        shape = self.engine.at_hand(rows, shape)
+        if not self._ready(rows, shape, calls):
+            return False
         if turns:
             admission.allow(self.engine.state, turns, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
@@ -204,6 +204,32 @@ class Scheduler:
         self._last_k, self._disturbed = drafted, False
         for row, request in requests.items():
             request.draft_lag |= not drafted or row not in drafting
+        return True
+
+    def _launch_first(self, requests: dict[int, Request]) -> bool:
+        """Queues the step for the first tokens of rows whose long prompts are in; other rows are not in it."""
+        calls = {self._calls[request] for request in requests.values()}
+        rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
+        shape = self.engine.at_hand(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
+        if not self._ready(rows, shape, calls):
+            return False
+        if turns:
+            admission.allow(self.engine.state, turns, 0, PASSED)
+        sequence = self.engine.launch(rows, shape)
+        self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first=True))
+        self._disturbed = True
+        for request in requests.values():
+            request.passed, request.draft_lag = False, True
+        return True
+
+    def _ready(self, rows: int, shape: StepShape, calls: set[Call]) -> bool:
+        """Whether such a step can be launched now. One that is not captured yet is, once all results are read."""
+        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
+        if not foreseen and not self.engine.ready(rows, shape):
+            if self._in_flight:
+                return False  # a capture runs steps of its own: results in flight are read first
+            self.engine.capture(rows, shape)
+            self._disturbed = True
         return True
 
     def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
@@ -235,7 +261,7 @@ class Scheduler:
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
-        willing = may_draft(requests, self._in_flight, reads=self.engine.reads_prompts)
+        willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a plain step
         if call.policy is None:
@@ -270,11 +296,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Takes prompts in, first come first served: whole, or as much of them as rows of other calls wait for."""
-        fed, intake = 0, self._intake
+        fed, intake, began = 0, self._intake, None
         crowd = intake.crowd(len(self._rows))
-        while (request := intake.request or self._begin()) is not None:
+        while (request := intake.request or (began := self._begin())) is not None:
             patience = self._patience(self._calls[request])
             fed += intake.feed(None if patience is None else patience * crowd - fed, some=not fed)
+            if request is began:  # behind its first passes: the device works meanwhile
+                self._fill_options(intake.row, request)
             self._disturbed = True
             if intake.request is not None:
                 break
@@ -293,8 +321,9 @@ class Scheduler:
         if begun is None:
             return None
         request, pages = begun
-        call = self._calls[request]
-        self._place(self._intake.row, request, call, pages)
+        call, told = self._calls[request], (self.engine.state, self._intake.row)
+        admission.fill_prompt(*told, request.prompt, pages, call.stop_ids, request.draft_length)
+        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
         patience = self._patience(call)
         # nobody but the rows of its own call waits for the draft's passes where there is no budget
         wants = request.options.draft_limit != 0 and request.grammar is None
@@ -308,22 +337,11 @@ class Scheduler:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
-    def _place(self, row: int, request: Request, call: Call, pages: tuple[int, ...]) -> None:
-        """Fills a row of the state with a request."""
-        full = any(each.full for each in self._calls.values())
-        admission.fill(
-            self.engine.state,
-            row,
-            request.prompt,
-            request.limit,
-            pages,
-            call.stop_ids,
-            request.options,
-            FULL if full else GREEDY,
-            request.draft_length,
-        )
-        request.has_tables = full
-        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
+    def _fill_options(self, row: int, request: Request) -> None:
+        """Fills what steps read of a row."""
+        full = request.has_tables = any(each.full for each in self._calls.values())
+        told = len(request.prompt), request.limit, request.options, FULL if full else GREEDY
+        admission.fill_options(self.engine.state, row, *told)
         for other, held in self._rows.items() if full else ():
             if not held.has_tables:  # admitted when no step read them
                 admission.fill_tables(self.engine.state, other, len(held.prompt), held.options)
@@ -366,8 +384,8 @@ class Scheduler:
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
-        if policy is None or constrained(step.requests):
-            return  # such a step drafts as its grammars have it
+        if policy is None or step.first or constrained(step.requests):
+            return  # such a step drafts as its grammars have it, or is for first tokens alone
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)

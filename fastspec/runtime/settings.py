@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -70,7 +71,7 @@ class Settings:
 class Caches(NamedTuple):
     """Arguments of the generator about caches."""
 
-    kv_dtype: str | None = None
+    kv_dtype: str | Sequence[str | None] | None = None
     prefix_cache: bool = True
 
 
@@ -138,7 +139,7 @@ def settings_of(
 
 
 def _kv_dtypes(
-    asked: str | None,
+    asked: str | Sequence[str | None] | None,
     layout: Layout,
     target: ModelSource,
     draft: ModelSource | None,
@@ -148,11 +149,18 @@ def _kv_dtypes(
     """Dtypes of the K/V pages of target and draft; None: as the models.
 
     A head has a layer or few, whose keys stay in the model's dtype.
+
+    Args:
+        asked: for both, or for target and draft apart.
     """
-    if asked is None:
+    apart = tuple(asked) if isinstance(asked, tuple | list) else (asked, asked)
+    if len(apart) != 2 or any(each not in ("fp8", None) for each in apart):
+        raise ValueError(
+            f"kv_dtype must be 'fp8' or None, or a pair of these for target and draft, got {asked!r}; None keeps K and "
+            "V in the model's dtype"
+        )
+    if apart == (None, None):
         return None
-    if asked != "fp8":
-        raise ValueError(f"kv_dtype must be 'fp8' or None, got {asked!r}; None keeps K and V in the model's dtype")
     hosted = [each.name for each in (target, draft) if each is not None and each.spec.hosting]
     if hosted:
         raise ValueError(f"kv_dtype='fp8' is for native families alone, and {hosted[0]} is hosted: leave it out")
@@ -163,7 +171,8 @@ def _kv_dtypes(
             f"kv_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, _FP8_FROM))} or later, and {device} "
             f"has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
         )
-    return FP8, layout.draft_dtype if isinstance(draft, HeadCheckpoint) else FP8
+    narrow = apart[0] is not None, apart[1] is not None and not isinstance(draft, HeadCheckpoint)
+    return FP8 if narrow[0] else layout.target_dtype, FP8 if narrow[1] else layout.draft_dtype
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:

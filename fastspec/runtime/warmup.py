@@ -16,7 +16,7 @@ from fastspec.models.interface import Pending
 from fastspec.proposers.readings import settle_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import LONG_PROMPT, Call, Request, lengths_of
+from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 
@@ -49,20 +49,20 @@ def warm_up_for(
         RuntimeError: a step could not be captured; the message says which.
     """
     lengths = longest, shortest
-    plain = {0} if engine.reads_prompts and longest > LONG_PROMPT else set()  # the first steps of long prompts
-    missing = engine.missing(rows, {*choice.ks, *plain}, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
+    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
         with engine.on_device():
             engine.compile(missing, prompts=prompts, compilers=compilers)
     loaded()
-    _settle_reading(engine)
     engine.choose_threads()
-    bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
-    with engine.on_device():
-        for size, shape in bar:
-            engine.capture(size, shape)
-        if prompts:
-            engine.capture_prompts()
+    if missing or prompts:  # else a call begins at once
+        _settle_reading(engine)
+        bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
+        with engine.on_device():
+            for size, shape in bar:
+                engine.capture(size, shape)
+            if prompts:
+                engine.capture_prompts()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from fastspec.errors import InvalidLogits
+from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import Given, read
@@ -101,6 +101,14 @@ def prepare(
     # the warning is the caller's of `generate`
     prompts = given.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
     return Prepared(requests_of(prompts, chosen, tokenizer, max_length, grammars), chosen, given)
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raises UnsupportedOption for a streamer that is none, or with several rows."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise UnsupportedOption(f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}")
+    if streamer is not None and rows != 1:
+        raise UnsupportedOption(f"a streamer takes one prompt, got {rows}; use stream() for a batch")
 
 
 def one_prompt(ids: Any) -> Any:

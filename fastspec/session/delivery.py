@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from fastspec.runtime.request import Request
@@ -92,6 +92,29 @@ class Delivery:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
                 raise TimeoutError(f"no token came for {timeout} s; the request goes on, cancel() ends it")
             return self._version
+
+    def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
+        """What another thread's steps emit, from that version on: new tokens by the request's index.
+
+        Raises:
+            RuntimeError: as in `check`.
+        """
+        shown = list(self.begun)
+        while True:
+            counts = list(self.counts)
+            emitted = {
+                index: request.new_tokens[shown[index] : counts[index]]
+                for index, request in enumerate(self.requests)
+                if counts[index] > shown[index]
+            }
+            if emitted:
+                shown = counts
+                yield emitted
+            elif self.done:
+                self.check()
+                return
+            else:
+                version = self.wait(version)
 
     async def wait_in_loop(self, version: int) -> int:
         """As `wait`, in an event loop, whose thread goes on."""

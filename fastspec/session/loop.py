@@ -5,41 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any
 
-from fastspec.runtime.draft_plan import Choice
-from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.session.calls import Prepared
 from fastspec.session.delivery import Delivery
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Joining:
-    """A call that comes in.
-
-    Attributes:
-        call: checked.
-        choice: drafts of its steps.
-        delivery: where its tokens go.
-    """
-
-    call: Prepared
-    choice: Choice
-    delivery: Delivery
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaving:
-    """Requests whose consumer is gone."""
-
-    requests: list[Request]
-
-
-Message: TypeAlias = "Joining | Leaving | None"  # None: the end
+from fastspec.session.messages import Joining, Leaving, Message
 
 
 class _Caught:
@@ -71,9 +45,15 @@ class Loop:
     Attributes:
         turn: held by who makes a step.
         deliveries: of all requests that have not ended.
+        before_turn: told all messages before they are obeyed.
+        forget: told of each request that has ended.
+        guarded: a context that work on the device is done in.
     """
 
-    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Choice, tuple[int, int]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Joining], None]) -> None:
+        self.guarded: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.before_turn: Callable[[list[Message]], None] = lambda messages: None
+        self.forget: Callable[[Request], None] = lambda request: None
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
         self._scheduler, self._make_ready = scheduler, make_ready
@@ -121,7 +101,7 @@ class Loop:
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
         self._calls.clear()
-        del self._scheduler, self._make_ready
+        del self._scheduler, self._make_ready, self.before_turn
 
     def work(self, first: Message) -> bool:
         """Obeys messages and makes steps until there is nothing to do; whether the thread is to go on.
@@ -135,16 +115,32 @@ class Loop:
         while True:
             while not self._messages.empty():  # nobody else takes from it
                 messages.append(self._messages.get_nowait())
-            with self.turn:
-                for message in messages:
-                    self._obey(message)
-                self._step()
+            with _Caught() as caught:
+                self.before_turn(messages)
+            if caught.error is not None:
+                self._refuse(messages, caught.error)
+                return None not in messages
+            self.make_turn(messages)
             if None in messages:
                 return False
             # after a step that failed, the next one frees what its requests held; if that fails too, nothing else will
             if self._messages.empty() and (self._scheduler.idle or self._failures > 1):
                 return True
             messages = []
+
+    def make_turn(self, messages: list[Message]) -> None:
+        """Obeys messages and makes a step."""
+        with self.turn:
+            for message in messages:
+                self._obey(message)
+            self._step()
+
+    def _refuse(self, messages: list[Message], error: BaseException) -> None:
+        """Ends all requests, those that would have joined as well."""
+        joining = [each.delivery for each in messages if isinstance(each, Joining)]
+        with self.turn:
+            for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
+                self._give_up(delivery, error)
 
     def _take_over(self) -> None:
         """Goes on with what a caller stepped in its own thread, when this one has just begun."""
@@ -166,9 +162,9 @@ class Loop:
 
     def _join(self, joining: Joining) -> None:
         requests, delivery = joining.call.requests, joining.delivery
-        with _Caught() as caught:
+        with _Caught() as caught, self.guarded():
             if self._scheduler.idle:
-                self._make_ready(joining.choice, lengths_of(requests))
+                self._make_ready(joining)
             self._scheduler.engine.runner.join()
             for request in requests:
                 self._scheduler.add(request, self._call_of(request, joining))
@@ -197,7 +193,7 @@ class Loop:
 
     def _step(self) -> None:
         """One step, and the word to those it concerns."""
-        with _Caught() as caught:
+        with _Caught() as caught, self.guarded():
             emitted = self._scheduler.step()
         if caught.error is not None:
             self._failures += 1
@@ -220,6 +216,7 @@ class Loop:
 
     def _forget(self, request: Request) -> None:
         self.deliveries.pop(request, None)
+        self.forget(request)
         key = self._keys.pop(request, None)
         if key in self._calls:
             call, count = self._calls.pop(key)

@@ -44,7 +44,7 @@ class PlanOptions(TypedDict, total=False):
     draft_quantization: str | None
     feature_layers: Sequence[int] | None
     draft_vocab: Sequence[int] | None
-    kv_dtype: str | None
+    kv_dtype: str | Sequence[str | None] | None
     prefix_cache: bool
 
 
@@ -62,13 +62,12 @@ def checked(
         As the constructor.
     """
     sizes: dict[str, Any] = {**options}
-    revisions, quantization = (
-        (sizes.pop(f"target_{name}", None), sizes.pop(f"draft_{name}", None)) for name in ("revision", "quantization")
-    )
+    revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
+    quantization = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
     of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
     asked = {name: sizes.pop(name) for name in Caches._fields if name in sizes}
     sizes["caches"] = Caches(**asked)
-    if draft is None and quantization[1] is not None:
+    if draft is None and quantization[1] not in (None, AUTO):
         raise UnsupportedOption(f"draft_quantization={quantization[1]!r}, and there is no draft; leave it out")
     auto = quantization[1] == AUTO
     if auto:
@@ -78,7 +77,8 @@ def checked(
     def pair() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
         one, other = found()
         choice = {name: sizes[name] for name in ("device", "dtype", "max_batch_size") if name in sizes}
-        return one, with_format(one, other, **choice) if auto else other
+        alone = ranks is None or not ranks.asked
+        return one, with_format(one, other, **choice, ours=alone and not how.get("compile")) if auto else other
 
     if ranks is not None and ranks.asked:
         return settled(ranks, pair, **sizes, **how)

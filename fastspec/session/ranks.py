@@ -11,18 +11,17 @@ import torch
 from fastspec.errors import UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced, why_whole
+from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
 from fastspec.parallel.ranks import Ranks
-from fastspec.parallel.slices import SIZES
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
 def settled(
     ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
-) -> tuple[Checkpoint, Checkpoint | None, Settings]:
+) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
 
     Args:
@@ -34,23 +33,19 @@ def settled(
     """
     asked["device"] = ranks.device(asked["device"])
 
-    def make() -> tuple[Checkpoint, Checkpoint | None, Settings]:
+    def make() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
         whole, draft_whole = pair()
-        if isinstance(draft_whole, HeadCheckpoint):
-            raise UnsupportedOption(
-                f"{draft_whole.name} is a head, and heads do not go with tensor_parallel; take a draft model or NGram()"
-            )
         device = device_of(asked["device"], whole)
         on_cpu = device.type == "cpu"
-        if ranks.split_draft is None:
-            ranks.split_draft = draft_whole is not None and _splits_draft(draft_whole, ranks, device, asked["dtype"])
-        target, draft = (None if each is None else _own(each, ranks, on_cpu=on_cpu) for each in (whole, draft_whole))
-        assert target is not None, "there is a target"
+        _settle_draft(draft_whole, ranks, device, asked["dtype"])
+        target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
+        if isinstance(draft, Checkpoint):
+            draft = _own(draft, ranks, on_cpu=on_cpu)
         if ranks.asked and asked.get("compile"):
             raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
         return target, draft, settings_of(target, draft, **asked)
 
-    def of_all(made: tuple[Checkpoint, Checkpoint | None, Settings]) -> dict[str, object]:
+    def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
         same = {name: value for name, value in asked.items() if name != "device"}
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
@@ -66,23 +61,52 @@ def settled(
     return target, draft, replace(made, ranks=ranks.describe(share, splits))
 
 
+def _settle_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
+    """Settles whether the draft is cut: a head never is.
+
+    Raises:
+        UnsupportedOption: a head is to be cut.
+    """
+    if isinstance(draft, HeadCheckpoint) and ranks.split_draft:
+        raise UnsupportedOption(
+            f"draft_tensor_parallel='split', and {draft.name} is a head, which every rank has whole; leave it out"
+        )
+    if ranks.split_draft is None:
+        ranks.split_draft = isinstance(draft, Checkpoint) and _splits_draft(draft, ranks, device, dtype)
+
+
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
     """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
+        return False
+    if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
         return False
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
 
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a checkpoint."""
-    draft = checkpoint.role == "draft"
-    share = ranks.share(checkpoint.spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
+    """What this rank has of a checkpoint.
+
+    Raises:
+        UnsupportedOption: a hosted model, or one that does not divide.
+    """
+    draft, spec = checkpoint.role == "draft", checkpoint.spec
+    if not isinstance(spec, ModelSpec):
+        if ranks.size == 1 or (draft and not ranks.split_draft):
+            return checkpoint
+        raise UnsupportedOption(
+            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cuts native families alone; leave "
+            f"{'draft_' if draft else ''}tensor_parallel out"
+        )
+    share = ranks.share(spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
     if share is None or (share.parts == 1 and not _plain(checkpoint)):
         return checkpoint
     return sliced(checkpoint, share)
 
 
 def _plain(checkpoint: Checkpoint) -> bool:
-    """Whether a model is of 16-bit or fp32 weights of a native family, and each of its layers could be cut."""
-    plain = isinstance(checkpoint.spec, ModelSpec) and checkpoint.quantisation is None and checkpoint.rounded is None
-    return plain and why_whole(checkpoint.native, max(SIZES)) is None
+    """Whether a model is of 16-bit or fp32 weights of a native family, of attention and MLPs alone."""
+    spec = checkpoint.spec
+    if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
+        return False
+    return not spec.routed_elements and not spec.deltas

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from fastspec.errors import UnsupportedOption
-from fastspec.grammar.spec import KINDS
 from fastspec.output import Stats
 from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.turns import Turns
 from fastspec.runtime.calibrate import Calibration, calibrate
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
@@ -23,8 +23,11 @@ from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import synthetic_name
 from fastspec.session.calls import Prepared, check_whole
 from fastspec.session.delivery import Delivery
+from fastspec.session.following import Leader, Numbers, Reader
+from fastspec.session.format_trial import FormatTrial
 from fastspec.session.handle import Handle
-from fastspec.session.loop import Joining, Loop
+from fastspec.session.loop import Loop
+from fastspec.session.messages import Joining, Message
 
 Emitted = dict[int, list[int]]
 
@@ -41,6 +44,7 @@ class Session:
         drafting: how many drafts the steps of a call make.
         progress: show progress bars.
         ranks: that make every call alike; several make one call at a time.
+        trial: of the draft's format, made before one of the first calls; None: there is none.
 
     Attributes:
         running: the scheduler; None once the session is closed.
@@ -54,13 +58,30 @@ class Session:
         drafting: DraftPlan,
         progress: bool,
         ranks: Ranks | None = None,
+        trial: FormatTrial | None = None,
     ) -> None:
         self.running: Scheduler | None = scheduler
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
-        rows = self.rows
+        rows, longest = self.rows, (settings.max_length, 0)
+        several = self.ranks.size > 1
+        self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
+        loaded = self.ranks.world.meet if several else lambda: None
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
-        self.loop = Loop(scheduler, lambda choice, lengths: _make_ready(scheduler, rows, choice, lengths, progress))
+        self.trial = trial
+
+        def make_ready(joining: Joining) -> None:
+            call, choice = joining.call, joining.choice
+            if trial is not None:
+                _try_formats(trial, scheduler, call, choice, drafting)
+            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):  # what joins while rows run finds steps
+                _make_ready(scheduler, rows, choice, lengths, progress, loaded)
+
+        self.loop = Loop(scheduler, make_ready)
+        if several:
+            self.loop.guarded = partial(self.ranks.guarded, "stepping")
+        if self._leader is not None:
+            self.loop.before_turn, self.loop.forget = self._leader.tell, self._leader.numbers.forget
         self._joining = threading.Lock()  # nothing joins while the session is being closed
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
@@ -95,9 +116,11 @@ class Session:
         """The scheduler, for who needs the device alone.
 
         Raises:
-            RuntimeError: a call or a handle goes on, or the session is closed.
+            RuntimeError: a call or a handle goes on, the session is closed, or other ranks follow this one.
         """
         scheduler = self.scheduler
+        if self.leads:
+            raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
         if not self.loop.turn.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it")
         try:
@@ -107,30 +130,89 @@ class Session:
         finally:
             self.loop.turn.release()
 
-    def check_submits(self) -> None:
-        """Raises UnsupportedOption where several ranks share the model: requests would reach them at other times."""
-        if self.ranks.size > 1:
-            raise UnsupportedOption(
-                f"submit() and what stands on it do not go with tensor_parallel={self.ranks.size}: call generate() or "
-                "stream() with a batch, on every rank alike"
-            )
+    @property
+    def leads(self) -> bool:
+        """Whether the other ranks follow this one: calls are made here alone."""
+        return self.ranks.size > 1 and self.loop.running
 
-    def check_options(self, keywords: Mapping[str, Any]) -> None:
-        """Raises UnsupportedOption where a call asks for what several ranks cannot do."""
-        asked = [kind for kind in KINDS if keywords.get(kind) is not None]
-        if asked and self.ranks.size > 1:
+    def guarded(self) -> AbstractContextManager[None]:
+        """While it lasts, an error of this rank alone ends a call that all ranks make."""
+        return nullcontext() if self.leads else self.ranks.guarded("generating")
+
+    def check_submits(self) -> None:
+        """Checks that `submit` may be called here.
+
+        Raises:
+            UnsupportedOption: other ranks share the model, and this is not the one that they follow.
+            RankFailed: one of them has failed.
+            RuntimeError: a call that all ranks make goes on.
+        """
+        if self.ranks.size == 1:
+            return
+        self.ranks.world.check()
+        if not self.ranks.first:
             raise UnsupportedOption(
-                f"{asked[0]} does not go with tensor_parallel={self.ranks.size}: every rank would have to read each "
-                "step before the next one; use one GPU for it, or check the texts afterwards"
+                f"submit() is for rank 0, and this is rank {self.ranks.world.rank}: call follow() here, which makes "
+                "the steps of what rank 0 submits"
             )
+        if self._calls and not self.loop.running:
+            raise RuntimeError("a call that all ranks make goes on; submit when it has ended")
+
+    def follow(self, reader: Reader) -> None:
+        """Makes every step that rank 0 makes, until it closes its generator.
+
+        Args:
+            reader: of what rank 0 tells.
+
+        Raises:
+            UnsupportedOption: there are no other ranks, or this is rank 0.
+            RankFailed: a rank has failed.
+            RuntimeError: a call goes on here.
+        """
+        if self.ranks.size == 1 or self.ranks.first:
+            raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+        numbers = Numbers()
+        with self._joining, self.alone():
+            turns = Turns(self.ranks.world)
+            self.loop.forget = numbers.forget
+        with self.ranks.guarded("following rank 0"):
+            turns.begin()
+            messages: list[Message] = []
+            while None not in messages:
+                messages = reader.read(turns.next(), numbers)
+                self.loop.make_turn(messages)
+                self.ranks.world.check()
+            turns.end()
+
+    def prepared(self, make: Callable[[], Prepared], submitted: bool, own_tokenizer: bool) -> Prepared:
+        """A call, once all ranks have made it alike; or of this rank alone, where the others follow it.
+
+        Args:
+            submitted: it is a submit's.
+            own_tokenizer: it brings no tokenizer but the checkpoint's.
+
+        Raises:
+            UnsupportedOption: it brings one, which the ranks that follow do not have; or as `Ranks.agreed_call`.
+        """
+        if not (submitted or self.leads):
+            return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+        if self.ranks.size > 1 and not own_tokenizer:
+            raise UnsupportedOption(
+                "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
+                "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"
+            )
+        return make()
 
     def submit(self, call: Prepared) -> Handle:
         """Lets a call of one prompt join what runs; from any thread.
 
         Raises:
+            UnsupportedOption: it has several.
             OutOfPages: it needs more pages than there are.
             RuntimeError: the session is closed.
         """
+        if (rows := len(call.requests)) != 1:
+            raise UnsupportedOption(f"submit takes one prompt and one text of it, got {rows}; submit each")
         delivery = Delivery(call.requests)
         self._join(call, delivery)
 
@@ -186,7 +268,7 @@ class Session:
         with self._joining:
             self.check_open()
             here = not self.in_use and not self.loop.running
-            if not here and self.ranks.size > 1:
+            if not here and self.ranks.size > 1 and not self.leads:
                 raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
             self._calls.add(delivery)
         try:
@@ -195,7 +277,7 @@ class Session:
                     yield from self._step_here(call, delivery)
             else:
                 self._join(call, delivery)
-                yield from _follow(delivery, 0)
+                yield from delivery.follow(0)
         finally:
             self._calls.discard(delivery)
             self.loop.leave(call.requests)
@@ -210,6 +292,8 @@ class Session:
                     if self.loop.running:
                         break
                     if steps is None:
+                        if self.trial is not None:
+                            _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
                         steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
@@ -219,7 +303,7 @@ class Session:
                 yield emitted
             if steps is None:
                 self._join(call, delivery)
-            yield from _follow(delivery, 0 if steps is None else delivery.wait(0))
+            yield from delivery.follow(0 if steps is None else delivery.wait(0))
         finally:
             if steps is not None:
                 steps.close()
@@ -250,7 +334,14 @@ class Session:
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
         synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
         now = threads.now if threads else None
-        told = synthetic, choice.note, self.settings.exact, now, self.ranks.same_text_on
+        told = (
+            synthetic,
+            choice.note,
+            self.settings.exact,
+            now,
+            self.ranks.same_text_on,
+            None if self.trial is None else str(self.trial),
+        )
         return Stats.of(rows, choice.k, end - start, *told)
 
     def close(self) -> None:
@@ -269,6 +360,8 @@ class Session:
             scheduler, self.running = self.running, None
         try:
             self.loop.stop()
+            if self._leader is not None:
+                self._leader.end()
             scheduler.engine.finish()
         finally:
             if not self.loop.running:
@@ -276,24 +369,14 @@ class Session:
             self.ranks.close()
 
 
-def _follow(delivery: Delivery, version: int) -> Iterator[Emitted]:
-    """What others' steps emit for a call, from that version on."""
-    shown = list(delivery.begun)
-    while True:
-        counts = list(delivery.counts)
-        emitted = {
-            index: request.new_tokens[shown[index] : counts[index]]
-            for index, request in enumerate(delivery.requests)
-            if counts[index] > shown[index]
-        }
-        if emitted:
-            shown = counts
-            yield emitted
-        elif delivery.done:
-            delivery.check()
-            return
-        else:
-            version = delivery.wait(version)
+def _try_formats(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
+    """Tries the formats of the draft on a call that is about to begin, if it is time."""
+    rows = min(len(call.requests), scheduler.engine.state.batch)
+
+    def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
+        _make_ready(scheduler, rows, choice, lengths, progress=False)
+
+    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
 
 
 def _make_ready(

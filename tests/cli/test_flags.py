@@ -245,6 +245,10 @@ def test_the_drafts_format_reaches_every_generator() -> None:
     invoke(stub, "demo", "--draft-quantization", "int4", "--repeats", "1", "--max-new-tokens", "4")
     invoke(stub, "chat", "--draft-quantization", "fp8")
     invoke(stub, "generate", "--prompt", "x", "--kv-dtype", "fp8")
-    assert stub.opened.pop()[1]["kv_dtype"] == "fp8"
+    asked = stub.opened.pop()[1]
+    assert asked["kv_dtype"] == "fp8"
+    assert "draft_quantization" not in asked
+    invoke(stub, "generate", "--prompt", "x", "--draft-quantization", "none")
+    assert stub.opened.pop()[1]["draft_quantization"] is None
     asked = [options.get("draft_quantization") for _, options in stub.opened]
     assert asked == ["auto", "int4", None, "fp8"]  # the demo's second one has no draft

@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def stop_ids_are_kept(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
+    fill = admission.fill_prompt
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         before = state.stop_ids[row].clone()
@@ -40,7 +40,7 @@ def stop_ids_are_kept(plant: pytest.MonkeyPatch) -> None:
         after = state.stop_ids[row]
         after.copy_(torch.where(after < 0, before, after))
 
-    plant.setattr(admission, "fill", planted)
+    plant.setattr(admission, "fill_prompt", planted)
     plant.setattr(DecodeState, "reset", lambda state: state.finish.fill_(IDLE))
 
 
@@ -72,24 +72,22 @@ def a_draft_too_many_is_accepted(plant: pytest.MonkeyPatch) -> None:
 
 
 def seeds_depend_on_the_place(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
+    fill = admission.fill_options
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         fill(state, row, *given)
         state.seeds[row] += row
 
-    plant.setattr(admission, "fill", planted)
+    plant.setattr(admission, "fill_options", planted)
 
 
 def pages_are_shared(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
+    fill = admission.fill_prompt
 
-    def planted(
-        state: DecodeState, row: int, prompt: list[int], limit: int, pages: tuple[int, ...], *given: Any
-    ) -> None:
-        fill(state, row, prompt, limit, (1, *pages[1:]), *given)
+    def planted(state: DecodeState, row: int, prompt: list[int], pages: tuple[int, ...], *given: Any) -> None:
+        fill(state, row, prompt, (1, *pages[1:]), *given)
 
-    plant.setattr(admission, "fill", planted)
+    plant.setattr(admission, "fill_prompt", planted)
 
 
 def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
@@ -149,23 +147,23 @@ def rejected_drafts_are_counted(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_stop_may_come_one_early(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
+    fill = admission.fill_options
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         fill(state, row, *given)
         state.min_lengths[row] -= 1
 
-    plant.setattr(admission, "fill", planted)
+    plant.setattr(admission, "fill_options", planted)
 
 
 def draft_limits_are_forgotten(plant: pytest.MonkeyPatch) -> None:
-    fill = admission.fill
+    fill = admission.fill_options
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         fill(state, row, *given)
         state.draft_limits[row] = DRAFTS
 
-    plant.setattr(admission, "fill", planted)
+    plant.setattr(admission, "fill_options", planted)
 
 
 def stop_strings_end_whole_steps(plant: pytest.MonkeyPatch) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from fastspec import FastSpecGenerator
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.interface import states_of
 from fastspec.output import GenerateOutput
+from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Request
 from fastspec.shapes import GREEDY
 from tests.helpers.hybrid import VOCAB, make_hybrid
+from tests.helpers.mtp import add_to, random_mtp, stored_names
 from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import capture_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # no tokenizers, drafts do not pay
 NEW, DRAFTS, STEPS = 100, 4, 100
-# heads as published ones have them
-SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden_size": 256, "head_dim": 64}
+# heads as published ones have them, and widths of which every product is packed: else no piece of a prompt is kept
+SIZES: dict[str, Any] = {
+    **{
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    **{"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+}
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_batch_size": 4, "page_size": 16, "progress": False}
 
 
@@ -40,6 +53,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("other")
     make_hybrid("next", 7, num_hidden_layers=1, layer_types=["linear_attention"]).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with an MTP layer in its checkpoint."""
+    path = tmp_path_factory.mktemp("mtp")
+    live = make_hybrid("qwen3_5", std=0.1, **SIZES)
+    live.save_pretrained(path)
+    return add_to(path, stored_names("mtp", random_mtp(live, std=0.1, neutral=0.0), 0))
 
 
 def drawn(count: int, seed: int = 0) -> list[int]:
@@ -118,30 +140,71 @@ def test_chats_are_those_of_a_generator_that_keeps_no_states(target: Path) -> No
         assert torch.equal(mine[1], theirs[1])
 
 
-@pytest.mark.parametrize("k", [0, DRAFTS])
-def test_nothing_waits_or_allocates(target: Path, k: int) -> None:
-    row = RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+def test_a_layer_of_the_checkpoint_drafts_and_changes_no_text(with_mtp: Path) -> None:
+    prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
     with FastSpecGenerator(
-        target, target, num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=1024, **OPTIONS
+        with_mtp, "mtp", num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
     ) as gen:
-        engine = gen._open().engine
-        capture_all(engine, {k}, GREEDY)
+        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
+        for k in (1, DRAFTS):
+            assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
+        for prompt, text in zip(prompts, plain, strict=True):
+            assert output(gen, [prompt]).new_tokens == [text]
 
-        def admissions() -> None:
-            requests = [Request(drawn(count, count), 20 + count, row) for count in (1, 300, 3, 300, 2, 9)]
-            for _ in run_all(engine, requests, (), GREEDY, lambda made: k):
-                pass
 
-        admissions()  # kernels of prompts are compiled at their first use
-        requests = [Request(drawn(3), 900, row), Request(drawn(1), 900, row)]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            admissions()
-            loop = iter(run_all(engine, requests, (), GREEDY, lambda made: k))
+@pytest.fixture(params=["itself", "mtp"])
+def engine(request: pytest.FixtureRequest, target: Path, with_mtp: Path) -> Iterator[Engine]:
+    pair = (target, target) if request.param == "itself" else (with_mtp, "mtp")
+    options = {**OPTIONS, "dtype": "bfloat16", "max_length": 1024}
+    with FastSpecGenerator(*pair, num_speculative_tokens=DRAFTS, **options) as gen:
+        yield gen._open().engine
+
+
+ROW = RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def steps(engine: Engine, requests: list[Request], k: int) -> Iterator[object]:
+    return iter(run_all(engine, requests, (), GREEDY, lambda made: k))
+
+
+def long_requests() -> list[Request]:
+    """Of many more steps than are looked at, even if all drafts were right."""
+    return [Request(drawn(3), 900, ROW), Request(drawn(1), 900, ROW)]
+
+
+@pytest.mark.parametrize("k", [0, DRAFTS])
+def test_nothing_waits_or_allocates(engine: Engine, k: int) -> None:
+    capture_all(engine, {k}, GREEDY)
+
+    def admissions() -> None:
+        requests = [Request(drawn(count, count), 20 + count, ROW) for count in (1, 300, 3, 300, 2, 9)]
+        for _ in steps(engine, requests, k):
+            pass
+
+    admissions()  # kernels of prompts are compiled at their first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        admissions()
+        loop = steps(engine, long_requests(), k)
+        next(loop)
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(STEPS):
             next(loop)
-            allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-            for _ in range(STEPS):
-                next(loop)
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_is_one_launch(engine: Engine) -> None:
+    capture_all(engine, {DRAFTS}, GREEDY)
+    loop = steps(engine, long_requests(), DRAFTS)
+    next(loop)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            next(loop)
+    calls = Counter(event.name for event in trace.events() if event.name.startswith(("cuda", "cu")))
+    assert calls.pop("cudaGraphLaunch") == STEPS
+    calls.pop("cudaStreamIsCapturing", None)  # what replay() asks the runtime first
+    # the profiler waits for the device when it stops
+    assert calls == {"cudaDeviceSynchronize": 1}, calls

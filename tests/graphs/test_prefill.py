@@ -67,13 +67,13 @@ def test_the_check_sees_a_prompt_that_depends_on_its_place(monkeypatch: pytest.M
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (90, 90)]
     engine = tiny_engine(batch=2, chunks=CHUNKS)
     expected, _ = watched(engine, [prompts[1]], [2])
-    fill = admission.fill
+    fill = admission.fill_prompt
 
     def planted(state: DecodeState, row: int, *given: Any) -> None:
         fill(state, row, *given)
         state.tokens[row, 0] += row > 0  # what reading a neighbour's token would do
 
-    monkeypatch.setattr(admission, "fill", planted)
+    monkeypatch.setattr(admission, "fill_prompt", planted)
     got, _ = watched(engine, prompts, [2, 2])
     assert not torch.equal(got[1], expected[0])
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
-from fastspec.inputs.row_options import RowOptions
 from fastspec.kernels import triton_ops
 from fastspec.kernels.linear.dispatch import packed_linear
 from fastspec.output import GenerateOutput
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
-from fastspec.shapes import GREEDY
 from tests.graphs.test_text_bits import VOCAB, small_gap_pair
 
 pytestmark = [
@@ -40,18 +38,18 @@ def prompt_of(length: int = LENGTH, seed: int = 0) -> list[int]:
 
 
 def fed(engine: Engine, prompt: list[int], chunks: list[int]) -> list[Tensor]:
-    """K and V of target and draft after these passes, all but the last two positions."""
+    """K and V of target and draft after these passes, but for the last two places; and what a first token comes of."""
     with engine.on_device():
         pages = engine.pages.reserve(0, len(prompt) + 16)
-        admission.fill(
-            engine.state, 0, prompt, len(prompt) + 8, pages, (), RowOptions(0.0, 0, 1.0, 0.0, seed=0), GREEDY
-        )
+        admission.fill_prompt(engine.state, 0, prompt, pages, ())
         for draft in (False, True):
             engine.prefill_row(0, 0, chunks, draft=draft, running=False)
         proposer = engine.parts.proposer
         caches = [engine.parts.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
         at = torch.tensor(pages, device=engine.state.tokens.device)
         kept = [x[:, at].flatten(1, 2)[:, : len(prompt) - 2] for each in caches for x in (each.keys, each.values)]
+        assert engine.parts.ends is not None
+        kept.append(engine.parts.ends.hidden[0].clone())
         engine.pages.release(0)
         engine.state.reset()
         torch.cuda.synchronize()
@@ -64,12 +62,12 @@ def test_passes_that_are_alike_leave_the_same_bits(monkeypatch: pytest.MonkeyPat
     with made() as gen:
         engine = gen._session.engine
         assert engine.alike == (64, 128, 256, 512, 1024, 2048)
-        whole = fed(engine, prompt, engine.passes(LENGTH - 1))
+        whole = fed(engine, prompt, engine.passes(LENGTH))
         for size in engine.alike:
             again = fed(engine, prompt, [size] * -(-LENGTH // size))
             assert all(map(torch.equal, again, whole)), size
         for most in (64, 128, 256, 512):
-            again = fed(engine, prompt, engine.passes(LENGTH - 1, 0, most))
+            again = fed(engine, prompt, engine.passes(LENGTH, 0, most))
             assert all(map(torch.equal, again, whole)), most
         monkeypatch.setattr(triton_ops, "prefill_linear", partial(packed_linear, pdl=True))
         other = fed(engine, prompt, [2048, 2048])  # such passes are not replayed
@@ -86,7 +84,7 @@ def told(gen: FastSpecGenerator, prompts: list[list[int]], **options: object) ->
 
 def test_a_chats_turns_are_those_of_a_fresh_generator() -> None:
     sampled = {"do_sample": True, "temperature": 0.8, "seed": 3}
-    first, results = prompt_of(700), []
+    first, results = prompt_of(1100), []  # a long one, and shorter ones beside it
     for prefix_cache in (True, False):
         with made(prefix_cache=prefix_cache) as gen:
             one = told(gen, [first])
@@ -96,5 +94,5 @@ def test_a_chats_turns_are_those_of_a_fresh_generator() -> None:
             turns.append(told(gen, [chat], num_return_sequences=3, **sampled))
             results.append([(turn.new_tokens, turn.logprobs) for turn in turns])
             cached = [turn.stats.cached_tokens for turn in turns]
-            assert cached == ([0, 640, 704, 640 + 704 + 576, 3 * 704] if prefix_cache else [0] * 5)
+            assert cached == ([0, 1088, 1152, 1088 + 1152 + 576, 3 * 1152] if prefix_cache else [0] * 5)
     assert results[0] == results[1]

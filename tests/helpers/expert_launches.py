@@ -20,7 +20,9 @@ ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sor
 
 
 def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, pdl: bool) -> object:
-    """One mixture; `form`: "plain", with a shared expert "shared", with biases and clamped "bias", or "mxfp4"."""
+    """One mixture; `form`: "plain", with a shared expert "shared", one rank's part of that "part", with biases and
+    clamped "bias", or "mxfp4".
+    """
     count, chosen, hidden, inner = sizes
     made = []
     for shape in ((count, 2 * inner, hidden), (count, hidden, inner)):
@@ -38,9 +40,11 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     )
     x = on_meta((rows, hidden), dtype)
     shared = {"shared": x, "shared_logits": on_meta((rows, 1), F32)} if form == "shared" else {}
+    if form == "part":
+        shared = {"shared": on_meta((rows, hidden), F32), "shared_logits": on_meta((rows, 1), F32)}
     ids, factors = on_meta((rows, chosen), I32), on_meta((rows, chosen), F32)
     clamp = ClampedGate(1.702, 7.0) if biased else None
-    return experts(x, ids, factors, weights, clamp, residual=x, pdl=pdl, **shared)
+    return experts(x, ids, factors, weights, clamp, residual=None if form == "part" else x, pdl=pdl, **shared)
 
 
 def mixtures(arch: int) -> Calls:
@@ -58,3 +62,5 @@ def mixtures(arch: int) -> Calls:
         for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
             yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)
         yield f"fp32 {rows}", partial(mixture, rows, QWEN, "plain", F32, arch >= 90)
+    for inner in (384, 192):  # of two ranks, and of four
+        yield f"part {inner}", partial(mixture, 5, (*QWEN[:3], inner), "part", torch.bfloat16, arch >= 90)

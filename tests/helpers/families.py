@@ -144,7 +144,16 @@ def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) ->
             deviation = 0.02 if "embed" in name and "gemma" in family else std
             parameter.normal_(1.0 if around_one else 0.0, deviation, generator=generator)
     model.set_attn_implementation("eager")  # which knows every family's softcap
-    return model.eval()
+    return as_configured(model).eval()
+
+
+def as_configured(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the limit of its config on gates of experts: gpt-oss of older transformers has 7 always."""
+    limit = getattr(model.config, "swiglu_limit", None)
+    for part in model.modules() if limit is not None else ():
+        if hasattr(part, "limit"):
+            part.limit = limit
+    return model
 
 
 def decoder(spec: ModelSpec, weights: DecoderWeights, kind: type[Decoder] = Decoder, **options: Any) -> Decoder:

@@ -27,7 +27,8 @@ def assembly(text: str, _: str, given: list[Values], dtype: Any, is_pure: bool, 
     if "cvt.f32" in text:
         return tuple(Values(widened(half, kind), "float32") for half in halves[0])
     assert "fma.rn.bf16x2" in text or "mul.rn.f16x2" in text
-    products = [rounded(widened(halves[0][half], kind) * widened(halves[1][half], kind), kind) for half in (0, 1)]
+    three = [[widened(each[half], kind) for each in halves] for half in (0, 1)]
+    products = [rounded(a * b + (c[0] if c else 0), kind) for a, b, *c in three]
     return Values(np.stack(products, -1).reshape(*products[0].shape[:-1], -1).view(np.int32), "int32")
 
 

@@ -37,12 +37,12 @@ MODULES = [
     "norm",
     "split_k",
     "launches",
-    "layer_tail",
     "quantised/conversion",
     "quantised/loads",
     "quantised/small_m",
     "quantised/wide_sm90",
     "quantised/launches",
+    "layer_tail",
     "dispatch",
     "argmax",
 ]

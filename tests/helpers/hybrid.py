@@ -81,7 +81,15 @@ def save_published(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
-def decoder(spec: ModelSpec, weights: DecoderWeights, *, rows: int = 1, drafts: int = 7, **options: Any) -> Decoder:
+def decoder(
+    spec: ModelSpec,
+    weights: DecoderWeights,
+    kind: type[Decoder] = Decoder,
+    *,
+    rows: int = 1,
+    drafts: int = 7,
+    **options: Any,
+) -> Decoder:
     """Our decoder of some rows with room for 64 positions each."""
     device, heads = torch.device("cpu"), (spec.num_kv_heads, spec.head_dim)
     dtype = weights.norm.dtype
@@ -90,7 +98,7 @@ def decoder(spec: ModelSpec, weights: DecoderWeights, *, rows: int = 1, drafts: 
         len(spec.attending), 1 + 4 * rows, 16, *heads, dtype=dtype, device=device, states=states
     )
     options = {"ops": TORCH_OPS, "max_queries": drafts + 1, **options}
-    return Decoder(spec, weights, cache, max_positions=64, batch=rows, **options)
+    return kind(spec, weights, cache, max_positions=64, batch=rows, **options)
 
 
 @torch.inference_mode()

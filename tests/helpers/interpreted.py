@@ -38,3 +38,95 @@ def let_conditions_be_booleans() -> None:
         return handle
 
     interpreter.InterpreterBuilder.create_splat = create_splat
+
+
+def look_up_once() -> None:
+    """The interpreter asks for the same things at every call of a device function, and at every value: they are kept.
+
+    Functions of the language are exchanged for interpreted ones where that has not been done, members of a module are
+    listed once, and so are the types of shapes. What is computed stays the same.
+    """
+    from triton.runtime import interpreter
+
+    _exchange_once(interpreter)
+    _name_types_once(interpreter)
+    _make_shapes_once()
+
+
+def _exchange_once(interpreter: Any) -> None:
+    exchange, language = interpreter._patch_lang, interpreter.tl
+    nothing: Any = getattr(interpreter, "_LangPatchScope", lambda: None)
+    names: dict[int, list[str]] = {}
+    owners: dict[Any, list[Any]] = {}
+    for owner in (language, language.core, language.math, language.core.tensor, language.core.tensor_descriptor_base):
+        names[id(owner)] = [name for name in dir(owner) if language.core.is_builtin(getattr(owner, name, None))]
+
+    def owners_of(function: Any) -> list[Any]:
+        modules = [each for each in function.__globals__.values() if each is language or each is language.core]
+        more = [language.math] if language in modules else []
+        return [*modules, *more, language.core.tensor, language.core.tensor_descriptor_base] if modules else []
+
+    def exchanged(owner: Any) -> bool:
+        # all of an owner's functions are exchanged and put back together: one speaks for them
+        return not language.core.is_builtin(getattr(owner, names[id(owner)][0]))
+
+    def patch_lang(function: Any) -> Any:
+        if function not in owners:
+            owners[function] = owners_of(function)
+        known = owners[function]
+        return nothing() if known and all(map(exchanged, known)) else exchange(function)
+
+    def patch_builtin(owner: Any, builder: Any, *scope: Any) -> None:
+        for name in names.get(id(owner), dir(owner)):
+            member = getattr(owner, name)
+            if language.core.is_builtin(member):
+                interpreter._patch_attr(owner, name, member, builder, *scope)
+
+    interpreter._patch_lang, interpreter._patch_builtin = patch_lang, patch_builtin
+
+
+def _name_types_once(interpreter: Any) -> None:
+    find, language = interpreter._get_np_dtype, interpreter.tl
+    found: dict[str, Any] = {}
+
+    def np_dtype(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, language.block_type) else kind
+        if isinstance(element, language.pointer_type):
+            return find(element)
+        if element.name not in found:
+            found[element.name] = find(element)
+        return found[element.name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def _make_shapes_once() -> None:
+    from triton.language import core
+
+    made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def of_shape(shape: Any) -> tuple[Any, ...]:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        if sizes not in made:
+            count = core.validate_block_shape(sizes)
+            constants = core.tuple([core.constexpr(size) for size in sizes])
+            made[sizes] = core.tuple(sizes), constants, count, core.constexpr(count)
+        return made[sizes]
+
+    class Block(core.block_type):  # type: ignore[misc]
+        def __init__(self, element_ty: Any, shape: Any) -> None:
+            self.element_ty = element_ty
+            self.shape, _, self.numel, _ = of_shape(shape)
+            if not self.shape:
+                raise TypeError("0d block_type is forbidden")
+
+        @property
+        def name(self) -> str:
+            return f"<{self.shape}, {self.element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        _, self.shape, _, self.numel = of_shape(type.shape if type.is_block() else ())
+
+    core.block_type.__init__, core.block_type.name = Block.__init__, Block.name
+    core.tensor.__init__ = tensor

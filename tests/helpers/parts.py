@@ -28,6 +28,7 @@ class Case:
     logits: Tensor
 
 
+KEEP_ORDER = ("scale softcap", "scale logits")  # of logits: what is largest stays the largest
 Changed = tuple[str, ModelSpec, DecoderWeights]
 
 
@@ -48,15 +49,20 @@ def with_layer(weights: DecoderWeights, at: int, **changed: Any) -> DecoderWeigh
 
 
 def turned(value: Any) -> Any:
-    """A tensor or weight with its rows in reverse order."""
-    return value.flip(0) if isinstance(value, Tensor) else replace(value, data=value.data.flip(0))
+    """A tensor or weight with its rows in reverse order; what has an element each, four times as large."""
+    if isinstance(value, Tensor):
+        return value.flip(0) * (4 if value.dim() == 1 else 1)
+    return replace(value, data=value.data.flip(0))
 
 
 def none_is_idle(whole: Decoder, case: Case, changes: Iterable[tuple[str, Decoder]]) -> list[str]:
-    """The names of what was changed, each of which changes the logits."""
+    """The names of what was changed, each of which changes the logits, and greedy text where it can."""
     wanted, names = logits_of(whole, case.ids), []
     for name, model in changes:
         names.append(name)
-        difference = float((logits_of(model, case.ids) - wanted).abs().max())
+        found = logits_of(model, case.ids)
+        difference = float((found - wanted).abs().max())
         assert difference > 1e-2, f"{name} changes nothing: {difference}"
+        same = torch.equal(found.argmax(-1), wanted.argmax(-1))
+        assert same == (name in KEEP_ORDER), f"{name} and greedy text"
     return names

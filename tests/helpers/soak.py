@@ -6,22 +6,29 @@ python -m tests.helpers.soak --requests 100000
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import signal
+import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastspec import FastSpecGenerator, GenerateOutput
 from fastspec.demo import demo_pair
+from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
+from tests.helpers.soak_http import FATES as HTTP_FATES
+from tests.helpers.soak_http import ask, body_of, served
 
 FATES = ("result", "iterate", "cancel", "leave", "drop", "wait")
 LONGEST, USUAL = 48, 8  # new tokens
-SHARE = 200  # requests between two looks at what is left
+SHARE = 500  # requests between two looks at what is left
 
 
 @dataclass
@@ -32,6 +39,7 @@ class Kind:
     options: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
+    text: str = ""  # over HTTP
 
 
 @dataclass
@@ -42,13 +50,16 @@ class Soak:
     kinds: list[Kind]
     fates: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    port: int | None = None  # of a server: a third of the requests go there
 
     @classmethod
-    def of(cls, gen: FastSpecGenerator, count: int, seed: int = 0) -> Soak:
+    def of(
+        cls, gen: FastSpecGenerator, count: int, seed: int = 0, usual: float = USUAL, port: int | None = None
+    ) -> Soak:
         rng, kinds = random.Random(seed), []
         for index in range(count):
             prompt = [rng.randrange(256) for _ in range(rng.choice([1, 3, 17, 64, 70]))]
-            options: dict[str, Any] = {"max_new_tokens": 1 + int(min(rng.expovariate(1 / USUAL), LONGEST - 1))}
+            options: dict[str, Any] = {"max_new_tokens": 1 + int(min(rng.expovariate(1 / usual), LONGEST - 1))}
             if index % 3 == 1:
                 options |= {"do_sample": True, "temperature": 0.9, "seed": index}
             if index % 4 == 2:
@@ -59,8 +70,10 @@ class Soak:
             output = gen.generate([prompt], return_dict_in_generate=True, **options)
             assert isinstance(output, GenerateOutput)
             kind.tokens, kind.reason = output.new_tokens[0], output.finish_reasons[0]
+            if port is not None:
+                kind.text = ask(port, body_of(prompt, options), "answer") or ""
             kinds.append(kind)
-        return cls(gen, kinds)
+        return cls(gen, kinds, port=port)
 
     def run(self, requests: int, threads: int, seed: int = 0) -> None:
         """Makes so many requests from so many threads; raises AssertionError at the first wrong text."""
@@ -74,6 +87,9 @@ class Soak:
         rng, open_handles = random.Random(seed), []
         for _ in range(requests):
             kind, fate = rng.choice(self.kinds), rng.choice(FATES)
+            if self.port is not None and rng.random() < 1 / 3:
+                self.over_http(kind, rng.choice(HTTP_FATES))
+                continue
             handle = self.gen.submit(kind.prompt, **kind.options)
             with self.lock:
                 self.fates[fate] = self.fates.get(fate, 0) + 1
@@ -98,6 +114,13 @@ class Soak:
         for kind, handle in open_handles:
             self.check(kind, handle.result(), cancelled=False)
 
+    def over_http(self, kind: Kind, fate: str) -> None:
+        assert self.port is not None
+        with self.lock:
+            self.fates[fate] = self.fates.get(fate, 0) + 1
+        text = ask(self.port, body_of(kind.prompt, kind.options), fate)
+        assert text in (None, kind.text), (text, kind.text)
+
     def check(self, kind: Kind, output: GenerateOutput, *, cancelled: bool) -> None:
         if cancelled and output.finish_reasons == ["cancelled"]:
             assert output.new_tokens[0] == kind.tokens[: len(output.new_tokens[0])]
@@ -105,9 +128,14 @@ class Soak:
             assert (output.new_tokens[0], output.finish_reasons[0]) == (kind.tokens, kind.reason)
 
     def check_empty(self) -> None:
-        """Messages are obeyed in their order: what came before this request is done."""
+        """Messages are obeyed in their order: what came before this request is done.
+
+        A server may learn late that a client is gone; its requests come to their ends then, which is waited for.
+        """
+        session, end = self.gen._open(), time.monotonic() + HANGS
+        while session.loop.deliveries and self.port is not None and time.monotonic() < end:
+            self.gen.submit([1], max_new_tokens=1).result()
         self.gen.submit([1], max_new_tokens=1).result()
-        session = self.gen._open()
         assert not session.loop.deliveries
         assert not session.loop._keys
         assert not session.loop._calls
@@ -123,20 +151,35 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other requests")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further requests after so long")
+    parser.add_argument("--usual", type=float, default=USUAL, help="new tokens in the mean")
+    parser.add_argument("--http", action="store_true", help="a third of the requests go to a server")
     parser.add_argument("--small", action="store_true", help="a pair of random weights, in place of the shipped one")
     given = parser.parse_args()
-    start, done = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        pair = small_pair(Path(folder)) if given.small else demo_pair()
-        with opened(pair, max_batch_size=given.rows, max_length=256) as gen:
-            soak = Soak.of(gen, 60, given.seed)
-            while done < given.requests and time.monotonic() - start < given.seconds:
-                part = min(SHARE, given.requests - done)
-                soak.run(part, given.threads, given.seed + done)
-                done += part
-                print(f"{done} requests right after {time.monotonic() - start:.0f} s", flush=True)
-    took = time.monotonic() - start
-    print(f"{done} requests in {took:.0f} s, all texts right, nothing left: {sum(soak.fates.values())} {soak.fates}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))
+    start, row = time.monotonic(), {"bench": "soak", "seed": given.seed, "http": given.http, "requests": 0}
+    try:
+        _soak(given, start, row)
+        row["status"] = "all texts right, nothing left"
+    except BaseException as error:
+        row["status"] = f"failed: {error!r}"[:500]
+        raise
+    finally:  # whatever happens: one line for who counts
+        print(json.dumps({**row, "seconds": round(time.monotonic() - start)}), flush=True)
+
+
+def _soak(given: argparse.Namespace, start: float, row: dict[str, Any]) -> None:
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        pair = small_pair(folder) if given.small else demo_pair()
+        gen = held.enter_context(opened(pair, max_batch_size=given.rows, max_length=256))
+        port = held.enter_context(served(gen)) if given.http else None
+        soak = Soak.of(gen, 40, given.seed, given.usual, port)
+        row["fates"] = soak.fates
+        while row["requests"] < given.requests and time.monotonic() - start < given.seconds:
+            part = min(SHARE, given.requests - row["requests"])
+            soak.run(part, given.threads, given.seed * 1_000_003 + row["requests"])
+            row["requests"] += part
+        assert sum(soak.fates.values()) == row["requests"]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,9 @@ from fastspec.models.rope import RopeSpec
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.runtime.engine import Engine
-from fastspec.shapes import Tiling
+from fastspec.shapes import LONG_PROMPT, Tiling
 from fastspec.state import DecodeState
-from fastspec.step import StepModules
+from fastspec.step import PromptEnd, StepModules
 
 VOCAB = 101
 STEP_TILING = Tiling(rows=8, queries=8)
@@ -104,6 +106,7 @@ def tiny_engine(
     draft_context: int = 4096,
     graphs: bool = False,
     together: int = 0,
+    long_prompt: int = LONG_PROMPT,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
@@ -148,10 +151,11 @@ def tiny_engine(
         ring = ResultRing(batch, k, state.top_ids.shape[2], on, pinned=ops.name == "triton")
         scratch = ops.commit_scratch(batch, k, on)
         record_work = ops.record_work(batch, k, VOCAB, on)
+        ends = replace(PromptEnd.zeros(batch, target.spec.hidden_size, 0, torch.float32, on), above=long_prompt)
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work),
+        parts=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work, ends=ends),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

@@ -14,7 +14,7 @@ LONG_SIGNATURES = {
     "generate": 32,
     "plan": 15,
     "tma_kernel": 27,
-    "serve": 14,
+    "serve": 15,
     "settings_of": 14,
 }
 # files with figures of speed in docstrings

@@ -7,11 +7,24 @@ from typing import Any
 
 import torch
 
-from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec import DeterministicProposer, FastSpecGenerator, NGram, demo_pair
 from tests.helpers.rank_processes import Rank
 
 PROMPTS = [[65, 30, 12, 7, 90], [4, 8, 15, 16, 23, 42, 8, 15], [5, 6]]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
+
+
+class Own(DeterministicProposer):
+    """Drafts what hidden states of the target say, to the bit."""
+
+    features = (1,)
+
+    def guess(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, k: int, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids that change with the last bit of any element."""
+        bits = features.float().contiguous().view(torch.int32).flatten(1).long().sum(-1, keepdim=True)
+        return (bits + torch.arange(k)) % 128, torch.full_like(lengths, k)
 
 
 def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
@@ -21,11 +34,13 @@ def open_generator(here: Rank, name: str, options: dict[str, Any]) -> str:
         options["proposer"] = NGram()
     if options.pop("plain", False):
         draft_or_none = None
+    if options.pop("own", False):
+        options["proposer"] = Own()
     options = {"max_length": 128, "max_batch_size": 2, "progress": False, "device": "cpu", **options}
     generator = FastSpecGenerator(target, draft_or_none, **options)
     here.kept[name] = generator
     lines = generator.explain().splitlines()
-    return "\n".join(line for line in lines if line.startswith(("ranks", "grammars")))
+    return "\n".join(line for line in lines if line.startswith("ranks"))
 
 
 def texts(here: Rank, name: str, calls: list[dict[str, Any]]) -> list[Any]:
@@ -36,7 +51,9 @@ def texts(here: Rank, name: str, calls: list[dict[str, Any]]) -> list[Any]:
 def text(here: Rank, name: str, call: dict[str, Any]) -> list[list[int]]:
     """The new tokens of a call."""
     options = {"prompts": 3, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **call}
-    output = here.kept[name].generate(PROMPTS[: options.pop("prompts")], return_dict_in_generate=True, **options)
+    first = options.pop("first", 0)
+    prompts = PROMPTS[first : first + options.pop("prompts")]
+    output = here.kept[name].generate(prompts, return_dict_in_generate=True, **options)
     found: list[list[int]] = output.new_tokens
     return found
 
@@ -83,3 +100,63 @@ def fail(here: Rank, name: str, how: str, patience: float) -> list[list[int]]:
     """A call in whose middle rank 1 fails."""
     here.kept[name]._session.ranks.world.patience = patience
     return text(here, name, {"prompts": 1, "max_new_tokens": 40, "streamer": Fails(here, how)})
+
+
+def follow(here: Rank, name: str) -> str:
+    """Makes the steps of what rank 0 submits, until it closes its generator."""
+    here.kept[name].follow()
+    here.kept[name].close()
+    return "followed"
+
+
+def submits(here: Rank, name: str, options: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 gets of prompts that it submits at once, of one that is cancelled, and of calls beside them."""
+    generator = here.kept[name]
+    common: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    handles = [
+        generator.submit(PROMPTS[index % len(PROMPTS)], **{**common, **each}) for index, each in enumerate(options)
+    ]
+    endless = generator.submit(PROMPTS[0], max_new_tokens=100, eos_token_id=None)
+    next(iter(endless))  # and its iteration is left
+    found = {"submitted": [handle.result().new_tokens[0] for handle in handles]}
+    found["beside"] = text(here, name, {"num_speculative_tokens": 2})
+    found["cancelled"] = endless.result().finish_reasons
+    found["again"] = [generator.submit(PROMPTS[1], **common).result().new_tokens[0]]  # behind a pause of all ranks
+    found["refused"] = refusal(generator.warmup), refusal(generator.follow)
+    generator.close()
+    return found
+
+
+def refusal(call: Any, *arguments: Any, **options: Any) -> str:
+    """What a call raises."""
+    try:
+        return f"no error, but {call(*arguments, **options)!r}"
+    except Exception as error:  # noqa: BLE001  (the test judges it)
+        return f"{type(error).__name__}: {error}"
+
+
+def follow_and_fail(here: Rank, name: str, how: str) -> str:
+    """Follows rank 0 until its first steps, then fails."""
+    generator, steps = here.kept[name], 0
+    scheduler = generator._session.running
+    real = scheduler.step
+
+    def step() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 3:
+            if how == "die":
+                os._exit(3)
+            raise ZeroDivisionError("a rank's own error")
+        return real()
+
+    scheduler.step = step
+    generator.follow()
+    return "followed"
+
+
+def submit_and_see(here: Rank, name: str) -> list[str]:
+    """What rank 0 is told of a request whose ranks fail, and of the next one."""
+    generator = here.kept[name]
+    handle = generator.submit(PROMPTS[0], max_new_tokens=60, eos_token_id=None)
+    return [refusal(handle.result), refusal(generator.submit, PROMPTS[0], max_new_tokens=2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel import on_devices
+from tests.parallel import models_on_devices, on_devices
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +34,18 @@ def test_the_text_is_that_of_one_gpu() -> None:
     assert len({run(on_devices.TEXT, ranks).partition("text ")[2] for ranks in sizes}) == 1
 
 
-def run(check: str, ranks: int) -> str:
-    """What a check on so many ranks writes."""
+def test_models_of_many_kinds() -> None:
+    """Heads, mixtures, recurrent layers, quantised targets, and requests one by one: one launch checks them all."""
+    rows = [json.loads(line) for line in run("", 2, "models_on_devices.py").splitlines() if line.startswith("{")]
+    assert {row["kind"] for row in rows} == {*models_on_devices.KINDS, models_on_devices.REQUESTS}
+    texts = {row["kind"]: row["text"] for row in rows if row.get("same_text_on") == [1, 2, 4]}
+    assert {"EAGLE-3", "DFlash", "MTP layer in 8 bits", "norms over all heads"} <= set(texts)
+    one = [json.loads(line) for line in run("norms over all heads", 1, "models_on_devices.py").splitlines()[-1:]]
+    assert one[0]["text"] == texts[one[0]["kind"]]
+
+
+def run(check: str, ranks: int, script: str = "on_devices.py") -> str:
+    """What a check on so many ranks writes; all checks of the script where none is named."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     surroundings = {
         **os.environ,
@@ -43,7 +54,7 @@ def run(check: str, ranks: int) -> str:
         "NCCL_NVLS_ENABLE": "0",
     }
     done = subprocess.run(
-        [*command, str(ROOT / "tests/parallel/on_devices.py"), check],
+        [*command, str(ROOT / "tests/parallel" / script), *([check] if check else [])],
         cwd=ROOT,
         env=surroundings,
         capture_output=True,

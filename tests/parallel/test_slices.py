@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import UnsupportedOption
@@ -59,16 +61,7 @@ def test_what_does_not_divide_is_refused_with_what_would(changes: dict[str, int]
 def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
     made = make_checkpoint(tmp_path, "llama2", vocab_size=128, intermediate_size=96, tie_word_embeddings=False, **sizes)
-    read: dict[str, int] = {}
-    for name in ("read", "read_part"):
-        real = getattr(ShardTensors, name)
-
-        def counted(self: ShardTensors, tensor: str, *place: slice, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            found: torch.Tensor = real(self, tensor, *place)
-            read[tensor] = read.get(tensor, 0) + found.numel()
-            return found
-
-        monkeypatch.setattr(ShardTensors, name, counted)
+    read = counted(monkeypatch)
     checkpoint = resolve(made, role="target")
     own = sliced(checkpoint, Share(1, 2, 2))
     load_weights(own, dtype=torch.float32, device=torch.device("cpu"), progress=False)
@@ -79,35 +72,93 @@ def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest
         assert read[name] == (whole // 2 if cut else whole), name
 
 
-def test_slices_of_quantised_matrices_are_slices_of_their_values(tmp_path: Path) -> None:
-    """With groups of columns, blocks that fit a slice and that do not, and one scale a row."""
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}
+STORED: dict[str, tuple[dict[str, Any], Any]] = {
+    "words along N": (AWQ, quantised.awq(64)),
+    "words along K": (GPTQ, quantised.gptq(4, 64, symmetric=False, v2=False)),
+    "blocks that fit a slice, and that do not": ({**FP8, "weight_block_size": [128, 128]}, quantised.fp8_blocks),
+    "one scale for all": (FP8, quantised.fp8_tensor),
+    "two in a byte": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, quantised.modelopt_fp4),
+}
+
+
+@pytest.mark.parametrize("way", STORED)
+def test_slices_of_quantised_matrices_are_slices_of_their_values(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more is read for them than whole words and scales need."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     made = make_checkpoint(tmp_path / "plain", "llama2", vocab_size=128, intermediate_size=384, **sizes)
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    for name, settings, pack in (("awq", awq, quantised.awq(64)), ("fp8", blocks, quantised.fp8_blocks)):
-        quantised.write(made, tmp_path / name, settings, pack)
-        checkpoint = resolve(tmp_path / name, role="target")
-        whole = source_of(checkpoint)
-        for ranks in (2, 4):
-            for rank in range(ranks):
-                share = Share(rank, ranks, ranks)
-                with whole.open():
-                    own = SlicedTensors(whole, slices_of(checkpoint.native, share))
-                    for each, place in slices_of(checkpoint.native, share).items():
-                        if (codes := own.codes(each, torch.device("cpu"))) is None:
-                            continue
-                        values = whole.read(each)
-                        rows = torch.cat([values[slice(*cut)] for cut in place.rows])
-                        cut = rows if place.columns is None else rows[:, slice(*place.columns)]
-                        assert own.kind(each) == codes.kind, each
-                        assert torch.equal(codes.dequantise(torch.float32), cut), (name, ranks, each)
+    quantised.write(made, tmp_path / "stored", *STORED[way])
+    checkpoint = resolve(tmp_path / "stored", role="target")
+    whole, cpu = source_of(checkpoint), torch.device("cpu")
+    read = counted(monkeypatch)
+    for rank, ranks in ((1, 2), (0, 4)):
+        slices = slices_of(checkpoint.native, Share(rank, ranks, ranks))
+        own = SlicedTensors(whole, slices)
+        with whole.open():
+            for each, place in slices.items():
+                read.clear()
+                if (codes := own.codes(each, cpu)) is None:
+                    continue
+                part_read = without_indices(read)
+                read.clear()
+                values = whole.read(each)
+                rows = torch.cat([values[slice(*cut)] for cut in place.rows])
+                cut = rows if place.columns is None else rows[:, slice(*place.columns)]
+                assert own.kind(each) == codes.kind, each
+                assert torch.equal(codes.dequantise(torch.float32), cut), (ranks, each)
+                unit = 128 if way.startswith("blocks") else 64  # of groups
+                aligned = cut.shape[0] % unit == cut.shape[1] % unit == 0
+                share = 1.02 * cut.numel() / values.numel() if aligned else 1.0  # beside it scales of all
+                assert part_read <= share * without_indices(read), (ranks, each)
 
 
-def test_models_that_are_not_cut_are_refused_by_name(tmp_path: Path) -> None:
-    make_family("olmo2").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedOption, match="olmo2, whose norm of queries and keys is over all heads"):
-        sliced(resolve(tmp_path, role="target"), Share(0, 2, 2))
+def without_indices(read: dict[str, int]) -> int:
+    """Elements that were read, but for those that say in which group a column is."""
+    return sum(count for name, count in read.items() if not name.endswith("g_idx"))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Elements that are read from now on, by stored tensor."""
+    read: dict[str, int] = {}
+    for name in ("read", "read_part"):
+        real = getattr(ShardTensors, name)
+
+        def reads(self: ShardTensors, tensor: str, *place: slice, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            found: torch.Tensor = real(self, tensor, *place)
+            read[tensor] = read.get(tensor, 0) + found.numel()
+            return found
+
+        monkeypatch.setattr(ShardTensors, name, reads)
+    return read
+
+
+def test_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+    make_family("qwen3_moe", moe_intermediate_size=50).save_pretrained(tmp_path)
+    spec = resolve(tmp_path, role="target").native
+    with pytest.raises(UnsupportedOption, match=r"intermediate_size 96, width of experts 50; use one of 1, 2$"):
+        check_divides(spec, 4, "m")
+
+
+def test_experts_in_mxfp4_are_cut_where_kernels_can_read_them() -> None:
+    shares = [Share(rank, 4, 4) for rank in range(4)]
+    cuts = [share.cut(2880, 64) for share in shares]
+    assert [cut.stop - cut.start for cut in cuts] == [768, 704, 704, 704]
+    assert [place for cut in cuts for place in range(*cut)] == list(range(2880))
+
+
+def test_a_hosted_target_is_refused_by_name(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    target, two = resolve(tmp_path, role="target"), Ranks(SimpleNamespace(size=2), True, False)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedOption, match="is hosted, and tensor_parallel cuts native families alone"):
+        session_ranks._own(target, two, on_cpu=True)
+    draft = replace(target, role="draft")
+    assert session_ranks._own(draft, two, on_cpu=True) is draft, "every rank has all of it"
 
 
 def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:
@@ -131,7 +182,10 @@ class Drafting:
     vocab_size: int = 128256
     num_heads: int = 32
     num_kv_heads: int = 8
-    intermediate_size: int = 8192
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {"intermediate_size": 8192}
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return int(self.bytes)
@@ -148,18 +202,15 @@ def test_a_draft_is_cut_where_its_bytes_weigh_more_than_its_sums() -> None:
 
 
 @pytest.mark.parametrize(("family", "cut"), [("olmo2", False), ("olmoe", False), ("llama", True)])
-def test_a_draft_that_cannot_be_cut_stays_whole(
+def test_a_draft_of_more_sums_stays_whole(
     family: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody has asked for it to be cut, it is not refused."""
+    """Where nobody has asked for it to be cut."""
     make_checkpoint(tmp_path, "llama3") if family == "llama" else make_family(family).save_pretrained(tmp_path)
     draft, two = resolve(tmp_path, role="draft"), Ranks(SimpleNamespace(size=2), True, None)  # type: ignore[arg-type]
     monkeypatch.setattr(session_ranks, "memory_rate", lambda device: 1.0)  # so slow that cutting pays
     assert session_ranks._splits_draft(draft, two, torch.device("cuda"), None) is cut
     assert not session_ranks._splits_draft(draft, two, torch.device("cpu"), None)
-    if not cut:
-        with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with"):
-            sliced(draft, Share(0, 2, 2))
 
 
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:

@@ -83,6 +83,26 @@ def test_the_plan_has_half_the_bytes_and_the_caches_have_them(plain: FastSpecGen
     assert "K and V of the target in 8 bits" in plain.explain()
 
 
+def test_the_drafts_keys_alone_leave_the_text_as_it_is(plain: FastSpecGenerator) -> None:
+    options = {**OPTIONS, "kv_dtype": None}
+    asked: dict[str, Any] = {"max_new_tokens": 16, "logprobs": 0, "return_dict_in_generate": True}
+    with FastSpecGenerator(demo_pair()[0], **options) as wide:
+        alone: Any = wide.generate(ids_of(plain)[:1], **asked)
+    with FastSpecGenerator(*demo_pair(), **{**options, "kv_dtype": (None, "fp8")}) as made:
+        assert made._session.engine.parts.target.cache.keys.dtype == torch.float32  # type: ignore[attr-defined]
+        assert made._session.engine.parts.proposer.model.cache.keys.dtype == FP8  # type: ignore[union-attr]
+        assert "K and V of the draft in 8 bits" in made.explain()
+        assert "the text stays as it is" in made.explain()
+        drafted: Any = made.generate(ids_of(plain)[:1], **asked)
+    assert drafted.stats.accepted > 0
+    assert drafted.new_tokens == alone.new_tokens
+    assert drafted.logprobs == alone.logprobs
+    of_target = FastSpecGenerator.plan(*demo_pair(), device="cpu", max_length=128, kv_dtype=("fp8", None))
+    of_both = FastSpecGenerator.plan(*demo_pair(), device="cpu", max_length=128, kv_dtype="fp8")
+    assert of_target.target_cache == of_both.target_cache
+    assert of_target.draft_cache == 4 * of_both.draft_cache
+
+
 def test_scales_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "llama3", hidden_size=128, intermediate_size=256, head_dim=32)
     write_quantised(str(tmp_path / "plain"), tmp_path / "q", "int8")
@@ -119,7 +139,8 @@ def test_of_several_heads_the_largest_scale_holds_all() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_dtype": "int8"}, "kv_dtype must be 'fp8' or None, got 'int8'"),
+        ({"kv_dtype": "int8"}, "kv_dtype must be 'fp8' or None, or a pair of these for target and draft, got 'int8'"),
+        ({"kv_dtype": ("fp8",)}, "got ('fp8',)"),
         ({"compile": True, "exact": False}, "kv_dtype='fp8' does not go with compile=True"),
     ],
 )

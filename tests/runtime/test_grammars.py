@@ -19,7 +19,6 @@ from fastspec.grammar.row import RowGrammar
 from fastspec.grammar.spec import GrammarSpec
 from fastspec.graphs.keys import StepKey
 from fastspec.inputs.row_options import RowOptions
-from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
@@ -211,12 +210,6 @@ def test_refusals(gen: FastSpecGenerator, options: dict[str, Any], kind: type[Ex
         output(gen, **options)
     with pytest.raises(ValueError, match=r"calibrate .*leave out regex"):
         gen.calibrate(PROMPTS, regex="a+")
-
-
-def test_several_gpus_are_refused(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "size", property(lambda ranks: 2))
-    with pytest.raises(UnsupportedOption, match="json_schema does not go with tensor_parallel=2"):
-        output(gen, json_schema=SCHEMA)
 
 
 def test_options_that_leave_nothing_of_a_grammar(gen: FastSpecGenerator, plain: FastSpecGenerator) -> None:

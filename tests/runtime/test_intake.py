@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import fastspec.runtime.request as request_module
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.intake import Intake
@@ -142,13 +141,10 @@ def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(
-    depth: int, fed: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first step is a plain one, alone and beside other rows; the draft reads the prompt behind it."""
+def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(depth: int, fed: list[tuple[bool, int]]) -> None:
+    """Its first step is one for first tokens, alone and beside other rows; the draft reads the prompt behind it."""
     alone = fresh_long(Turn(LONG, 9))
-    monkeypatch.setattr(request_module, "LONG_PROMPT", 100)
-    scheduler = Scheduler(tiny_engine(k=3, batch=3, max_length=260, depth=depth))
+    scheduler = Scheduler(tiny_engine(k=3, batch=3, max_length=260, depth=depth, long_prompt=100))
     fed.clear()
     (request,) = add(scheduler, Turn(LONG, 9))
     while not request.new_tokens:
@@ -159,7 +155,7 @@ def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(
     finish(scheduler)
     for row in (request, beside):
         assert found(row)[0] == alone[0]
-        assert (row.plain_steps, row.steps_at[0] > 0) == (1, row is request)
+        assert (row.plain_steps, row.steps_at[0]) == (1, 1)
         assert row.drafted > 0
     assert short.plain_steps == 0, "a short prompt drafts at once"
     assert not any(before) or depth > 1, "the draft's passes come behind the first token"

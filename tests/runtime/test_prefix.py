@@ -24,6 +24,7 @@ from tests.helpers.scheduling import check_pages, keeping, nothing_leaked
 from tests.helpers.tiny import VOCAB, tiny_engine
 
 UNIT = 32  # of `tiny_engine`: its chunks, of two pages
+LONG = 60  # tokens: the first token of a longer prompt comes from its last pass
 GREEDY_ROW = RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 HEAD = tuple(random.Random(5).choices(range(VOCAB), k=100))
 
@@ -78,7 +79,7 @@ def finish(scheduler: Scheduler, each_step: Callable[[], None] = lambda: None) -
 
 @cache
 def oracle_engine(device: str) -> Engine:
-    return tiny_engine(k=3, batch=3, device=device)
+    return tiny_engine(k=3, batch=3, device=device, long_prompt=LONG)
 
 
 @cache
@@ -90,7 +91,7 @@ def fresh(turn: Turn, device: str = "cpu") -> Found:
 
 
 def engine_of(num_pages: int | None = None, budget: int | None = None, **options: Any) -> Engine:
-    return keeping(tiny_engine(k=3, batch=3, num_pages=num_pages, **options), budget)
+    return keeping(tiny_engine(k=3, batch=3, num_pages=num_pages, long_prompt=LONG, **options), budget)
 
 
 class Chats:
@@ -213,7 +214,7 @@ def passes_of(engine: Engine, run: Callable[[], object], monkeypatch: pytest.Mon
 
 
 def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = keeping(tiny_engine(k=3, batch=4))
+    engine = keeping(tiny_engine(k=3, batch=4, long_prompt=LONG))
     scheduler, turns = Scheduler(engine), [Turn(HEAD, 3, seed=seed) for seed in range(6)]
     requests: list[Request] = []
     made = passes_of(engine, lambda: requests.extend(together(scheduler, turns)), monkeypatch)
@@ -225,7 +226,7 @@ def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest
 
 def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tails of copies, and the draft's passes over them, go through three at a time."""
-    engine, joined = keeping(tiny_engine(k=3, batch=6, together=96)), list[tuple[bool, int]]()
+    engine, joined = keeping(tiny_engine(k=3, batch=6, together=96, long_prompt=LONG)), list[tuple[bool, int]]()
     prefill_rows = Engine.prefill_rows
 
     def counted(self: Engine, starts: Mapping[int, int], chunk: int, *, draft: bool, **how: Any) -> None:
@@ -242,7 +243,7 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     assert alone == [(False, 32)] * 4 + [(True, 32)] * 4, "but for the first prompt's passes"
     assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
     nothing_leaked(engine)
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, together=96)))
+    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, together=96, long_prompt=LONG)))
     requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
     run_as_one(scheduler, requests, call_of(requests, 3))
     assert joined[4:] == [(False, 3), (True, 3)]
@@ -259,7 +260,7 @@ def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monke
     """The draft's K/V are there as far as it was fed: a draft that is the target is right only with all of them."""
 
     def accepted(steps: tuple[int, ...]) -> bool:
-        engine = keeping(tiny_engine(k=3, batch=2, same=True))
+        engine = keeping(tiny_engine(k=3, batch=2, same=True, long_prompt=LONG))
         scheduler = Scheduler(engine)
         for model in (engine.parts.target, engine.parts.proposer.model):  # type: ignore[union-attr]
             model.cache.keys.normal_()  # type: ignore[attr-defined]
@@ -311,7 +312,7 @@ def test_what_steps_wrote_is_kept_where_bits_are_not_promised() -> None:
 
 
 def test_rows_move_and_are_cancelled_while_they_share_pages() -> None:
-    engine = keeping(tiny_engine(k=3, batch=4))
+    engine = keeping(tiny_engine(k=3, batch=4, long_prompt=LONG))
     scheduler = Scheduler(engine)
     turns = [Turn(HEAD, new, seed=new) for new in (3, 30, 5, 40)]
     requests = [turn.request() for turn in turns]

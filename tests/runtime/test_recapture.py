@@ -169,8 +169,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
     monkeypatch.setattr(
         Engine, "prefill_row", lambda *args, **options: None
     )  # which takes long here, and tells nothing
-    monkeypatch.setattr(request_module, "LONG_PROMPT", 10**6)  # no step is a plain one because its prompt is long
-    engine = replace(tiny_engine(batch=2, max_length=40_000), runner=Recorder())
+    engine = replace(tiny_engine(batch=2, max_length=40_000, long_prompt=10**6), runner=Recorder())
     for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
         assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first
     keys = []
@@ -196,9 +195,36 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
     with mock.patch.object(gen._open(), "running", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
-        assert len(engine.missing(1, {0}, GREEDY, None, 9000)) == 1
+        assert [shape.first for _, shape in engine.missing(1, {0}, GREEDY, None, 9000)] == [False, True]
         gen.warmup(0, length=9000)
         assert engine.missing(1, {0}, GREEDY, None, 9000) == engine.missing(1, {0}, GREEDY, None, 9000, 4354) == []
+
+
+def test_a_longer_request_that_joins_finds_steps_with_room_for_it() -> None:
+    """Rows that run do not wait for a capture: steps for the longest rows, captured ahead, serve all lengths."""
+    runner = Recorder()
+    engine = replace(tiny_engine(batch=2, max_length=5000), runner=runner)
+    for longest in (100, 5000):
+        for rows, shape in engine.missing(2, {4}, GREEDY, None, longest):
+            engine.capture(rows, shape)
+    scheduler, call = Scheduler(engine), request_module.Call((), GREEDY, lambda made: 4, joined=True)
+    for place, new in enumerate((60, 2000)):
+        request = Request([1 + place] * 20, new, ROWS[0])
+        call.lengths = request.limit, 20
+        scheduler.add(request, call)
+        scheduler.step()
+        scheduler.step()
+    assert {describe(key) for key in runner.keys if isinstance(key, StepKey)} == captured_all(engine)
+    assert steps_of(runner) == {
+        f"{rows} rows, k = 4, greedy, {room} positions" for rows, room in ((1, 1024), (2, 5120))
+    }
+
+
+def captured_all(engine: Engine) -> set[str]:
+    """What was captured ahead, in words."""
+    shapes = [engine.shape(4, GREEDY, None, longest) for longest in (100, 5000)]
+    firsts = [replace(shapes[1], num_drafts=0).for_first_tokens(grammars=False)]
+    return {describe(StepKey(rows, shape)) for rows in (1, 2) for shape in (*shapes, *firsts)}
 
 
 def test_options_compile_nothing_anew() -> None:

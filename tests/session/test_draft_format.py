@@ -14,6 +14,7 @@ from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.weights.pair import AS_STORED, resolve_pair
 from fastspec.models.weights.quantised.write import write_quantised
+from fastspec.models.weights.sources import Checkpoint
 from fastspec.session import draft_format
 from fastspec.session.draft_format import SHARES, best_of, share, with_format
 from tests.helpers.checkpoints import make_checkpoint
@@ -25,6 +26,12 @@ MIB = {None: 1000, "fp8": 520, "int8": 520, "int4": 280}
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("auto") / "model", "llama3", **LARGE)
+
+
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chooses as where products read codes."""
+    keeps = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    monkeypatch.setattr(draft_format, "ops_for", lambda device: keeps)
 
 
 def test_fewer_rows_want_fewer_bits() -> None:
@@ -45,17 +52,17 @@ def test_shares_are_by_rows() -> None:
 
 
 def test_the_format_is_chosen_where_codes_are_kept(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        draft_format,
-        "ops_for",
-        lambda device: replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind)),
-    )
+    keeping(monkeypatch)
+    monkeypatch.setattr(draft_format, "LEAST", 0)
     target, draft = resolve_pair(plain, plain, (None, None), (None, None))
     options = {"device": "cpu", "dtype": torch.bfloat16}
     few, many = (with_format(target, draft, max_batch_size=rows, **options) for rows in (1, 500))
     assert few is not None
     assert many is not None
     assert (few.rounded, many.rounded) == ("int4", None)
+    assert isinstance(few, Checkpoint)
+    assert isinstance(many, Checkpoint)
+    assert (few.chosen, many.chosen) == (True, False)
     assert 'chosen by "auto"' in few.stored
     assert many.stored.startswith(AS_STORED)
     assert "at 500 rows it is fastest" in many.stored
@@ -75,7 +82,22 @@ def test_on_a_cpu_it_stays_and_says_so(plain: Path, tmp_path: Path) -> None:
         assert '"auto" leaves a draft that is stored quantised' in generator.explain()
 
 
-def test_without_a_draft_it_is_refused(plain: Path) -> None:
-    for form in ("auto", "int4"):
-        with pytest.raises(UnsupportedOption, match=f"draft_quantization='{form}', and there is no draft"):
-            FastSpecGenerator.plan(plain, draft_quantization=form, device="cpu")
+def test_a_format_without_a_draft_is_refused(plain: Path) -> None:
+    """ "auto", which is the default, chooses nothing then."""
+    with pytest.raises(UnsupportedOption, match="draft_quantization='int4', and there is no draft"):
+        FastSpecGenerator.plan(plain, draft_quantization="int4", device="cpu")
+    assert FastSpecGenerator.plan(plain, draft_quantization="auto", device="cpu").draft_weights == 0
+
+
+def test_a_draft_that_cannot_be_tried_stays(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes are read from the cache of the GPU, whatever their format; torch.compile and ranks have no codes."""
+    keeping(monkeypatch)
+    target, draft = resolve_pair(plain, plain, (None, None), (None, None))
+    options = {"device": "cpu", "dtype": torch.bfloat16, "max_batch_size": 1}
+    small = with_format(target, draft, **options)
+    assert small is not None
+    assert "reading so few takes no time" in small.stored
+    monkeypatch.setattr(draft_format, "LEAST", 0)
+    shared = with_format(target, draft, **options, ours=False)
+    assert shared is not None
+    assert '"auto" leaves a draft that is compiled by torch, or beside a target that ranks share' in shared.stored

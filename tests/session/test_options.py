@@ -22,7 +22,8 @@ def test_a_plan_has_the_defaults_of_a_generator() -> None:
     shared = ours.keys() & theirs.keys() - {"target", "draft"}
     assert len(shared) == 13
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
-    assert {name for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None} == set()
+    others = {name: ours[name] for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None}
+    assert others == {"draft_quantization": "auto"}
 
 
 def test_a_plan_refuses_what_it_does_not_know() -> None:

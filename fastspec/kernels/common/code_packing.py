@@ -26,6 +26,7 @@ Each row has a factor in fp32. Where groups have scales, a scale is that factor 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,12 +44,12 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
     "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
 }
-# exponent of the power of two by which the products' sums are smaller than what they mean, with x 2^64 times larger;
-# with fp4 x is as it is, and scales are stored 2^100 times larger
+# exponent of the power of two by which the products' sums are smaller than what they mean, where x or codes are raised
+# by 2^64; with fp4 neither is, and scales are stored 2^100 times larger
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
 GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale
-PART = 2**24  # codes that are packed at a time: what stands beside them meanwhile is some times that
+PART = 2**22  # codes that are packed at a time: what stands beside them meanwhile is some times that
 
 
 @dataclass(slots=True, eq=False)
@@ -121,13 +122,38 @@ class PackedCodes:
             raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
         if self.kind.format == "int8":
             self.form = "off8" if bool((codes.codes == 128).any()) else "int8"
-        tiles = _tiles(codes.codes, self.gated)
+        self._fill_words(0, codes.codes)
+        self._fill_scales(codes)
+
+    def fill_in_runs(self, runs: Iterable[Codes]) -> None:
+        """As `fill`, of codes that come a run of whole tiles at a time and lie nowhere together.
+
+        Args:
+            runs: in ascending order, of a gated matrix the gate's rows of each first; in int8 no code is -128.
+        """
+        first, found = 0, []
+        for run in runs:
+            self._fill_words(first, run.codes)
+            first += run.shape[0] // 16
+            found.append((run.scales, run.zeros))
+        scales = self._joined([each for each, _ in found])
+        zeros = self._joined([each for _, each in found if each is not None]) if found[0][1] is not None else None
+        self._fill_scales(Codes(self.kind, torch.empty(self.shape, dtype=torch.uint8, device="meta"), scales, zeros))
+
+    def _joined(self, runs: list[Tensor]) -> Tensor:
+        """One value or more for each row, of runs of rows, in the order of all rows."""
+        if not self.gated:
+            return torch.cat(runs)
+        return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
+
+    def _fill_words(self, tile: int, codes: Tensor) -> None:
+        """Packs the codes of whole tiles of rows [n, K], from tile number `tile` on."""
+        tiles = _tiles(codes, self.gated)
         step = max(1, PART // (16 * self.shape[1]))
         for first in range(0, len(tiles), step):
             part = tiles[first : first + step].reshape(-1, self.shape[1])
             halves = _halves(part, self.form, self._narrow_lanes)
-            self.words[first : first + step].view(torch.int16).copy_(halves)
-        self._fill_scales(codes)
+            self.words[tile + first : tile + first + len(part) // 16].view(torch.int16).copy_(halves)
 
     @property
     def _narrow_lanes(self) -> bool:

@@ -2,7 +2,7 @@
 
     fp8, int8: one scale a row.   int4: one scale for each group of columns, symmetric
 
-A scale is the largest magnitude that it has to reach, over the largest code, times the one of `_SHRINK` with which the
+A scale is the largest magnitude that it has to reach, over the largest code, times the one of `SHRINK` with which the
 sum of squared differences is least: to cut off a few values costs little where all others become finer.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 
 FORMATS: tuple[CodeFormat, ...] = ("fp8", "int8", "int4")
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-_SHRINK = tuple(1.0 - step / 40 for step in range(15))
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+SHRINK = tuple(1.0 - step / 40 for step in range(15))
 _GROUPS = (128, 64, 32)
-_VALUES = 2**23  # that are rounded at a time: what stands beside them meanwhile is some times that
+VALUES = 2**22  # that are rounded at a time: beside them stand up to twenty bytes for each
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
@@ -35,7 +35,7 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
         values: any float dtype.
         kind: from `kind_for`.
     """
-    step = max(1, _VALUES // values.shape[1])
+    step = max(1, VALUES // values.shape[1])
     parts = [_rounded(part.float().unflatten(1, (-1, kind.block[1])), kind.format) for part in values.split(step)]
     codes = torch.cat([codes for codes, _ in parts])
     scales = torch.cat([scales for _, scales in parts])
@@ -45,12 +45,12 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     """Codes [n, K] and scales [n, G] of values [n, G, K / G]."""
-    largest = groups.abs().amax(-1) / _LARGEST[form]
+    largest = groups.abs().amax(-1) / LARGEST[form]
     best = torch.full_like(largest, torch.inf)
     chosen = largest
-    for factor in _SHRINK:
+    for factor in SHRINK:
         scales = _short(largest * factor)
-        error = (_nearest(groups, scales, form) * scales[..., None] - groups).square().sum(-1)
+        error = _nearest(groups, scales, form).mul_(scales[..., None]).sub_(groups).square_().sum(-1)
         better = error < best
         best, chosen = torch.where(better, error, best), torch.where(better, scales, chosen)
     return _codes(_nearest(groups, chosen, form), form).flatten(1), chosen
@@ -62,12 +62,12 @@ def _short(scales: Tensor) -> Tensor:
 
 
 def _nearest(groups: Tensor, scales: Tensor, form: CodeFormat) -> Tensor:
-    """Values of the nearest codes, as fp32."""
+    """Values of the nearest codes, as fp32 that nothing else holds."""
     quotient = groups / scales[..., None]
     if form == "fp8":
-        return quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+        return quotient.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).float()
     low, high = (-127, 127) if form == "int8" else (-8, 7)
-    return quotient.round().clamp(low, high)
+    return quotient.round_().clamp_(low, high)
 
 
 def _codes(nearest: Tensor, form: CodeFormat) -> Tensor:

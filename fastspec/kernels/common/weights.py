@@ -106,6 +106,10 @@ class Weight:
             raise ValueError(f"a weight as {self.format} has no room for codes; make it by `Weight.empty_codes`")
         self.codes.fill(codes)
 
+    def fill_run(self, tile: int, rows: Tensor) -> None:
+        """Writes rows [n, K] of whole tiles of a packed weight from tile number `tile` on; a gate's rows come first."""
+        packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
+
     def fill(self, rows: Tensor) -> None:
         """Writes the values of rows [N, K], of a gated weight the gate's first, in this weight's format."""
         if self.codes is not None:

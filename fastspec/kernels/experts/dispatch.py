@@ -75,7 +75,7 @@ def experts(
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
-    residual: Tensor,
+    residual: Tensor | None,
     pdl: bool = False,
 ) -> Tensor:
     """As `reference.experts`, which defines it, but the residual is added before the result is rounded.
@@ -98,16 +98,17 @@ def experts(
     check("ids", ids, (num_rows, chosen), torch.int32)
     check("factors", factors, (num_rows, chosen), torch.float32)
     if num_rows == 0:
-        return residual
+        return x.float() if residual is None else residual
     tile = tile_of(weights.gate_up, ids)
     of = _chosen(ids, count, tile.rows, pdl)
     inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, pdl, gated=True)
     given = _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, pdl, gated=False)
-    out = torch.empty_like(rows)
-    added = [None if each is None else each.reshape(num_rows, -1).contiguous() for each in (shared, shared_logits)]
+    out = torch.empty(rows.shape, dtype=torch.float32 if residual is None else rows.dtype, device=rows.device)
+    others = shared, shared_logits, residual
+    added = [None if each is None else each.reshape(num_rows, -1).contiguous() for each in others]
     grid = (num_rows, triton.cdiv(hidden, SUM_BLOCK))
     launch(
-        sum_kernel, grid, given, factors, *added, residual.reshape(rows.shape).contiguous(), out,
+        sum_kernel, grid, given, factors, *added, out,
         K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return out.view(x.shape)

@@ -161,7 +161,7 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """residual + the outputs of a row's experts times their factors, in the order of ids [+ shared expert's output]."""
+    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -177,5 +177,6 @@ def sum_kernel(
         if shared_logits_ptr is not None:
             shared = shared / (1.0 + tl.exp(-tl.load(shared_logits_ptr + row)))
         total += shared
-    total += tl.load(residual_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * K + k, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -15,6 +15,7 @@ from fastspec.kernels.linear import plan
 from fastspec.kernels.linear.large_m import large_m_kernel
 from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.plan import Gpu, Small, Split, Tile, Tma
+from fastspec.kernels.linear.quantised import plan as quantised
 from fastspec.kernels.linear.small_m import small_m_kernel
 from fastspec.kernels.linear.split_k import Parts, add_up, permuted_rows
 from fastspec.kernels.linear.tma_sm90 import tma_kernel
@@ -30,10 +31,13 @@ def gpu_of(device: torch.device) -> Gpu:
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
     """`plan.tile_of` for a weight, on its device."""
-    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, _split_of(weight))
+    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, split_for(weight))
 
 
-def _split_of(weight: Weight) -> Split:
+def split_for(weight: Weight) -> Split:
+    """How a product with this weight cuts its sum over K."""
+    if weight.codes is not None:
+        return quantised.split_of(weight.codes.form, *weight.shape)
     tree = weight.tree and gpu_of(weight.device).capability == plan.TREES_ON
     return plan.split_for(weight.shape, weight.whole, tree)
 
@@ -109,7 +113,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     rows, k = call.x.shape
     n, _ = call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
-    split = _split_of(call.weight)
+    split = split_for(call.weight)
     if isinstance(tile, Tma):
         _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
         launch_tma_and_sum(tile, replace(call, x=given), squares, pdl)
@@ -154,7 +158,7 @@ def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`permuted_rows` for a product of the TMA kernel with `weight`."""
-    split = _split_of(weight)
+    split = split_for(weight)
     return permuted_rows(x, norm, (split.split_k, split.k_tile), GLUON_TYPE[x.dtype], pdl, parts, bias)
 
 
@@ -178,7 +182,7 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     """
     rows = len(call.x)
     n, k = call.weight.shape
-    split = _split_of(call.weight)
+    split = split_for(call.weight)
     ways, parts = split.pairwise, None
     if tile.split_k is not None:
         ways = tile.split_k

@@ -15,15 +15,21 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.launches import Call, Norm, launch_tma, launch_tma_and_sum, permuted_for, tile_for
+from fastspec.kernels.linear.launches import Call, Norm, launch_tma, permuted_for, split_for, tile_for
 from fastspec.kernels.linear.plan import Tma
-from fastspec.kernels.linear.split_k import add_up
+from fastspec.kernels.linear.quantised.launches import launch_wide
+from fastspec.kernels.linear.quantised.launches import tile_for as tile_of_codes
+from fastspec.kernels.linear.quantised.plan import Wide
+from fastspec.kernels.linear.split_k import Parts, add_up
 from fastspec.kernels.reference.layer import Layer, Reduce
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
-    """Whether all these are packed, and rows so many that the TMA kernel multiplies them."""
-    return is_packed(weights) and all(isinstance(_tile(weight, rows), Tma) for weight in weights)
+    """Whether all these are packed or of codes, and rows so many that a TMA kernel multiplies them."""
+    return all(
+        (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
+        for weight in weights
+    )
 
 
 class NextInput(NamedTuple):
@@ -77,18 +83,40 @@ def mlp(
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
-    launch_tma(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
+    _launch(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
     norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
     x, permuted, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl, reduce)
     call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
-    launch_tma_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
+    _launch_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
     return x, qkv
 
 
-def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma:
+def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
+    if weight.codes is not None:
+        return tile_of_codes(weight, rows, whole=gated)  # type: ignore[return-value]
     return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
+
+
+def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
+    """The product, as `launch_tma` has it."""
+    if isinstance(tile, Wide):
+        return launch_wide(tile, call, squares, pdl, regroup_out)
+    return launch_tma(tile, call, squares, pdl, regroup_out)
+
+
+def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
+    parts = _launch(tile, call, squares, pdl)
+    if parts is not None:
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
+
+
+def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
+    """Whether CTAs leave sums that another kernel adds up."""
+    if isinstance(tile, Wide):
+        return tile.ways < split_for(weight).split_k
+    return tile.split_k is not None
 
 
 def _summed(
@@ -99,17 +127,17 @@ def _summed(
     if reduce is not None:
         return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
     out = torch.empty_like(residual)
-    launch_tma_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
+    _launch_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
     return out
 
 
-def _own_sums(tile: Tma, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
+def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
     """This device's product in fp32, as `Reduce` takes it: its ways apart where they are a tree."""
     out = torch.empty_like(like, dtype=torch.float32)
-    parts = launch_tma(tile, Call(given, weight, out), None, pdl)
+    parts = _launch(tile, Call(given, weight, out), None, pdl)
     if parts is None:
         return out
-    if parts.is_tree:
+    if parts.is_tree and parts.factors is None:
         return parts.sums
     add_up(parts, None, None, None, None, out, pdl)
     return out
@@ -127,7 +155,7 @@ def _added(
 ) -> NextInput:
     """`_summed`, and what `permuted_for` makes of it for a product with `next_weight`."""
     tile = _tile(weight, len(given))
-    if tile.split_k is None or reduce is not None:
+    if not _leaves_parts(tile, weight) or reduce is not None:
         return NextInput(*permuted_for(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
-    parts = launch_tma(tile, Call(given, weight, residual, bias), None, pdl)
+    parts = _launch(tile, Call(given, weight, residual, bias), None, pdl)
     return NextInput(*permuted_for(next_weight, residual, norm, pdl, parts, bias))

@@ -80,11 +80,11 @@ def _rms_norm_kernel(x_ptr, gamma_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr):
+def _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
     """Stores out [BLOCK_M, columns] plus bias and residual."""
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-    at = m.to(tl.int64)[:, None] * WIDTH + n[None, :]
+    at = m.to(tl.int64)[:, None] * STRIDE + n[None, :]
     inside = (m < num_rows)[:, None] & (n < WIDTH)[None, :]
     if residual_ptr is not None:
         out += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -101,6 +101,7 @@ def _prefill_kernel(
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
+    STRIDE: tl.constexpr,  # numbers from row to row of the result and of the residual
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -133,13 +134,13 @@ def _prefill_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2)))
         out = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_M, BLOCK_N // 2))
         n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N // 2)
+        _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N // 2, STRIDE)
     else:
         # by halves: a whole tile of the residual beside the accumulator is more than the registers hold
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        _finish(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N)
-        _finish(right, m, n + BLOCK_N // 2, bias_ptr, residual_ptr, out_ptr, num_rows, N)
+        _finish(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, STRIDE)
+        _finish(right, m, n + BLOCK_N // 2, bias_ptr, residual_ptr, out_ptr, num_rows, N, STRIDE)
 
 
 def launch_of(num_rows: int, shared: int) -> Launch:
@@ -172,6 +173,24 @@ def prefill_linear(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
+    if weight.format != "packed":
+        raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
+    rows, residual, out = prepared(x, weight, bias, norm, residual, gated, out_dtype)
+    if len(rows) > 0:
+        multiply(rows, weight, bias, residual, out, gated)
+    return out
+
+
+def prepared(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+    gated: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Rows [R, K], normed, the residual and room for the result, of a call as `prefill_linear` has it."""
     _check(x, weight, norm)
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")
@@ -186,17 +205,23 @@ def prefill_linear(
         if residual.shape != out.shape:
             raise ValueError(f"residual is {tuple(residual.shape)}, the product {tuple(out.shape)}")
         residual = residual.contiguous()
-    if rows.shape[0] == 0:
-        return out
-    if norm is not None:
+    if norm is not None and len(rows) > 0:
         rows = _rms_norm(rows, *norm)
-    if has_warp_groups(x.device):
-        programs, parts = multiprocessors(x.device), tree_parts(weight.shape, weight.whole) if weight.tree else 1
+    return rows, residual, out
+
+
+def multiply(
+    rows: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool
+) -> None:
+    """The product alone, of what `prepared` returns; residual and out may be columns of what is wider."""
+    n, _ = weight.shape
+    if has_warp_groups(rows.device):
+        programs, parts = multiprocessors(rows.device), tree_parts(weight.shape, weight.whole) if weight.tree else 1
         tile = hopper.tile_of(rows.shape[0], n, programs, parts)
         hopper.run(rows, weight, bias, residual, out, gated, tile, programs, parts)
     else:
-        run(rows, weight, bias, residual, out, gated, launch_of(rows.shape[0], shared_memory(x.device) or max(LAUNCH)))
-    return out
+        tiles = launch_of(rows.shape[0], shared_memory(rows.device) or max(LAUNCH))
+        run(rows, weight, bias, residual, out, gated, tiles)
 
 
 def run(
@@ -213,14 +238,13 @@ def run(
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
     start(_prefill_kernel, (tiles,),
         rows, weight.data, bias, residual, out, rows.shape[0],
-        N=n, K=k, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
+        N=n, K=k, STRIDE=hopper.row_stride(out), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k, GROUP=GROUP, GATED=gated,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
 def _check(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> None:
-    if weight.format != "packed":
-        raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
     _, k = weight.shape
     if k % 64 or x.shape[-1] != k:
         raise ValueError(f"x is {tuple(x.shape)}, the weight's K {k}; wanted [..., K], K a multiple of 64")

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 from fastspec.kernels.common.launch import described
@@ -114,7 +115,7 @@ def _hold(part, held, PART: gl.constexpr):
 @gluon.jit
 def _store(
     part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
-    WIDTH: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+    WIDTH: gl.constexpr, STRIDE: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory.
 
@@ -125,10 +126,10 @@ def _store(
     if columns > 64:
         left, right = gl.split(gl.permute(gl.reshape(part, (rows, 2, columns // 2)), (0, 2, 1)))
         half: gl.constexpr = columns // 2
-        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+        _store(left, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, STRIDE, WARPS, PART, PARTS)
         if PARTS > 1:
             held += rows * half
-        _store(right, m, n + half, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, WARPS, PART, PARTS)
+        _store(right, m, n + half, bias_ptr, residual_ptr, out_ptr, held, num_rows, WIDTH, STRIDE, WARPS, PART, PARTS)
     elif PART < PARTS - 1:
         _hold(part, held, PART)
     else:
@@ -139,7 +140,7 @@ def _store(
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
         row = m + gl.arange(0, rows, layout=gl.SliceLayout(1, lanes))
         column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, lanes))
-        at = gl.expand_dims(row.to(gl.int64), 1) * WIDTH + gl.expand_dims(column, 0)
+        at = gl.expand_dims(row.to(gl.int64), 1) * STRIDE + gl.expand_dims(column, 0)
         inside = gl.expand_dims(row < num_rows, 1) & gl.expand_dims(column < WIDTH, 0)
         if bias_ptr is not None:
             column = n + gl.arange(0, columns, layout=gl.SliceLayout(0, part.type.layout))
@@ -154,7 +155,8 @@ def _store(
 @gluon.jit
 def _finish(
     out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
-    N: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+    N: gl.constexpr, STRIDE: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs.
 
@@ -167,10 +169,10 @@ def _finish(
     straight = gl.convert_layout(straight, crossed.type.layout)
     if GATED:
         gated = gl.reshape(straight / (1.0 + gl.exp(-straight)) * crossed, (rows, columns // 2))
-        _store(gated, m, n // 2, None, None, out_ptr, held, num_rows, N // 2, WARPS, PART, PARTS)
+        _store(gated, m, n // 2, None, None, out_ptr, held, num_rows, N // 2, STRIDE, WARPS, PART, PARTS)
     else:
         whole = gl.reshape(gl.permute(gl.join(straight, crossed), (0, 1, 3, 2)), (rows, columns))
-        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, WARPS, PART, PARTS)
+        _store(whole, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, STRIDE, WARPS, PART, PARTS)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -184,6 +186,7 @@ def _hopper_kernel(
     num_rows,
     N: gl.constexpr,
     K: gl.constexpr,
+    STRIDE: gl.constexpr,  # numbers from row to row of the result and of the residual
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -191,6 +194,7 @@ def _hopper_kernel(
     WARPS: gl.constexpr,
     PARTS: gl.constexpr,  # equal parts of K whose sums are added as one binary tree: 1, 2 or 4
 ):
+    gdc_launch_dependents()  # what is launched to start early: values of the next weight, which need nothing of this
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -238,18 +242,28 @@ def _hopper_kernel(
                     ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
                 at += 1
             out = warpgroup_mma_wait(0, deps=(out,))
-            _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, GATED, WARPS, part, PARTS)
+            _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, STRIDE, GATED, WARPS, part, PARTS)
+
+
+def time_of(tile: Tile, num_rows: int, n: int, programs: int) -> float:
+    """Microseconds that `programs` programs take with K = 4096."""
+    tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
+    return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
 def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> Tile:
     """The tile with which `programs` programs are done first; parts as in `run`."""
 
     def time(tile: Tile) -> float:
-        tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
-        return int(triton.cdiv(tiles, programs)) * tile.cost
+        return time_of(tile, num_rows, n, programs)
 
     # four warps have no registers left for adding up so many columns of parts
     return min((tile for tile in TILES if parts < 4 or tile.rows == 128 or tile.columns == 128), key=time)
+
+
+def row_stride(out: Tensor) -> int:
+    """Numbers from row to row of [..., width], whose rows lie one after the other."""
+    return out.stride(-2) if out.dim() > 1 else out.shape[-1]
 
 
 def run(
@@ -266,6 +280,7 @@ def run(
     """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes.
 
     Args:
+        residual, out: [..., N or N/2], or those columns of wider ones of the same width.
         parts: equal parts of K, a multiple of 64 each, whose sums are added as one binary tree: 1, 2 or 4.
     """
     n, k = weight.shape
@@ -277,6 +292,6 @@ def run(
         held = torch.empty(min(tiles, programs) * 2 * HELD.value, dtype=torch.float32, device=out.device)
     start(_hopper_kernel, (min(tiles, programs),),
         described(rows, [tile.rows, 64]), described(pairs, [tile.columns // 16, 8, 64]), bias, residual, out, held,
-        rows.shape[0], N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, GATED=gated, WARPS=warps,
-        PARTS=parts, num_warps=warps,
+        rows.shape[0], N=n, K=k, STRIDE=row_stride(out), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
+        GATED=gated, WARPS=warps, PARTS=parts, num_warps=warps,
     )  # fmt: skip

@@ -48,10 +48,12 @@ class Parts:
     Attributes:
         sums: fp32 [WAYS, M, N].
         pairwise: how many neighbours go together first; 0: all are added as one binary tree.
+        factors: fp32 [N] that their sum is multiplied by, of codes; None: of 16-bit weights.
     """
 
     sums: Tensor
     pairwise: int
+    factors: Tensor | None = None
 
     @property
     def is_tree(self) -> bool:
@@ -61,10 +63,10 @@ class Parts:
 
 @gluon.jit
 def _sums(
-    parts_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
+    parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, WAYS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """fp32 sums of columns n of a row, times factor, with all that belongs to them; zeros where nothing is there.
+    """fp32 sums of columns n of a row, times their factors and the row's, with all that belongs to them; else zeros.
 
     Ways come by way of shared memory: of loads into registers the compiler leaves few under way at a time.
     """
@@ -84,6 +86,8 @@ def _sums(
         for i in gl.static_range(WAYS):
             ways = ways + (held[i].load(n.type.layout),)
         total = by_groups(ways, TOGETHER)
+        if factors_ptr is not None:
+            total = total * gl.load(factors_ptr + n, mask=there, other=0.0)
         if factor is not None:
             total = total * factor
         if bias_ptr is not None:
@@ -98,6 +102,7 @@ def _sums(
 @gluon.jit(do_not_specialize=["M"])
 def sum_kernel(
     parts_ptr,  # fp32 [WAYS, M, N]
+    factors_ptr,  # fp32 [N] or None: see `Parts`
     squares_ptr,  # fp32 [S, M] or None: see `given_kernel`
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, N] or None
@@ -122,7 +127,7 @@ def sum_kernel(
     factor = None
     if squares_ptr is not None:
         factor = ways_scale(squares_ptr, row, None, M, eps, K, S)
-    total = _sums(parts_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS, TOGETHER)
+    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS, TOGETHER)
     total = total.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
@@ -130,6 +135,7 @@ def sum_kernel(
 @gluon.jit(do_not_specialize=["M"])
 def given_kernel(
     parts_ptr,  # fp32 [WAYS, M, K], or None: residual is all there is
+    factors_ptr,  # fp32 [K] or None: see `Parts`
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
     out_ptr,  # [M, K], the sums, or None
@@ -161,7 +167,8 @@ def given_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS, TOGETHER).to(DTYPE)
+    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS, TOGETHER)
+    total = total.to(DTYPE)
     if out_ptr is not None:
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
@@ -193,7 +200,7 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """out [M, N] = rounded(sum of parts, in order, * factors of rows [M] + bias [N] + residual).
+    """out [M, N] = rounded(sum of parts, in order, * their factors [N] * those of rows [M] + bias [N] + residual).
 
     Args:
         squares: fp32 [S, M], what `permuted_rows` returns; None for no factors.
@@ -204,7 +211,7 @@ def add_up(
     launch(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
-        *(parts.sums, squares, bias, residual, out, eps, rows),
+        *(parts.sums, parts.factors, squares, bias, residual, out, eps, rows),
         **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.pairwise, "S": 0 if squares is None else len(squares)},
         **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
@@ -245,7 +252,8 @@ def permuted_rows(
     launch(
         given_kernel,
         (ways, rows),
-        *(None if parts is None else parts.sums, bias, x, None if parts is None else out),
+        *((None, None) if parts is None else (parts.sums, parts.factors)),
+        *(bias, x, None if parts is None else out),
         *(gamma, given.view(torch.int32), squares, rows),
         **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.pairwise},
         **{"K": k, "S": ways, "KT": k_tile, "ROOM": room},

@@ -79,7 +79,8 @@ def experts(
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
-    residual: Tensor,
+    residual: Tensor | None,
+    inner: slice | None = None,
 ) -> Tensor:
     """residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
 
@@ -91,7 +92,8 @@ def experts(
         weights: experts of the layer.
         clamp: the clamped gate of gpt-oss; None: silu.
         shared: shape of x, the shared expert's output. shared_logits: fp32 [..., 1], its gate.
-        residual: shape of x.
+        residual: shape of x; None: the sum alone, in fp32.
+        inner: the columns between the experts' products that count; None: all.
 
     Returns:
         Shape and dtype of x. An expert's output is rounded to x's dtype, their sum is in fp32.
@@ -104,7 +106,7 @@ def experts(
         pairs = ids.flatten()
         for expert in pairs.unique().tolist():
             at = (pairs == expert).nonzero()[:, 0]
-            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp)
+            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp, inner)
     given = given.view(-1, chosen, x.shape[-1])
     total = torch.zeros_like(flat, dtype=torch.float32)
     for place in range(chosen):
@@ -112,14 +114,19 @@ def experts(
     total = total.view(x.shape)
     if shared is not None:
         total = total + (shared.float() if shared_logits is None else sigmoid(shared_logits) * shared.float())
-    return residual + total.to(x.dtype)
+    return total if residual is None else residual + total.to(x.dtype)
 
 
-def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+def _of_expert(
+    rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None, inner: slice | None
+) -> Tensor:
     """Rows [R, hidden] through one expert, in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
+    if inner is not None:
+        down, up = down[:, inner], torch.cat([half[inner] for half in up.chunk(2)])
+        up_bias = None if up_bias is None else torch.cat([half[inner] for half in up_bias.chunk(2)])
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % PAIRS)).split(PAIRS)
     return torch.cat([F.linear(gated(F.linear(each, up, up_bias), clamp), down, down_bias) for each in blocks])[
         : len(rows)

@@ -92,11 +92,11 @@ class Mtp(HeadDecoder):
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """As `Decoder`, without the final norm, which `drafted` has applied already."""
-        return self._product(hidden, self.weights.head, None, tiling, out_dtype=torch.float32)
+        return self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """As `Decoder`, without the final norm, which `drafted` has applied already."""
-        self.ops.argmax(hidden, self.weights.head, limit, tiling, work=self._work, out=out)
+        self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
 _NORMS = (EMBED_NORM, HIDDEN_NORM)

@@ -176,6 +176,10 @@ class WithSomeRows:
         """As of the layer; the head is not quantised."""
         return None if name == HEAD else self._layer.codes(name, device)
 
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """As of the layer; the head is not quantised."""
+        return None if name == HEAD else self._layer.codes_part(name, rows, columns, device)
+
     def release(self, names: list[str]) -> None:
         """Nothing to do: see `ShardTensors.release`."""
 

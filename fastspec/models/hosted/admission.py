@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.hooks import ATTENTION
+from fastspec.models.hosted.layerwise import Layers
 from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel
+from fastspec.models.hosted.probe import base_name
 from fastspec.shapes import ForwardBatch, Tiling
 
-# What rounding explains, as a share of the norm of the hidden states: sums are taken in another order, and in 16 bits
-# a router may choose another expert of nearly the same weight.
+# What rounding explains without a look at single layers, as a share of the norm of the hidden states: sums are taken in
+# another order, and in 16 bits a router may choose another expert of nearly the same weight.
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 
 
@@ -54,10 +57,9 @@ class _Trial:
     def run(self) -> None:
         count = self._ids.shape[1]
         own = self._own()
-        whole = self._feed(0, count, Tiling(count, count) if self._tiling.rows else self._tiling)
-        self._compare("a whole pass", whole, own)
-        single = torch.cat([self._feed(place, 1, self._tiling) for place in range(count)], dim=1)
-        self._compare("passes of one token each", single, own)
+        tiling = Tiling(count, count) if self._tiling.rows else self._tiling
+        self._compare("a whole pass", own, tiling, (count,))
+        single = self._compare("passes of one token each", own, self._tiling, (1,) * count)
         first = min(TRIAL_PROMPT, count - 1)
         logits = self._model.logits(single[:, first:], self._tiling)
         if logits.shape[-1] != self._model.vocab_size or not bool(logits.isfinite().all()):
@@ -97,14 +99,26 @@ class _Trial:
             base.set_attn_implementation(ATTENTION)
         return hidden
 
-    def _compare(self, what: str, ours: Tensor, own: Tensor) -> None:
+    def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
+        """Hidden states of passes over so many tokens each; where they are not `own`, each layer's have to be."""
+        passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
+        ours = torch.cat([feed() for feed in passes], dim=1)
         error = (ours.float() - own.float()).norm() / own.float().norm()
-        limit = _TOLERANCE[self._model.keys[0].dtype]
-        if not bool(error <= limit):
+        limit = _TOLERANCE[own.dtype]
+        if bool(error <= limit):
+            return ours
+        prefix = len(base_name(self._model.module)) + 1
+        layers = Layers(self._model.base, [call.layer[prefix:] for call in self._model.info.probed.calls])
+        try:
+            wanted = layers.own(self._own)
+            firsts = [sum(counts[:index]) for index in range(len(counts))]
+            layers.compare(wanted, [layers.like(wanted, *each) for each in zip(firsts, passes, strict=True)], what)
+        except UnsupportedModel as reason:
             raise UnsupportedModel(
                 f"{what} over K/V in pages differs from transformers' own attention by {float(error):.2g} of the "
-                f"hidden states' norm, more than the {limit} that rounding explains"
-            )
+                f"hidden states' norm, more than the {limit} that rounding explains: {reason}"
+            ) from reason
+        return torch.cat([feed() for feed in passes], dim=1)  # K/V in pages came from other inputs meanwhile
 
     def _first_difference(self, first: int, count: int) -> str:
         """The first submodule whose output for token `first` depends on the tokens fed behind it."""

@@ -1,4 +1,7 @@
-"""Quantised checkpoints of hosted models: matrix products keep the codes, all other tensors are dequantised."""
+"""Matrix products of hosted models in fewer bits: stored so, or rounded while they are loaded.
+
+Products keep the codes; all other tensors of a quantised checkpoint are dequantised.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from torch import Tensor, nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.hosted.info import HostedInfo, shell_of
+from fastspec.models.hosted.swaps import is_product
 from fastspec.models.weights.names import Stored, parameter
 from fastspec.models.weights.quantised.configs import Quantisation
 from fastspec.models.weights.quantised.tensors import QuantisedShards
@@ -99,12 +104,47 @@ class ProductCodes:
             }
 
 
+def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
+    """Shape (N, K) and kind of every product that is rounded while it is loaded, by the name of its module.
+
+    As of a native model: matrices of layers, and of a draft the head, if it is not the embedding.
+    """
+    form, found = checkpoint.rounded, dict[str, tuple[tuple[int, int], CodesKind]]()
+    if form is None:
+        return found
+    head, embedding = shell.get_output_embeddings(), shell.get_input_embeddings()  # type: ignore[operator]
+    own = checkpoint.role == "draft" and head.weight is not embedding.weight
+    for name, part in shell.named_modules():
+        if not is_product(part) or (part is head and not own):
+            continue
+        columns, rows = part.weight.shape if not isinstance(part, nn.Linear) else part.weight.shape[::-1]
+        # one in 4 bits would lose the most in the head, so it has 8
+        kind = kind_for("int8" if form == "int4" and part is head else form, (rows, columns))
+        if kind is not None:
+            found[name] = (rows, columns), kind
+    return found
+
+
+def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
+    """A weight of values [N, K] that are rounded: as codes where `ops` read them, else the values that they mean."""
+    codes = rounded(rows, kind)
+    if not ops.keeps_codes((rows.shape[0], rows.shape[1]), kind, rows.dtype, rows.device):
+        return ops.store(codes.dequantise(rows.dtype), False)
+    made = Weight.empty_codes(codes.shape, kind, False, rows.dtype, rows.device)
+    made.fill_codes(codes)
+    return made
+
+
 def hosted_bytes(checkpoint: Checkpoint, info: HostedInfo, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Bytes that a hosted model's weights take, with activations of `dtype`."""
     total = info.weight_bytes(dtype)
-    if checkpoint.quantisation is None:
+    if checkpoint.quantisation is not None:
+        kinds = ProductCodes(checkpoint, info).kinds()
+    elif checkpoint.rounded is not None:
+        kinds = rounding_of(checkpoint, shell_of(info.kind, copy.deepcopy(info.config)))
+    else:
         return total
-    for shape, kind in ProductCodes(checkpoint, info).kinds().values():
+    for shape, kind in kinds.values():
         if ops.keeps_codes(shape, kind, dtype, device):
             kept = Weight.empty_codes(shape, kind, False, dtype, torch.device("meta"))
             total += kept.nbytes - math.prod(shape) * dtype.itemsize

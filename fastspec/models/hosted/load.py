@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.hosted.codes import ProductCodes
+from fastspec.models.hosted.codes import ProductCodes, rounded_weight, rounding_of
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.norms import Norm, known_norm
@@ -46,7 +47,8 @@ def load_hosted(
         source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
     shell = shell_of(info.kind, copy.deepcopy(info.config))
     with torch.no_grad(), nullcontext() if codes is None else codes.tensors.open():
-        _Filler(model, shell, source, dtype, device, release, codes).fill()
+        rounding = {name: kind for name, (_, kind) in rounding_of(checkpoint, shell).items()}
+        _Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
     model.host(shell)
 
 
@@ -87,7 +89,8 @@ class _Filler:
     dtype: torch.dtype
     device: torch.device
     release: bool
-    codes: ProductCodes | None = None
+    codes: ProductCodes | None
+    rounding: dict[str, CodesKind]
     weights: dict[int, Weight] = field(default_factory=dict)
     held: dict[int, nn.Parameter] = field(default_factory=dict)
 
@@ -109,8 +112,8 @@ class _Filler:
                 rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
                 wide = torch.float32 if part is head else None
                 bias = None if like.bias is None else self._moved(like.bias)
-                kept = self._kept(f"{name}.weight", like.weight)
-                swapped[name] = Product(self.model, kept or self._weight(like.weight, rows), bias, wide)
+                weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
+                swapped[name] = Product(self.model, weight, bias, wide)
             elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
                 swapped[name] = Norm(self.model, known, self._parameter(like.weight).data)
             elif rotates(part):
@@ -136,12 +139,13 @@ class _Filler:
             self._released(parameter)
         return made
 
-    def _weight(self, parameter: Tensor, rows: Tensor | None = None) -> Weight:
-        """The weight of a parameter, made once where it is used twice."""
+    def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
+        """The weight of a parameter, made once where it is used twice, and rounded where the product `name` is."""
         key = id(parameter)
         if key not in self.weights:
-            rows = self._moved(parameter if rows is None else rows).contiguous()
-            self.weights[key] = self.model.ops.store(rows, False)
+            rows, kind = self._moved(parameter if rows is None else rows).contiguous(), self.rounding.get(name)
+            ops = self.model.ops
+            self.weights[key] = ops.store(rows, False) if kind is None else rounded_weight(rows, kind, ops)
             self._released(parameter)
         return self.weights[key]
 

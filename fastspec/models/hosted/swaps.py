@@ -73,7 +73,10 @@ class Embedding(nn.Module):
 
 
 class FixedShapes(TorchFunctionMode):
-    """Products and reductions that modules call by themselves get shapes that do not depend on the number of rows."""
+    """Products and reductions that modules call by themselves get shapes that do not depend on the number of rows.
+
+    Numbers that they put on the device are written there by a kernel: a step that is captured cannot copy them.
+    """
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -81,6 +84,8 @@ class FixedShapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         running = self._running
+        if func in _NUMBERS and (number := number_on_device(*args, **kwargs)) is not None:
+            return number
         if running.inside or running.tiling.rows is None:
             return func(*args, **kwargs)
         if func is F.linear:
@@ -90,6 +95,22 @@ class FixedShapes(TorchFunctionMode):
         if func in _CURVED and args and isinstance(args[0], Tensor) and not args[0].is_cuda:
             return padded_elements(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+_NUMBERS: Final = (torch.tensor, Tensor.to)
+
+
+def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What torch.tensor or Tensor.to make of one number, if it goes from host memory to a device; else None."""
+    inside = isinstance(given, Tensor)
+    if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
+        return None
+    told = (*args, *kwargs.values())
+    device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)
+    if device is None or device.type == "cpu":
+        return None
+    dtype = next((each for each in told if isinstance(each, torch.dtype)), given.dtype if inside else None)
+    return torch.full((), given.item() if inside else given, dtype=dtype, device=device)
 
 
 _REDUCTIONS: Final = (Tensor.mean, torch.mean, Tensor.sum, torch.sum, Tensor.var, torch.var)

@@ -237,10 +237,26 @@ class ExpertTensors:
         """The codes of a quantised matrix on `device`; None: it is not quantised."""
         if not self._in_blocks(name):
             return None if name in self._parts else self._source.codes(self._names[name], device)
+        return self._codes_of(name, slice(None), slice(None), device)
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """As `codes`, of rows and columns; the columns are whole blocks of mxfp4 or they are cut out of all."""
+        if not self._in_blocks(name):
+            return None if name in self._parts else self._source.codes_part(self._names[name], rows, columns, device)
+        height, width = self._infos[name].shape
+        start, stop = columns.indices(width)[:2]
+        size = MXFP4.block[1]
+        if start % size == stop % size == 0:
+            return self._codes_of(name, rows, slice(start // size, stop // size), device)
+        top, bottom = rows.indices(height)[:2]
+        return self._codes_of(name, slice(None), slice(None), device).part([(top, bottom)], (start, stop))
+
+    def _codes_of(self, name: str, rows: slice, blocks: slice, device: torch.device) -> Codes:
+        """Rows, and blocks of columns, of a matrix in mxfp4."""
         part = self._parts[name]
-        blocks = part.of(self._source.read(part.stored + BLOCKS)).to(device)
-        exponents = part.of(self._source.read(part.stored + SCALES)).to(device)
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        packed = part.of(self._source.read(part.stored + BLOCKS))[rows, blocks].to(device)
+        exponents = part.of(self._source.read(part.stored + SCALES))[rows, blocks].to(device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         return Codes(MXFP4, codes, power_of_two(exponents))
 
     def _in_blocks(self, name: str) -> bool:

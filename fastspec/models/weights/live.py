@@ -125,6 +125,9 @@ class ModuleTensors:
     def codes(self, name: str, device: torch.device) -> None:
         """None: nothing is quantised here."""
 
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> None:
+        """None: nothing is quantised here."""
+
     def release(self, names: list[str]) -> None:
         """Puts an empty meta tensor in place of each named parameter, so that its memory can go.
 

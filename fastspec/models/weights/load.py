@@ -270,7 +270,7 @@ def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
     """What is loaded here of a source."""
     if checkpoint.sliced is None:
         return source
-    return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share))
+    return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
 
 
 def source_of(checkpoint: Checkpoint) -> TensorSource:

@@ -7,8 +7,9 @@ while threads fill them. On CUDA each thread copies through pinned memory of its
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,13 +22,13 @@ from tqdm import tqdm
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
-from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.weights.shards import TensorInfo
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader
+VALUES = 2**23  # of a matrix that is read, and packed, at a time
 
 
 Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
@@ -57,6 +58,9 @@ class TensorSource(Protocol):
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix, as `Codes.part` has them; no more is read than stored words need."""
 
     def release(self, names: list[str]) -> None:
         """Lets go of the source's memory for tensors that have been copied."""
@@ -94,6 +98,7 @@ class Loader:
         self._place = torch.device("meta") if planned else device
         self._release, self._later = release, later
         self._infos, self._whole = source.infos(), whole
+        self._launching = threading.Lock()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
 
     def tensor(
@@ -228,7 +233,10 @@ class Loader:
             place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
             self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
             return
-        place.fill_codes(rounded(self._rows(names, place, order, staging), kind))
+        if order is None and place.codes is not None:
+            place.codes.fill_in_runs(self._rounded(run, kind) for _, run in self._runs(names, place, staging))
+            return
+        place.fill_codes(self._rounded(self._rows(names, place, order, staging), kind))
 
     def _fill_weight(
         self,
@@ -240,11 +248,55 @@ class Loader:
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         if kind is not None and all(self._source.kind(name) is None for name in names):
-            place.fill(rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
+            place.fill(self._rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
         elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
+        elif order is None and kind is None:
+            for tile, run in self._runs(names, place, staging):
+                place.fill_run(tile, run)
         else:
             place.fill(self._rows(names, place, order, staging))
+
+    def _rounded(self, rows: Tensor, kind: CodesKind) -> Codes:
+        with self._launching:  # a kernel that is compiled by its first launch is compiled once
+            return self._ops.rounded(rows, kind)
+
+    def _runs(
+        self, names: tuple[str, ...], place: Weight, staging: _Staging | None
+    ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+        """The rows of a weight, a run of whole tiles at a time: (number of the first tile, rows), the gate's first.
+
+        The next run takes the memory of the one before it.
+        """
+        (n, k), halves = place.shape, 2 if place.gated else 1
+        stored = [self._source.read(name) for name in names]
+        step = max(1, VALUES // (16 * k))
+        for tile in range(0, n // 16, step):
+            count = min(step, n // 16 - tile) * 16 // halves
+            run = torch.empty((halves * count, k), dtype=self.dtype, device=self._device)
+            for half in range(halves):
+                start = half * n // 2 + tile * 16 // halves
+                self._fill_rows(names, stored, start, run[half * count : (half + 1) * count], staging)
+            yield tile, run
+        if self._release:
+            self._source.release(list(names))
+
+    def _fill_rows(
+        self, names: tuple[str, ...], stored: list[Tensor], start: int, place: Tensor, staging: _Staging | None
+    ) -> None:
+        """Copies to `place` as many rows of the named matrices under each other, from row `start` on."""
+        first, stop = 0, start + place.shape[0]
+        for name, matrix in zip(names, stored, strict=True):
+            low, high = max(start, first), min(stop, first + matrix.shape[0])
+            if low < high:
+                here, rows = place[low - start : high - start], matrix[low - first : high - first]
+                if staging is None:
+                    here.copy_(rows)
+                else:
+                    staging.copy(here, rows)
+                self._check_range(name, self._infos[name], here)
+                self._bar.update(here.numel() * self.dtype.itemsize)
+            first += matrix.shape[0]
 
     def _rows(self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None) -> Tensor:
         """The values of a weight as rows [N, K], before they come into its format."""

@@ -54,6 +54,9 @@ class Stored(Protocol):
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix on a device; None: it is not quantised."""
 
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix."""
+
 
 class RenamedTensors:
     """The tensors of a checkpoint directory under other names than they are stored by.
@@ -92,6 +95,10 @@ class RenamedTensors:
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """As of the source, by its name here."""
         return self._source.codes(self._stored[name], device)
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """As of the source, by its name here."""
+        return self._source.codes_part(self._stored[name], rows, columns, device)
 
     def release(self, names: list[str]) -> None:
         """Nothing to do: see `ShardTensors.release`."""

@@ -11,6 +11,7 @@ from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
 from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
+from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.pairs import refuse_strangers
 from fastspec.models.weights.sources import Checkpoint, resolve
 
@@ -68,19 +69,15 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
     if form is None:
         return checkpoint
     name, wanted = f"{checkpoint.role}_quantization", _known(checkpoint.role, form)
-    if checkpoint.spec.hosting:
-        raise UnsupportedOption(
-            f"{name}={form!r} is for native families alone, and {checkpoint.name} is hosted; leave it out"
-        )
     if checkpoint.quantisation is not None:
         raise UnsupportedOption(
             f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
             "the original weights"
         )
-    if checkpoint.native.routed_elements:
+    spec = checkpoint.spec
+    if spec.experts if isinstance(spec, HostedInfo) else spec.routed_elements:
         raise UnsupportedOption(
-            f"{name}={form!r} does not go with {checkpoint.native.family}: experts are not rounded while "
-            "loading; leave it out"
+            f"{name}={form!r} does not go with {checkpoint.name}: experts are not rounded while loading; leave it out"
         )
     return rounded_to(checkpoint, wanted)
 
@@ -106,7 +103,7 @@ def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
 
 
 def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
-    """The checkpoint with its matrices rounded while they are loaded; it is neither hosted nor stored quantised."""
+    """The checkpoint with its matrices rounded while they are loaded; it is not stored quantised."""
     draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")

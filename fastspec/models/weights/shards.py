@@ -196,6 +196,9 @@ class ShardTensors:
     def codes(self, name: str, device: torch.device) -> None:
         """None: nothing is quantised here."""
 
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> None:
+        """None: nothing is quantised here."""
+
     def release(self, names: list[str]) -> None:
         """Nothing to do: the map of a file is dropped when `open()` ends."""
 

@@ -78,7 +78,7 @@ class Checkpoint:
         quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
         stored: that in words.
         cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
-        rounded: what its matrices are rounded to when they are loaded; None: they stay as they are stored.
+        rounded, chosen: what matrices are rounded to when they are loaded, None: nothing; whether by choice of "auto".
         sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
         mtp: MTP layers lie beside the model.
     """
@@ -93,6 +93,7 @@ class Checkpoint:
     stored: str = ""
     cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
     rounded: CodeFormat | None = None
+    chosen: bool = False
     sliced: Sliced | None = None
     mtp: bool = False
 
@@ -122,9 +123,7 @@ def resolve(
     revision: str | None = None,
     fetched: Path | None = None,
 ) -> Checkpoint:
-    """Finds a checkpoint and checks all of it but the weights' values.
-
-    Values are read for one reason: a head that is stored beside a tied embedding is compared with it.
+    """Finds a checkpoint and checks all of it but values; a head beside a tied embedding is compared with that.
 
     Args:
         source: a local directory, a Hub id ("owner/name"; files missing from the cache are downloaded), or a

@@ -111,6 +111,27 @@ def test_equals_its_definition(count: int, hidden: int, inner: int, form: str, d
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", ["plain", "bias"])
+def test_of_a_part_of_the_columns_the_sum_is_in_fp32(form: str, device: str) -> None:
+    """Without a residual; the sums of all parts are that of all columns, and a shared expert's part is fp32."""
+    weights = weights_of(form, torch.float32, device, HIDDEN, INNER)
+    x, ids, factors, residual = rows_of(5, torch.float32, device)
+    shared = {"shared": residual.flip(0), "shared_logits": factors[:, :1]} if form == "bias" else {}
+    whole = reference.experts(x, ids, factors, weights, CLAMP, residual=residual, **shared)
+    found = dispatch.experts(x, ids, factors, weights, CLAMP, residual=None, **shared)
+    torch.testing.assert_close(found, whole - residual, rtol=2e-5, atol=2e-5)
+    halves = [slice(INNER // 2), slice(INNER // 2, INNER)]
+    unbiased = replace(weights, down_bias=None)
+    first, second = (
+        reference.experts(x, ids, factors, each, CLAMP, residual=None, inner=half, **more)
+        for each, half, more in ((weights, halves[0], shared), (unbiased, halves[1], {}))
+    )
+    torch.testing.assert_close(residual + first + second, whole, rtol=2e-5, atol=2e-5)
+    narrow = dispatch.experts(x.half(), ids, factors, weights_of(form, torch.float16, device), CLAMP, residual=None)
+    assert narrow.dtype == torch.float32
+
+
 def whole_numbers(weights: ExpertWeights) -> ExpertWeights:
     """Small whole numbers, of which the interpreter's products have one sum only."""
     up, down = (replace(each, data=(20 * each.data).round()) for each in (weights.gate_up, weights.down))

@@ -85,7 +85,8 @@ def changes(case: Case) -> Iterator[Changed]:
         )
     for field in dataclasses.fields(ModelScales):
         if getattr(spec.scales, field.name) != field.default:
-            yield field.name, replace(spec, scales=replace(spec.scales, **{field.name: field.default})), weights
+            scales = replace(spec.scales, **{field.name: field.default})
+            yield f"scale {field.name}", replace(spec, scales=scales), weights
     for name, change in expert_changes(spec.plans[1].experts):
         yield name, replace(spec, plans=tuple(with_experts(plan, change) for plan in spec.plans)), weights
     for at, rope in enumerate(spec.ropes):
@@ -98,7 +99,8 @@ def changes(case: Case) -> Iterator[Changed]:
             yield field.name, spec, with_layer(weights, 1, experts=other)
     for field in dataclasses.fields(LayerWeights):
         if getattr(weights.layers[1], field.name) is not None and field.name != "experts":
-            value = turned(getattr(weights.layers[1], field.name))
+            value = getattr(weights.layers[1], field.name)
+            value = value - 30.0 if field.name == "sinks" else turned(value)  # sinks that weigh nothing
             yield field.name, spec, with_layer(weights, 1, **{field.name: value})
     if weights.norm_bias is not None:
         yield "norm_bias", spec, replace(weights, norm_bias=torch.zeros_like(weights.norm_bias))

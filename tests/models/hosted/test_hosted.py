@@ -38,6 +38,7 @@ QUICK = [
     "diffllama",
     "opt",
 ]
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 PROMPTS = [[3, 5, 7, 9, 11], [8], [4, 90] * 12]
 NEW = 20
 
@@ -189,11 +190,11 @@ def test_a_changed_live_module_is_refused() -> None:
         generator(model)
 
 
-def test_compilation_and_rounding_of_a_hosted_model_are_refused() -> None:
+def test_compilation_and_rounding_of_hosted_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="compile=True is for native families alone"):
         generator(make_model("gpt_neox"), compile=True, exact=False)
-    with pytest.raises(UnsupportedOption, match=r"target_quantization=.* is for native families alone"):
-        resolve_pair(make_model("gpt_neox"), None, (None, None), (next(iter(FORMATS)), None))
+    with pytest.raises(UnsupportedOption, match=r"target_quantization=.* experts are not rounded while loading"):
+        resolve_pair(make_model("deepseek_v3"), None, (None, None), (next(iter(FORMATS)), None))
 
 
 def test_reductions_and_functions_in_fixed_shapes_give_what_torch_gives() -> None:
@@ -210,6 +211,24 @@ def test_reductions_and_functions_in_fixed_shapes_give_what_torch_gives() -> Non
     torch.testing.assert_close(swaps.padded_elements(torch.tanh, x), torch.tanh(x))
 
 
+def test_numbers_that_modules_put_on_a_device_are_not_copied_there() -> None:
+    """A captured step cannot copy from host memory. "meta" stands for a GPU, and has no copy either."""
+
+    class Running:
+        inside, tiling, queries, ops = False, swaps.Tiling(8, 8), 1, None
+
+    x = torch.tensor(1e-5, dtype=torch.float32)
+    with swaps.FixedShapes(Running()):  # type: ignore[arg-type]
+        moved = [x.to("meta"), x.to(torch.device("meta"), torch.bfloat16), torch.tensor(3, device="meta")]
+        here = [x.to(torch.bfloat16), x.to("cpu"), torch.tensor([1.0, 2.0], device="meta"), torch.tensor(0.5)]
+    assert [(each.device.type, each.dtype) for each in moved] == [
+        *(("meta", torch.float32), ("meta", torch.bfloat16), ("meta", torch.int64))
+    ]
+    assert [each.device.type for each in here] == ["cpu", "cpu", "meta", "cpu"]
+    assert swaps.number_on_device(2.5, device="meta") is not None
+    assert swaps.number_on_device(x, torch.bfloat16) is None
+
+
 def test_a_config_is_left_as_it_was() -> None:
     config = config_of("gpt_neox")
     before = config.to_dict()
@@ -218,9 +237,11 @@ def test_a_config_is_left_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe", "gpt_oss", "stablelm"])
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe", "gpt_oss", "stablelm", "deepseek_v3", "gemma3n_text"])
 def test_on_a_gpu_steps_are_captured_and_drafts_change_nothing(name: str) -> None:
-    model = make_model(name, dtype=torch.bfloat16, hidden_size=128, head_dim=32, intermediate_size=256).cuda()
+    # with widths that tensor cores take, where a family's own sizes do not hang on them
+    sizes = {} if name in ("deepseek_v3", "gemma3n_text") else WIDE
+    model = make_model(name, dtype=torch.bfloat16, **sizes).cuda()
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
     with generator(model, **options) as plain:  # construction compares bits of one token with those among k + 1
         wanted = texts_of(plain).new_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +12,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.hosted.swaps import Product
+from fastspec.models.hosted.swaps import Product, is_product
 from fastspec.models.weights import sources
+from fastspec.models.weights.pair import rounded_to
 from fastspec.models.weights.sources import resolve
 from tests.helpers import checkpoints, quantised
 from tests.helpers.hosted import config_of, make_model
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),
+]
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 KINDS = {
@@ -87,3 +96,45 @@ def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: P
     checkpoints.edit(tmp_path / "unlike" / "config.json", quantization_config=GPTQ)
     with pytest.raises(CheckpointError, match="says 'gptq', and no matrix is stored so"):
         resolve(tmp_path / "unlike", role="target")
+
+
+@pytest.mark.parametrize(("name", "form"), [("stablelm", "int4"), ("gpt2", "fp8"), ("opt", "int8")])
+def test_products_are_rounded_while_they_are_loaded(name: str, form: str) -> None:
+    """Their values are those of a module whose products were rounded before, and a draft changes no text."""
+    sizes = {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 64}}
+    model = make_model(name, **sizes.get(name, {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}))
+    meant = copy.deepcopy(model)
+    head = meant.get_output_embeddings()
+    for part in (part for part in meant.modules() if is_product(part) and part is not head):
+        flat = part.weight.data if isinstance(part, nn.Linear) else part.weight.data.t()
+        kind = kind_for(form, tuple(flat.shape))  # type: ignore[arg-type]
+        assert kind is not None
+        flat.copy_(rounded(flat.contiguous(), kind).dequantise(torch.float32))
+    options: dict[str, Any] = {"device": "cpu", "max_length": 64, "progress": False, "dtype": "float32"}
+    call: dict[str, Any] = {"max_new_tokens": 10, "logprobs": 1, "eos_token_id": [], "return_dict_in_generate": True}
+    found: list[Any] = []
+    for given, rounds in ((model, {"target_quantization": form}), (meant, {}), (model, {})):
+        with FastSpecGenerator(given, model, draft_quantization=form, **rounds, **options) as made:
+            plain, drafted = (made.generate([list(range(5, 25))], num_speculative_tokens=k, **call) for k in (0, 3))
+            assert plain.new_tokens == drafted.new_tokens  # type: ignore[union-attr]
+            assert (f"rounded to {form}" in made.explain().split("draft  ")[0]) == bool(rounds)
+            found.append((plain.new_tokens, plain.logprobs))  # type: ignore[union-attr]
+    assert found[0] == found[1] != found[2]
+
+
+def test_rounded_products_stay_in_codes_where_kernels_read_them() -> None:
+    ops = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    live = make_model("stablelm", hidden_size=128, intermediate_size=128, head_dim=32, vocab_size=128)
+    for role in ("target", "draft"):
+        checkpoint = rounded_to(resolve(live, role=role), "fp8")
+        info = checkpoint.spec
+        assert isinstance(info, HostedInfo)
+        sizes = {"num_pages": 4, "page_size": 16, "max_positions": 64, "batch": 1, "max_queries": 2}
+        model = HostedModel(info, ops, dtype=torch.float32, device=CPU, **sizes)
+        load_hosted(checkpoint, model, dtype=torch.float32, device=CPU, release=False)
+        held = {name: part.weight for name, part in model.module.named_modules() if isinstance(part, Product)}
+        held |= {name: part.weight for name, part in model.base.named_modules() if isinstance(part, Product)}
+        codes = {name for name, weight in held.items() if weight.format == "codes"}
+        assert codes == {name for name in held if name != "lm_head" or role == "draft"}
+        kept = sum(held[name].nbytes - 4 * math.prod(held[name].shape) for name in codes)
+        assert checkpoint.bytes_loaded(torch.float32, CPU, ops) == info.weight_bytes(torch.float32) + kept

@@ -16,8 +16,7 @@ from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
-SLICES = gl.constexpr(8)  # of a tile that is widened, one after the other: registers are few
-WIDENING_WARPS = gl.constexpr(2)  # that make tiles of 8 bits tiles of 16
+WIDENING_WARPS = gl.constexpr(4)  # that make tiles of 8 bits tiles of 16, one to each scheduler of an SM
 
 
 class Pipeline(NamedTuple):
@@ -177,7 +176,6 @@ def _load_tile(
 @gluon.jit
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    NARROW: gl.constexpr,
 ):  # fmt: skip
     """What the loading warp does, tile by tile: keys, then their values.
 
@@ -187,11 +185,11 @@ def load_tiles(
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
-    PARTS: gl.constexpr = D // width_of(D, NARROW)
-    BYTES: gl.constexpr = KEYS * D * (1 if NARROW else 2)
+    PARTS: gl.constexpr = D // width_of(D, False)
+    BYTES: gl.constexpr = KEYS * D * 2
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
     PIECES: gl.constexpr = KEYS // PIECE
-    pieces = in_pieces(pipeline.tiles, PIECE, NARROW)
+    pieces = in_pieces(pipeline.tiles, PIECE)
     step = 0
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
     slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
@@ -211,32 +209,54 @@ def load_tiles(
         first, end = next_first, next_end
 
 
+@gluon.constexpr_function
+def _slice_layout(D):
+    """Of half a tile of 8 bits: a thread takes 16 numbers of each of two keys.
+
+    Of the eight threads whose words come and go together four have another key than the others: such that neither what
+    they load nor the 16-bit values that they store lie in the same banks.
+    """
+    lanes, warps = (
+        ([[5, 0], [2, 0], [4, 0]], [[0, 64], [8, 0]])
+        if D == 128
+        else (
+            [[1, 0], [2, 0], [4, 0]],
+            [[8, 0], [16, 0]],
+        )
+    )
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    last = [16 if D == 128 else 32, 0]
+    return gl.DistributedLinearLayout([*bases, last], [[0, 16], [0, 32], *lanes], warps, [], [4096 // D, D])
+
+
 @gluon.jit
-def _widened_tile(tile, DTYPE: gl.constexpr):
-    """Rows [N, D] of e4m3 numbers as values of DTYPE: a thread takes 16 of a key at a time."""
-    D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [WIDENING_WARPS, 1], [1, 0])
+def _widened(four, DTYPE: gl.constexpr):
+    """Rows [N, D] of e4m3 numbers, as uint8, as values of DTYPE."""
     INTO: gl.constexpr = widening_of_four(DTYPE)
-    four = [tile.load(layout)]
     if gl.bfloat16 == DTYPE:
-        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.bfloat16, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
-        return gl.inline_asm_elementwise(INTO, "=r,=r,r", four, dtype=gl.float16, is_pure=True, pack=4)
+        return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Makes a tile of 16 bits of tile `step` of 8, once both rings let it."""
+    """Makes a tile of 16 bits of tile `step` of 8, one half and then the other, once both rings let it."""
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
+    KEYS: gl.constexpr = wide.tiles.shape[1]
+    D: gl.constexpr = wide.tiles.shape[2]
+    ROWS: gl.constexpr = KEYS // 2
+    layout: gl.constexpr = _slice_layout(D)
     source, target = step % STAGES, step % WIDE
     mbarrier.wait(narrow.full.index(source), step // STAGES & 1)
+    here = narrow.tiles.index(source).slice(0, ROWS).load(layout)
     if step >= WIDE:
         mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-    ROWS: gl.constexpr = wide.tiles.shape[1] // SLICES
-    for i in gl.static_range(SLICES):
-        values = _widened_tile(narrow.tiles.index(source).slice(i * ROWS, ROWS), wide.tiles.dtype)
-        wide.tiles.index(target).slice(i * ROWS, ROWS).store(values)
+    # the second half is loaded before the first is stored: the compiler does not move loads over stores
+    there = narrow.tiles.index(source).slice(ROWS, ROWS).load(layout)
+    wide.tiles.index(target).slice(0, ROWS).store(_widened(here, wide.tiles.dtype))
+    wide.tiles.index(target).slice(ROWS, ROWS).store(_widened(there, wide.tiles.dtype))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(narrow.free.index(source), count=1)
@@ -244,16 +264,56 @@ def _widen(narrow, wide, step):
 
 
 @gluon.jit
-def widen_tiles(narrow, wide, share, SPLIT_SIZES: gl.constexpr):
-    """What the warps do that make tiles of 8 bits, as TMA brings them, tiles of 16 bits for those that multiply.
+def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
+    """(number among the CTA's splits, first key, end of the split) of the tile behind the one that these say."""
+    then = split_number(gl.minimum(i + 1, share.mine - 1), share)
+    first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
+    inside = here + KEYS < end
+    return gl.where(inside, i, i + 1), gl.where(inside, here + KEYS, first), gl.where(inside, end, last)
 
-    narrow, wide: Pipelines of uint8 and of 16 bits.
+
+@gluon.jit
+def load_and_widen(
+    key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """What the warps do that bring tiles of 8 bits, and make tiles of 16 bits of them for those that multiply.
+
+    Tiles are asked for STAGES ahead, a tile of keys and then its values, as `load_tiles` does.
+
+    Args:
+        narrow, wide: Pipelines of uint8 and of 16 bits.
     """
+    STAGES: gl.constexpr = narrow.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
-    step = 0
-    for i in range(share.mine):
-        first, end = keys_of(split_number(i, share), share.begin, share.stop, SPLIT_SIZES)
-        for _here in range(first, end, KEYS):
+    D: gl.constexpr = wide.tiles.shape[2]
+    PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
+    PIECES: gl.constexpr = KEYS // PIECE
+    BYTES: gl.constexpr = KEYS * D
+    pieces = in_pieces(narrow.tiles, PIECE, True)
+    first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
+    i, here, last = 0, first, end  # the tile that is asked for next, and its pages
+    slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
+    asked, step = 0, 0
+    for _ahead in range(STAGES // 2 - 1):
+        if i < share.mine:
+            if here + KEYS > share.first_new:
+                mbarrier.wait(narrow.stored.index(0), 0)
+            _load_tile(key_desc, pieces, narrow, asked, slots, column, 1, STAGES, BYTES)
+            _load_tile(value_desc, pieces, narrow, asked + 1, slots, column, 1, STAGES, BYTES)
+            asked += 2
+            i, here, last = _next_tile(i, here, last, share, KEYS, SPLIT_SIZES)
+            slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
+    for split in range(share.mine):
+        begin, stop = keys_of(split_number(split, share), share.begin, share.stop, SPLIT_SIZES)
+        for _key in range(begin, stop, KEYS):
+            if i < share.mine:  # the places of the two tiles before these are free
+                if here + KEYS > share.first_new:
+                    mbarrier.wait(narrow.stored.index(0), 0)
+                _load_tile(key_desc, pieces, narrow, asked, slots, column, 1, STAGES, BYTES)
+                _load_tile(value_desc, pieces, narrow, asked + 1, slots, column, 1, STAGES, BYTES)
+                asked += 2
+                i, here, last = _next_tile(i, here, last, share, KEYS, SPLIT_SIZES)
+                slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
             _widen(narrow, wide, step)
             _widen(narrow, wide, step + 1)
             step += 2

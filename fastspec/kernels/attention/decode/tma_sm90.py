@@ -17,8 +17,9 @@ are those of the row alone.
 
 New K and V are stored by the CTA whose splits they lie in; its loading warp waits for that before it loads such a tile.
 
-Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Two more warps make tiles of 16 bits of them, exactly, in a
-second ring of shared memory, which the others multiply: so a row has the bits of a cache that holds those numbers.
+Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Four warps ask for them and make tiles of 16 bits of them,
+exactly, in a second ring of shared memory, which the others multiply: so a row has the bits of a cache that holds those
+numbers. Two such CTAs share an SM, whose four schedulers have one of those warps of each.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -51,11 +52,13 @@ from fastspec.kernels.attention.decode.query_rows import (
     slots_of,
 )
 from fastspec.kernels.attention.decode.tma_parts import (
+    WIDENING_WARPS,
     WIDTH,
     Pipeline,
     Share,
     in_pieces,
     keys_of,
+    load_and_widen,
     load_tiles,
     masked,
     power,
@@ -63,7 +66,6 @@ from fastspec.kernels.attention.decode.tma_parts import (
     split_number,
     splits_of,
     tile_layout,
-    widen_tiles,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
@@ -332,12 +334,11 @@ def shares_kernel(
                     qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
                     scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
                 )),
-                (load_tiles, (
-                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
+                (load_and_widen, (
+                    key_desc, value_desc, loaded, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
                 )),
-                (widen_tiles, (loaded, pipeline, share, SPLIT_SIZES)),
             ],
-            [1, 2], [40, 40],
+            [WIDENING_WARPS], [56],
         )
     else:
         gl.warp_specialize(
@@ -347,7 +348,7 @@ def shares_kernel(
                     scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
                 )),
                 (load_tiles, (
-                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
+                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
                 )),
             ],
             [1], [40],

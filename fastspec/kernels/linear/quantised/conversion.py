@@ -13,9 +13,10 @@ from fastspec.kernels.linear.epilogue import times_gamma, unpacked
 # pairs of bf16: 2^64, and 2^60 for codes that lie four bits higher
 UP = gl.constexpr(0x5F805F80)
 UP_LESS = gl.constexpr(0x5D805D80)
-# pairs of bf16 that count 1 in the units of the codes: in the lowest bits, and four bits higher
-ONE_LOW = gl.constexpr(0x00010001)
-ONE_HIGH = gl.constexpr(0x00100010)
+ONE = gl.constexpr(0x00010001)  # a pair of bf16 that counts 1 in the units of the codes
+# pairs of bf16: 1 and 8 in the units of codes of 4 bits that are raised, negative
+LESS_ONE = gl.constexpr(-0x62FF6300)  # 0x9D009D00
+LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
 
 
 @gluon.constexpr_function
@@ -27,7 +28,7 @@ def bits_of(FORM):
 @gluon.constexpr_function
 def offset_of(FORM):
     """What codes are larger by than what they mean, taken off by the sum of x; 0: they are not."""
-    return 8 if FORM == "int4" else 128 if FORM == "off8" else 0
+    return 128 if FORM == "off8" else 0
 
 
 @gluon.constexpr_function
@@ -123,10 +124,33 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 
 @gluon.jit
-def units_of(words, scales, FORM: gl.constexpr, UNIT: gl.constexpr):
+def _less(pairs, less, HIGH: gl.constexpr):
+    """Codes of 4 bits less their zero points, exactly: pairs 2^64 + less, or 2^60 where they lie high; 1 is 2^-69."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, gl.full_like(pairs, UP_LESS if HIGH else UP), less],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _zero_of(words, zeros, i: gl.constexpr):
+    """What `_less` adds to block i of four, like words [S, R, 16]: out of zeros, [S, R, 1] of each group, or 8."""
+    if len(zeros) == 0:
+        return gl.full_like(words, LESS_EIGHT)
+    else:
+        return gl.broadcast(zeros[i * len(zeros) // 4], words)[0]
+
+
+@gluon.jit
+def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
     """bf16 pairs, [S, R, UNIT / 2] in the order of K, of each unit of what words [S, R, 16] hold.
 
     scales: of fp4, words [S, R, 8]; else unused.
+    zeros: of int4, as `zeros_of` has them of each group; none where all are 8.
     """
     first, second = code_halves(words, FORM, 0)
     if bits_of(FORM) == 8:
@@ -137,6 +161,11 @@ def units_of(words, scales, FORM: gl.constexpr, UNIT: gl.constexpr):
             low, high = gl.split(gl.reshape(scales, [words.shape[0], words.shape[1], 4, 2]))
             first, second = _scaled(first, low, "0x1010"), _scaled(second, low, "0x3232")
             third, fourth = _scaled(third, high, "0x1010"), _scaled(fourth, high, "0x3232")
+        else:
+            first = _less(first, _zero_of(words, zeros, 0), False)
+            second = _less(second, _zero_of(words, zeros, 1), True)
+            third = _less(third, _zero_of(words, zeros, 2), False)
+            fourth = _less(fourth, _zero_of(words, zeros, 3), True)
         if UNIT == 32:
             return _narrow(first), _narrow(second), _narrow(third), _narrow(fourth)
         else:
@@ -144,37 +173,19 @@ def units_of(words, scales, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def ones(S: gl.constexpr, lay: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr, HIGH: gl.constexpr):
-    """bf16 pairs [S, 16, UNIT / 2] that are 1 as codes of a unit count; HIGH: those of a unit of 32 that lie high."""
-    low = gl.full([S, 16, 16], ONE_HIGH if HIGH else ONE_LOW, gl.int32, layout=lay)
-    if UNIT == 32:
-        return _narrow(low)
-    elif FORM == "int4":
-        return joined_halves(low, gl.full([S, 16, 16], ONE_HIGH, gl.int32, layout=lay))
-    else:
-        return joined_halves(low, low)
+def ones(S: gl.constexpr, lay: gl.constexpr):
+    """bf16 pairs [S, 16, 32] that are 1 as codes of a unit count."""
+    one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
+    return joined_halves(one, one)
 
 
 @gluon.jit
-def _by_halves(words):
-    """Words [S, 32, BM] of x times 2^64, and 2^60 for the second half."""
-    S: gl.constexpr = words.shape[0]
-    BM: gl.constexpr = words.shape[2]
-    first, second = gl.split(gl.permute(gl.reshape(words, [S, 2, 16, BM]), (0, 2, 3, 1)))
-    first = times_gamma(first, gl.full_like(first, UP), gl.bfloat16)
-    second = times_gamma(second, gl.full_like(second, UP_LESS), gl.bfloat16)
-    return gl.reshape(gl.permute(gl.join(first, second), (0, 3, 1, 2)), [S, 32, BM])
-
-
-@gluon.jit
-def raised(words, FORM: gl.constexpr, UNIT: gl.constexpr, HIGH: gl.constexpr):
-    """Words [S, UNIT / 2, BM] of x times the power of two that codes of a unit, see `ones`, are smaller by: exactly."""
-    if FORM == "fp4":
+def raised(words, FORM: gl.constexpr):
+    """Words of x, or of codes of 8 bits, times the power of two that these are smaller by; others are as they are."""
+    if bits_of(FORM) == 4:
         return words
-    elif FORM == "int4" and UNIT == 64:
-        return _by_halves(words)
     else:
-        return times_gamma(words, gl.full_like(words, UP_LESS if HIGH else UP), gl.bfloat16)
+        return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
 
 
 @gluon.jit
@@ -189,7 +200,7 @@ def for_all(sums, R: gl.constexpr):
 
 @gluon.jit
 def _rows_of_pairs(low, high, like: gl.constexpr):
-    """fp32 [S, R / 2] of rows g and of rows g + 8 -> [S, R, 1] for sums in layout `like`."""
+    """[S, R / 2] of rows g and of rows g + 8 -> [S, R, 1] for tensors [S, R, n] in layout `like`."""
     S: gl.constexpr = low.shape[0]
     P: gl.constexpr = low.shape[1]
     both = gl.permute(gl.reshape(gl.join(low, high), [S, P // 8, 8, 2]), (0, 1, 3, 2))
@@ -208,3 +219,10 @@ def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
     else:
         low, high = unpacked(words, KIND)
         return _rows_of_pairs(low, high, like)
+
+
+@gluon.jit
+def zeros_of(words, like: gl.constexpr):
+    """Zero points, pairs [S, R / 2] of bf16 -> what `units_of` takes, int32 [S, R, 1] for codes in layout `like`."""
+    less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
+    return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.launch import described, launch
-from fastspec.kernels.linear.launches import GLUON_TYPE, Call, gpu_of
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.linear.launches import GLUON_TYPE, Call, gpu_of, permuted_for
 from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
 from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.wide_sm90 import WORDS, codes_sum_kernel, codes_tma_kernel, raised_kernel
+from fastspec.kernels.linear.quantised.wide_sm90 import WideEnds, codes_tma_kernel
+from fastspec.kernels.linear.split_k import Parts, add_up
 
 
 def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
@@ -30,14 +32,14 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     rows, k = call.x.shape
     n, _ = codes.shape
     whole = call.gated or call.argmax_keys is not None
-    tile = tile or plan.launch_of(codes.form, codes.group, n, k, rows, gpu_of(call.x.device), whole)
+    tile = tile or tile_for(call.weight, rows, whole=whole)
     split = plan.split_of(codes.form, n, k)
+    if isinstance(tile, Wide):
+        _run_wide(call, tile, pdl)
+        return
     x, row_factors = call.x, None
     if call.norm is not None:
         x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
-    if isinstance(tile, Wide):
-        _run_wide(replace(call, x=x), row_factors, tile, pdl)
-        return
     steps = cdiv(k, split.split_k * split.k_tile)
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
     shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
@@ -61,53 +63,60 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     )
 
 
-def _run_wide(call: Call, row_factors: Tensor | None, tile: Wide, pdl: bool) -> None:
-    """Launches what makes x ready, the product, and what adds up passes that it leaves apart; the norm is done."""
+def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
+    """`plan.launch_of` for a quantised weight, on its device."""
+    codes = weight.codes
+    assert codes is not None
+    if rows < plan.WIDE_FROM.get(codes.form, rows + 1):  # whatever the GPU
+        return plan.tile_of(codes.form, *codes.shape, rows)
+    return plan.launch_of(codes.form, codes.group, *codes.shape, rows, gpu_of(weight.device), whole)
+
+
+def launch_wide(tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
+    """As `launches.launch_tma`, whose arguments and result it has, with a weight of codes."""
     codes = call.weight.codes
     assert codes is not None
-    rows, k = call.x.shape
-    n, _ = codes.shape
+    rows = len(call.x)
+    n, k = codes.shape
     split = plan.split_of(codes.form, n, k)
-    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    x = torch.empty_like(call.x)
-    words = [each.view(torch.int32) for each in (call.x, x)]
-    chunks = cdiv(k // 2, getattr(WORDS, "value", WORDS))
-    launch(raised_kernel, (rows, chunks), *words, rows, K=k, LESS=codes.form == "int4", PDL=pdl, num_warps=4, **options)
     scales = codes.scales
     if scales is not None:
         scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
     zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
-    ends = Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys)
-    apart = split.split_k // tile.ways
-    parts = call.x.new_empty(split.split_k, rows, n, dtype=torch.float32) if apart > 1 else None
+    eps = 0.0 if call.norm is None else call.norm[1]
+    apart, sums = split.split_k // tile.ways, None
+    if apart > 1:
+        sums = call.x.new_empty(split.split_k, rows, n, dtype=torch.float32)
     pieces = 1 if codes.form == "int4" else 2
     shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form}
     shape |= {"GROUP": (codes.group, 1 if codes.scales is None else codes.scales.shape[2])}
-    shape |= {
-        "R": tile.weight_rows,
-        "BM": tile.rows,
-        "STAGES": tile.stages,
-        "WARPS": tile.warps,
-        "GATED": call.gate,
-        "PDL": pdl,
-    }
+    shape |= {"R": tile.weight_rows, "BM": tile.rows, "STAGES": tile.stages, "WARPS": tile.warps}
     launch(
         codes_tma_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
-        described(x, [tile.rows, 64]),
+        described(call.x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
         Given(None, None, codes.factors, scales, zeros),
-        ends,
-        parts,
+        WideEnds(squares if sums is None else None, eps, call.bias, call.residual, call.out, call.argmax_keys),
+        sums,
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         **shape,
+        GATED=(call.gate, regroup_out),
+        PDL=pdl,
         num_warps=tile.warps,
         maxnreg=tile.registers,
-        **options,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
     )
+    return None if sums is None else Parts(sums, 1, codes.factors)
+
+
+def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
+    """Launches what makes x ready, the product, and what adds up passes that it leaves apart."""
+    _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+    parts = launch_wide(tile, replace(call, x=given), squares, pdl)
     if parts is not None:
-        shape = {"N": n, "WAYS": split.split_k, "PDL": pdl, "num_warps": 4, **options}
-        launch(codes_sum_kernel, (rows, cdiv(n, 512)), parts, codes.factors, ends, rows, **shape)
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
 def _words_of_scales(codes: PackedCodes) -> int:

@@ -57,11 +57,11 @@ class Wide:
     registers: int
 
 
-WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # rows of x
+WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 9}  # rows of x
 WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
-# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits, whose sums of x are as much work as
-# one of 64 weight rows, take the first with 64 rows, too
-WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
+# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits take the first with 64 rows, too
+WIDE_SHAPES = {8: (64, 4, 2, 128), 16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
+MOST_STAGES = 16
 SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
 
 Sizes = tuple[int, int, int]  # weight rows, depth, row depth
@@ -146,7 +146,7 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
 
 def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:
     """The launch of the kernel for many rows: as many CTAs share the sums of K as run at a time."""
-    room = 16
+    room = 8
     while room < min(rows, MOST_ROWS):
         room *= 2
     weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in WIDE else 32]
@@ -155,4 +155,4 @@ def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wid
     while not whole and 2 * apart <= split and tiles * 2 * apart <= sms * resident:
         apart *= 2
     stage = weight_rows * 64 * (2 if form in WIDE else 1) + room * 256
-    return Wide(weight_rows, room, warps, min(10, SHARED_BYTES[resident] // stage), split // apart, registers)
+    return Wide(weight_rows, room, warps, min(MOST_STAGES, SHARED_BYTES[resident] // stage), split // apart, registers)

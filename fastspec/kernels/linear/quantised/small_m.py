@@ -37,6 +37,7 @@ from fastspec.kernels.linear.quantised.conversion import (
     rows_of,
     units_of,
     words_layout,
+    zeros_of,
 )
 from fastspec.kernels.linear.quantised.loads import (
     all_rows_in,
@@ -94,29 +95,34 @@ def _unit(FORM, GROUP):
 
 
 @gluon.jit
-def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
+def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
+              UNIT: gl.constexpr):  # fmt: skip
     """bf16 [S, R, UNIT] of each unit of a K tile, in the layout of the left operand."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
+    GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
+    like: gl.constexpr = k_tile[0].type.layout
+    zeros = ()
+    if len(k_tile) > PIECES + GROUPS and FORM == "int4":
+        for g in gl.static_range(GROUPS):
+            zeros = zeros + (zeros_of(k_tile[PIECES + GROUPS + g], like),)
     found = ()
     for p in gl.static_range(PIECES):
-        pairs = units_of(k_tile[p], k_tile[len(k_tile) - 1], FORM, UNIT)
+        own = zeros[p * (len(zeros) // PIECES) : (p + 1) * (len(zeros) // PIECES)]
+        pairs = units_of(k_tile[p], k_tile[len(k_tile) - 1], own, FORM, UNIT)
         for u in gl.static_range(len(pairs)):
             found = found + (weight_operand(pairs[u], gl.bfloat16, left),)
     return found
 
 
 @gluon.jit
-def _less_offset(part, total, zero, FORM: gl.constexpr):
+def _less_offset(part, total, FORM: gl.constexpr):
     """Sums of codes times x less what the codes are too large by; total [S, 16, BM]: sums of x."""
     total = gl.convert_layout(for_all(total, part.shape[1]), part.type.layout, assert_trivial=True)
-    if len(zero) == 1:
-        return gl.fma(-zero[0], total, part)
-    else:
-        return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
+    return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
-def _block(sums, units, rows, scales, zeros, ones_of, right: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr):
+def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr):
     """8 rows of x with a K tile: sums is (acc,), or (acc, sums of x) where these are taken off at the very end."""
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
@@ -132,13 +138,13 @@ def _block(sums, units, rows, scales, zeros, ones_of, right: gl.constexpr, FORM:
         if GROUPS > 0 and u % EACH == 0:
             part = gl.zeros(acc.shape, gl.float32, mma)
             total = gl.zeros([S, 16, BLOCK], gl.float32, mma)
-        x = row_operand(raised(rows[u], FORM, UNIT, UNIT == 32 and u % 2 == 1), gl.bfloat16, right)
+        x = row_operand(raised(rows[u], FORM), gl.bfloat16, right)
         part = mma_v2(units[u], x, part)
         if OFFSET:
-            total = mma_v2(ones_of[u % len(ones_of)], x, total)
+            total = mma_v2(ones_of, x, total)
         if GROUPS > 0 and u % EACH == EACH - 1:
             if OFFSET:
-                part = _less_offset(part, total, zeros[u // EACH : u // EACH + 1], FORM)
+                part = _less_offset(part, total, FORM)
             acc = gl.fma(scales[u // EACH], part, acc)
     if GROUPS == 0:
         acc = part
@@ -160,31 +166,18 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     UNITS: gl.constexpr = KT // UNIT
     mma: gl.constexpr = sums[0][0].type.layout
-    units = _operands(k_tile, left, FORM, KT, UNIT)
-    scales, zeros = (), ()
+    units = _operands(k_tile, left, FORM, GROUP, KT, UNIT)
+    scales = ()
     for g in gl.static_range(GROUPS):
         scales = scales + (rows_of(k_tile[PIECES + g], gl.float16, mma),)
-        if len(k_tile) == PIECES + 2 * GROUPS:
-            zeros = zeros + (rows_of(k_tile[PIECES + GROUPS + g], gl.bfloat16, mma),)
     found = ()
     for b in gl.static_range(len(sums)):
         if len(rows) == 0:
             some = rows_in(x[0], x[1][b], FIRST, x[2], RAGGED, KT, UNIT)
         else:
             some = rows[b * UNITS : (b + 1) * UNITS]
-        found = found + (_block(sums[b], units, some, scales, zeros, ones_of, right, FORM, UNIT),)
+        found = found + (_block(sums[b], units, some, scales, ones_of, right, FORM),)
     return found
-
-
-@gluon.jit
-def _ones(S: gl.constexpr, FORM: gl.constexpr, UNIT: gl.constexpr, left: gl.constexpr):
-    """Left operands that sum x, for units one after the other."""
-    lay: gl.constexpr = words_layout(S, 16)
-    first = weight_operand(ones(S, lay, FORM, UNIT, False), gl.bfloat16, left)
-    if UNIT == 32:
-        return first, weight_operand(ones(S, lay, FORM, UNIT, True), gl.bfloat16, left)
-    else:
-        return (first,)
 
 
 @gluon.jit
@@ -275,7 +268,7 @@ def quantised_kernel(
         xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
     ones_of = ()
     if offset_of(FORM) > 0:
-        ones_of = _ones(S, FORM, UNIT, left)
+        ones_of = weight_operand(ones(S, words_layout(S, 16)), gl.bfloat16, left)
 
     LONGEST: gl.constexpr = UNROLLED if groups_of(KT, FORM, GROUP) == 0 and BLOCKS == 1 else UNROLLED_LESS
     LOOPS: gl.constexpr = (T - D - 1) // D if T > LONGEST and T > D else 0
@@ -307,7 +300,7 @@ def quantised_kernel(
         first = first_row + b * BLOCK
         acc = sums[b][0]
         if OWN_SUM:
-            acc = _less_offset(acc, sums[b][1], (), FORM)
+            acc = _less_offset(acc, sums[b][1], FORM)
         total = sum_of_ways(acc, TOGETHER) * factor
         if ends.row_factors is not None:
             total = total * loaded_factor(ends.row_factors, first, M, like)

@@ -2,12 +2,11 @@
 
 Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
 take every S-th K tile of K, here a program makes passes over K one after the other, or some of them, and what it leaves
-of those is added up in the same order by `codes_sum_kernel`.
+of those is added up in the same order by `split_k.sum_kernel`.
 
 One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
-registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory. So x comes as
-`raised_kernel` leaves it: raised by the powers of two that codes are smaller by, exactly, and regrouped as in
-`linear.tma_sm90`.
+registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
+in `linear.tma_sm90`. Here codes are raised by the power of two that they are smaller by, exactly, and x is as it is.
 """
 
 # mypy: disable-error-code="assignment"
@@ -32,20 +31,18 @@ from fastspec.kernels.linear.epilogue import (
     STAYS,
     addends,
     enter_keys,
-    loaded_factor,
-    regrouped,
+    row_factor,
     settle_keys,
     times_gamma,
+    ways_scale,
     write_tile,
 )
-from fastspec.kernels.linear.k_steps import in_order
 from fastspec.kernels.linear.quantised.conversion import (
-    ONE_HIGH,
-    ONE_LOW,
-    UP,
-    UP_LESS,
+    LESS_ONE,
+    ONE,
     joined_halves,
     offset_of,
+    raised,
     units_of,
 )
 from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
@@ -67,24 +64,23 @@ class Ring(NamedTuple):
     free: Any
 
 
+class WideEnds(NamedTuple):
+    """What becomes of complete sums; None is absent.
+
+    Attributes:
+        squares, eps: fp32 [S, M] of the rows' ways and epsilon, of a norm whose weight is in x already.
+        bias, residual, out, keys: as in `Ends` of small_m.py.
+    """
+
+    squares: Any
+    eps: Any
+    bias: Any
+    residual: Any
+    out: Any
+    keys: Any
+
+
 UNIT = gl.constexpr(64)  # values of K of one product
-WORDS = gl.constexpr(1024)  # of a row of x that one program of `raised_kernel` makes
-
-
-@gluon.jit(do_not_specialize=["M"])
-def raised_kernel(x_ptr, out_ptr, M, K: gl.constexpr, LESS: gl.constexpr, PDL: gl.constexpr):
-    """WORDS words of a row of x, int32 [M, K / 2], raised and regrouped; LESS: of the second halves of units, less."""
-    word = gl.program_id(1) * WORDS + gl.arange(0, WORDS, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    base = gl.program_id(0).to(gl.int64) * (K // 2)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    words = gl.load(x_ptr + base + word, mask=word < K // 2, other=0)
-    up = gl.full_like(words, UP)
-    if LESS:
-        up = gl.where(word // 16 % 2 == 1, gl.full_like(words, UP_LESS), up)
-    raised = times_gamma(words, up, gl.bfloat16)
-    gl.store(out_ptr + base + regrouped(word), raised, mask=word < K // 2, eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -145,50 +141,65 @@ def _left_operand(pairs, like: gl.constexpr):
 
 
 @gluon.jit
-def _operands(pieces, like: gl.constexpr, FORM: gl.constexpr):
+def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
     """The two units of a K tile."""
     found = ()
     for p in gl.static_range(len(pieces)):
-        pairs = units_of(pieces[p], pieces[p], FORM, UNIT)
+        pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
         for u in gl.static_range(len(pairs)):
-            found = found + (_left_operand(pairs[u], like),)
+            found = found + (_left_operand(raised(pairs[u], FORM), like),)
     return found
 
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
     """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
-    low = gl.full_like(piece, ONE_LOW)
-    high = low
-    if FORM == "int4":
-        high = gl.full_like(piece, ONE_HIGH)
-    return _left_operand(joined_halves(low, high), like)
+    one = raised(gl.full_like(piece, ONE), FORM)
+    return _left_operand(joined_halves(one, one), like)
+
+
+@gluon.jit
+def _pair_of(row, step, g: gl.constexpr, tile, way, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+             GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """Where rows' scale or zero point of group g of a K tile is, in pairs [N / 16, K / GROUP, PAIRS, 2]."""
+    tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
+    k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
+    group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
+    return (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
 
 
 @gluon.jit
 def _scales_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a K tile, out of pairs [N / 16, K / GROUP, PAIRS, 2]; nothing of nothing."""
+    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; nothing of nothing."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
-        tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
-        k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
         for g in gl.static_range(128 // GROUP):
-            group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
-            at = (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
+            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
             found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
     return found
 
 
 @gluon.jit
-def _less_offset(part, total, zeros, g: gl.constexpr, FORM: gl.constexpr):
+def _zeros_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; nothing of nothing."""
+    found = ()
+    if ptr is not None:
+        row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
+        for g in gl.static_range(128 // GROUP):
+            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
+            bits = gl.load(ptr + at).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            less = times_gamma(bits | (bits << 16), gl.full_like(bits, LESS_ONE), gl.bfloat16)
+            found = found + (gl.expand_dims(gl.expand_dims(less, 0), 2),)
+    return found
+
+
+@gluon.jit
+def _less_offset(part, total, FORM: gl.constexpr):
     """As `_less_offset` of small_m.py."""
-    if len(zeros) > 0:
-        zero, same = gl.broadcast(-zeros[g], total)
-        return gl.fma(zero, same, part)
-    else:
-        return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
+    return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
@@ -207,6 +218,7 @@ def _pass(
     R: gl.constexpr = ws.shape[1] * 16
     BM: gl.constexpr = xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
     OFFSET: gl.constexpr = offset_of(FORM) > 0
     GROUPS: gl.constexpr = groups_of(128, FORM, GROUP)
     EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units of a group
@@ -214,7 +226,7 @@ def _pass(
     own = gl.zeros([R, BM], gl.float32, like)
     for _ in range(T):
         slot = step % ws.shape[0]
-        units = _operands(pieces, like, FORM)
+        units = _operands(pieces, zeros, like, FORM)
         following = gl.minimum(step + 1, last)
         if GROUPS == 0:
             for u in gl.static_range(2):
@@ -228,33 +240,25 @@ def _pass(
             else:
                 acc, _a, _b = warpgroup_mma_wait(0, deps=(acc, units[0], units[1]))
         else:
-            parts, totals = (), ()
+            parts = ()
             for g in gl.static_range(GROUPS):
                 part = gl.zeros([R, BM], gl.float32, like)
-                total = gl.zeros([R, BM], gl.float32, like)
                 for u in gl.static_range(g * EACH, g * EACH + EACH):
                     x = xs[u].index(slot).permute((1, 0))
                     part = warpgroup_mma(units[u], x, part, is_async=True)
-                    if OFFSET:
-                        total = warpgroup_mma(ones, x, total, is_async=True)
                 parts = parts + (part,)
-                if OFFSET:
-                    totals = totals + (total,)
             pieces = _codes_of(following, ws, full, WARPS)
             more = _scales_of(given.scales, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _scales_of(given.zeros, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            done = warpgroup_mma_wait(0, deps=parts + totals + units)
+            more_zeros = _zeros_of(given.zeros, following, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
+            done = warpgroup_mma_wait(0, deps=parts + units)
             for g in gl.static_range(GROUPS):
-                part = done[g]
-                if OFFSET:
-                    part = _less_offset(part, done[GROUPS + g], zeros, g, FORM)
-                scale, part = gl.broadcast(scales[g], part)
+                scale, part = gl.broadcast(scales[g], done[g])
                 acc = gl.fma(scale, part, acc)
             scales, zeros = more, more_zeros
         mbarrier.arrive(free.index(slot), count=1)
         step += 1
     if GROUPS == 0 and OFFSET:
-        acc = _less_offset(acc, own, (), 0, FORM)
+        acc = _less_offset(acc, own, FORM)
     return step, (pieces, scales, zeros), acc
 
 
@@ -262,7 +266,7 @@ def _pass(
 def _multiply(
     given, ends, parts_ptr, ring, tile, first_row, way, M, N, limit,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, WAYS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
+    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
     R: gl.constexpr = ring.ws.shape[1] * 16
@@ -270,8 +274,9 @@ def _multiply(
     like: gl.constexpr = group_sums(BM, WARPS)
     last = T * WAYS - 1
     scales = _scales_of(given.scales, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-    zeros = _scales_of(given.zeros, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
     pieces = _codes_of(0, ring.ws, ring.full, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
+    zeros = _zeros_of(given.zeros, 0, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like, FORM)
@@ -293,24 +298,27 @@ def _multiply(
         factor = gl.load(given.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
-        if ends.row_factors is not None:
-            total = total * loaded_factor(ends.row_factors, first_row, M, total)
+        if ends.squares is not None:
+            # a row a thread, and not each thread its columns: S times as many loads would be the end of a tile
+            row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            scale = ways_scale(ends.squares, row, row < M, M, ends.eps, K, S)
+            total = total * row_factor(scale, total)
         if ends.keys is not None:
             enter_keys(total, tile, first_row, ends.keys, M, N, limit)
         else:
             added = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
             write_tile(
                 *(total, added, tile, first_row, ends.out, M, N, GATED),
-                *(ends.bias is not None, ends.residual is not None, False, R, WARPS),
+                *(ends.bias is not None, ends.residual is not None, REGROUP, R, WARPS),
             )
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
 def codes_tma_kernel(
-    x_desc,  # bf16 [M, K] by [BM, 64], as `raised_kernel` leaves it
+    x_desc,  # bf16 [M, K] by [BM, 64], regrouped
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
     given,  # Given of small_m.py, scales and zero points as their own dtypes
-    ends,  # Ends of small_m.py
+    ends,  # WideEnds
     parts_ptr,  # fp32 [S, M, N], or None where WAYS are all
     M,
     N,
@@ -325,7 +333,7 @@ def codes_tma_kernel(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    GATED: gl.constexpr,
+    GATED: gl.constexpr,  # and whether the result is regrouped as x is
     PDL: gl.constexpr,
 ):
     """One program: R weight rows by BM rows of x."""
@@ -349,7 +357,7 @@ def codes_tma_kernel(
         [
             (_multiply, (
                 given, ends, parts_ptr, Ring(xs, ws, full, free), tile, first_row, way, M, N, limit,
-                K, S, T, WAYS, FORM, GROUP[0], GROUP[1], WARPS, GATED,
+                K, S, T, WAYS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, way, T, S, WAYS, BYTES, PDL)),
         ],
@@ -358,35 +366,3 @@ def codes_tma_kernel(
     # fmt: on
     if ends.keys is not None:
         settle_keys(ends.keys, ends.out, out_stride, M, WARPS)
-
-
-@gluon.jit(do_not_specialize=["M"])
-def codes_sum_kernel(
-    parts_ptr,  # fp32 [WAYS, M, N]
-    factor_ptr,  # fp32 [N], of weight rows
-    ends,  # Ends; without keys, not gated
-    M,
-    N: gl.constexpr,
-    WAYS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """What a product comes to whose ways were left apart: 512 columns of a row."""
-    row = gl.program_id(0)
-    n = gl.program_id(1) * 512 + gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    there = n < N
-    factor = gl.load(factor_ptr + n, mask=there, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    at = row.to(gl.int64) * N + n
-    held = ()
-    for i in gl.static_range(WAYS):
-        held = held + (gl.load(parts_ptr + (i * M + row).to(gl.int64) * N + n, mask=there, other=0.0),)
-    total = in_order(held) * factor
-    if ends.row_factors is not None:
-        total = total * gl.load(ends.row_factors + row)
-    if ends.bias is not None:
-        total += gl.load(ends.bias + n, mask=there, other=0.0).to(gl.float32)
-    if ends.residual is not None:
-        total += gl.load(ends.residual + at, mask=there, other=0.0).to(gl.float32)
-    gl.store(ends.out + at, total.to(ends.out.dtype.element_ty), mask=there, eviction_policy=STAYS)

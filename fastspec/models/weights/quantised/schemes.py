@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ SCALES = ("F32", "BF16", "F16")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of eight lies, in nibbles
 
 
+Over = tuple[tuple[Literal["N", "K"], int], ...]
+
+
 class Part(NamedTuple):
     """One stored tensor of a matrix.
 
@@ -36,11 +39,14 @@ class Part(NamedTuple):
         shapes: those it may have.
         dtypes: safetensors' names of those it may have.
         required: else it may be missing.
+        over: of each of its axes, which axis of the matrix it follows, and how many rows or columns of that an element
+            stands for. One element alone stands for all of them. Empty: it says something of the whole matrix.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     required: bool = True
+    over: Over = (("N", 1), ("K", 1))
 
 
 class Scheme(Protocol):
@@ -79,7 +85,7 @@ class Float8:
         """As the protocol has it."""
         return {
             "weight": Part((shape,), ("F8_E4M3",)),
-            self.scale: Part(_scale_shapes(shape, self.block), SCALES),
+            self.scale: Part(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, self.block),
         }
 
@@ -111,7 +117,7 @@ class Int8:
         block = None if self.group is None else (1, self.group)
         return {
             "weight": Part((shape,), ("I8",)),
-            "weight_scale": Part(_scale_shapes(shape, block), SCALES),
+            "weight_scale": Part(_scale_shapes(shape, block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, block),
         }
 
@@ -150,13 +156,14 @@ class PackedInt:
         scales = self.kind(shape).scales_shape(shape)
         per_word = 32 // self.bits
         found = {
-            "weight_packed": Part(((rows, -(-columns // per_word)),), ("I32",)),
-            "weight_scale": Part((scales,), SCALES),
-            "weight_shape": Part(((2,),), ("I64", "I32"), required=False),
-            "weight_g_idx": Part(((columns,),), ("I32", "I64"), required=False),
+            "weight_packed": Part(((rows, -(-columns // per_word)),), ("I32",), over=(("N", 1), ("K", per_word))),
+            "weight_scale": Part((scales,), SCALES, over=_over(self.kind(shape))),
+            "weight_shape": Part(((2,),), ("I64", "I32"), required=False, over=()),
+            "weight_g_idx": Part(((columns,),), ("I32", "I64"), required=False, over=(("K", 1),)),
         }
         if not self.symmetric:
-            found["weight_zero_point"] = Part(((-(-rows // per_word), scales[1]),), ("I32",))
+            over: Over = (("N", per_word), ("K", self.kind(shape).block[1]))
+            found["weight_zero_point"] = Part(((-(-rows // per_word), scales[1]),), ("I32",), over=over)
         return found
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -204,8 +211,12 @@ class Float4:
         """As the protocol has it."""
         rows, columns = shape
         found = {
-            self.weight: Part(((rows, columns // 2),), ("U8",)),
-            "weight_scale": Part(((rows, columns // self.group),), ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0")),
+            self.weight: Part(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
+            "weight_scale": Part(
+                ((rows, columns // self.group),),
+                ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0"),
+                over=_over(self.kind(shape)),
+            ),
         }
         if self.overall:
             found[self.overall] = Part(((), (1,)), ("F32",))
@@ -245,11 +256,12 @@ class Awq:
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
         """As the protocol has it."""
         rows, columns = shape
-        groups = -(-columns // (self.group or columns))
+        group = self.group or columns
+        groups = -(-columns // group)
         return {
-            "qweight": Part(((columns, rows // 8),), ("I32",)),
-            "qzeros": Part(((groups, rows // 8),), ("I32",)),
-            "scales": Part(((groups, rows),), SCALES),
+            "qweight": Part(((columns, rows // 8),), ("I32",), over=(("K", 1), ("N", 8))),
+            "qzeros": Part(((groups, rows // 8),), ("I32",), over=(("K", group), ("N", 8))),
+            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
         }
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -288,12 +300,13 @@ class Gptq:
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
         """As the protocol has it."""
         rows, columns = shape
-        groups, per_word = -(-columns // (self.group or columns)), 32 // self.bits
+        group, per_word = self.group or columns, 32 // self.bits
+        groups = -(-columns // group)
         return {
-            "qweight": Part(((columns // per_word, rows),), ("I32",)),
-            "qzeros": Part(((groups, rows // per_word),), ("I32",)),
-            "scales": Part(((groups, rows),), SCALES),
-            "g_idx": Part(((columns,),), ("I32",), required=False),
+            "qweight": Part(((columns // per_word, rows),), ("I32",), over=(("K", per_word), ("N", 1))),
+            "qzeros": Part(((groups, rows // per_word),), ("I32",), over=(("K", group), ("N", per_word))),
+            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
+            "g_idx": Part(((columns,),), ("I32",), required=False, over=(("K", 1),)),
         }
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -326,6 +339,11 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in shifts], dim=-1).flatten(-2)
 
 
+def _over(kind: CodesKind) -> Over:
+    """What scales [N, K] of a kind stand for."""
+    return ("N", kind.block[0]), ("K", kind.block[1])
+
+
 def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
     if block is None:
         return (shape[0], 1), (shape[0],), (1,), (), (1, 1)
@@ -334,7 +352,8 @@ def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tupl
 
 def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, Part]:
     """What may be stored beside: scales of activations, which stay as they are here, and zero points that are 0."""
-    zeros = Part(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False)
+    over = _over(CodesKind("int8", block or (1, shape[1])))
+    zeros = Part(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
     return {"input_scale": Part(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.models.weights.names import Stored, parameter
 from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.configs import Quantisation
-from fastspec.models.weights.quantised.schemes import Scheme
+from fastspec.models.weights.quantised.schemes import Over, Scheme
 from fastspec.models.weights.shards import STORED_DTYPES, TensorInfo
 
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # of each column, in which group it is
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -141,6 +143,47 @@ class QuantisedShards:
             return matrix.scheme.codes(parts, matrix.shape)
         except ValueError as error:
             raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
+
+        Raises:
+            CheckpointError: values that cannot be meant.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.codes_part(name, rows, columns, device)
+        parts = {part: found.over for part, found in matrix.scheme.parts(matrix.shape).items() if part in matrix.parts}
+        meant = {"N": range(matrix.shape[0])[rows], "K": range(matrix.shape[1])[columns]}
+        read = {axis: self._whole(matrix, parts, axis, each) for axis, each in meant.items()}
+        tensors = {part: self._along(matrix, part, over, read).to(device) for part, over in parts.items() if over}
+        for each in tensors.keys() & GROUP_INDICES:  # of groups that are counted from the first one that is read
+            tensors[each] = tensors[each] - read["K"].start // matrix.scheme.kind(matrix.shape).block[1]
+        try:
+            codes = matrix.scheme.codes(tensors, (len(read["N"]), len(read["K"])))
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
+        here = [(each.start - read[axis].start, each.stop - read[axis].start) for axis, each in meant.items()]
+        return codes.part(here[:1], here[1])
+
+    def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
+        """The rows or columns around those that are meant which stored elements stand for whole."""
+        shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
+        over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
+        unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
+        most = matrix.shape["NK".index(axis)]
+        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, most))
+
+    def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
+        """Of a stored part what stands for these rows and columns."""
+        name = f"{matrix.module}.{part}"
+        places = [
+            slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
+            for size, (axis, by) in zip(self._stored.infos()[name].shape, over, strict=False)
+        ]
+        if all(place == slice(None) for place in places):
+            return self._stored.read(name)
+        return self._stored.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
         """How many matrices are stored how."""

@@ -45,7 +45,8 @@ def test_values_are_those_of_unpack(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("fused", ["plain", "norm+gated", "bias+residual+fp32"])
 def test_a_product_in_slices_is_the_product(fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "SCRATCH_BYTES", 2 * 256 * 64)  # slices of 64 rows
+    monkeypatch.setattr(prompts, "COLUMNS", 64)
+    monkeypatch.setattr(prompts, "SLICE_BYTES", 2 * 256 * 64)  # slices of 64 rows
     # in fp16: the interpreter has no bf16 products
     x, _, given = product_case(40, 160, 256, torch.float16, "cpu", fused)
     weight = stored(random_codes("int4 zeros", 160, 256), "gated" in given, torch.float16)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastspec import FastSpecGenerator, UnsupportedOption
+from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.weights import loader
 from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.loader import Loader
 from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import Checkpoint
 from tests.helpers.checkpoints import make_checkpoint
 from tests.models.weights.quantised.test_checkpoints import SMALL, made
 
@@ -37,6 +43,36 @@ def test_matrices_are_rounded_and_a_drafts_head_too(plain: Path, form: str) -> N
         assert torch.equal(weights.embed.unpack(), exact.embed.unpack())
         assert torch.equal(weights.head.unpack(), exact.head.unpack()) == (checkpoint.role == "target")
         assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == weights.nbytes()
+
+
+@pytest.mark.parametrize("form", [*FORMATS, None])
+def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: two tiles at a time give the bits of whole matrices, also of gate and up, whose rows alternate."""
+    ops = replace(
+        TORCH_OPS,
+        keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind),
+        weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows",
+    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
+    plain = make_checkpoint(tmp_path / "model", "llama3", **sizes)
+    checkpoint = resolve_pair(plain, plain, (None, None), (None, form))[1]
+    assert isinstance(checkpoint, Checkpoint)
+    options = {"dtype": torch.bfloat16, "device": CPU, "progress": False}
+    rows = load_weights(checkpoint, **options, ops=TORCH_OPS)
+    monkeypatch.setattr(loader, "VALUES", 2 * 16 * 128)
+    runs: list[int] = []
+    fill = Loader._fill_rows
+    monkeypatch.setattr(Loader, "_fill_rows", lambda *given: (runs.append(len(given[4])), fill(*given)))
+    packed = load_weights(checkpoint, **options, ops=ops)
+    formats = set()
+    for one, other in zip(packed.layers, rows.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            weight = getattr(one, name)
+            formats.add(weight.format)
+            assert torch.equal(weight.unpack(), getattr(other, name).unpack()), name
+    assert torch.equal(packed.head.unpack(), rows.head.unpack())
+    assert formats == {"packed" if form is None else "codes"}
+    assert {16, 32} <= set(runs), "gate and up by turns, others in runs of two tiles"
 
 
 @pytest.mark.parametrize("form", FORMATS)

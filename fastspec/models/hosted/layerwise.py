@@ -1,0 +1,129 @@
+"""Two passes compared layer by layer, each layer fed the same in both, so that differences do not add up.
+
+Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ by
+much, and so does what comes of them in later layers. What a layer gives for most tokens, and its attention for all of
+them, still differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import UnsupportedModel
+
+# what rounding explains in one layer, as a share of a token's mean norm
+_NEAR: Final = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+_INPUT: Final = "hidden_states"  # by this name where a layer is not given them first
+
+
+@dataclass
+class Seen:
+    """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
+
+    Attributes:
+        inputs: of each layer, as they came, and the last hidden states behind them.
+        attended: what its attention module returned.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    attended: list[Tensor] = field(default_factory=list)
+
+
+class Layers:
+    """The layers of a base model that attend.
+
+    Args:
+        base: the base model.
+        names: of its modules that call attention, in order, from `base` on.
+    """
+
+    def __init__(self, base: nn.Module, names: Sequence[str]) -> None:
+        self._names = list(dict.fromkeys(names))
+        self._base = base
+
+    def own(self, run: Callable[[], Tensor]) -> Seen:
+        """What a pass over all tokens leaves; `run` returns its last hidden states."""
+        seen = Seen()
+        with self._watched(seen, lambda layer, given: given):
+            seen.inputs.append(run())
+        return seen
+
+    def like(self, own: Seen, first: int, run: Callable[[], Tensor]) -> Seen:
+        """What a pass over some tokens leaves, from token `first` on, with each layer fed what it was fed in `own`."""
+        seen = Seen()
+
+        def fed(layer: int, given: Tensor) -> Tensor:
+            return own.inputs[layer][:, first : first + given.shape[1]]
+
+        with self._watched(seen, fed):
+            seen.inputs.append(run())
+        return seen
+
+    def compare(self, own: Seen, passes: Sequence[Seen], what: str) -> None:
+        """Compares passes that fed all tokens, one part after the other.
+
+        Raises:
+            UnsupportedModel: a layer differs by more than rounding; names it.
+        """
+        for index, theirs in enumerate(own.attended):
+            error = _errors([seen.attended[index] for seen in passes], theirs).max()
+            self._check(error, theirs.dtype, f"layer {self._name(index)!r}: its attention in {what} over K/V in pages")
+        for index, theirs in enumerate(own.inputs):
+            error = _errors([seen.inputs[index] for seen in passes], theirs).median()
+            before = f"what layer {self._name(index)!r} is fed" if index < len(own.attended) else "the last layer"
+            self._check(error, theirs.dtype, f"{before} in {what} over K/V in pages")
+
+    @staticmethod
+    def _check(error: Tensor, dtype: torch.dtype, where: str) -> None:
+        if not bool(error <= _NEAR[dtype]):
+            raise UnsupportedModel(
+                f"{where} differs from transformers' own by {float(error):.2g} of a token's norm, more than the "
+                f"{_NEAR[dtype]} that rounding explains in one layer"
+            )
+
+    def _name(self, index: int) -> str:
+        return self._names[index % len(self._names)]
+
+    @contextmanager
+    def _watched(self, seen: Seen, fed: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+        def enter(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            hidden = given[0] if given else named.get(_INPUT)
+            if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+                raise UnsupportedModel("its layers are not fed hidden states [batch, tokens, width]")
+            seen.inputs.append(hidden)
+            hidden = fed(len(seen.inputs) - 1, hidden)
+            return ((hidden, *given[1:]), named) if given else (given, {**named, _INPUT: hidden})
+
+        def leave(part: nn.Module, given: Any, out: Any) -> None:
+            seen.attended.append(out[0] if isinstance(out, tuple) else out)
+
+        handles = []
+        for name in self._names:
+            handles.append(self._layer(name).register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(self._base.get_submodule(name).register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _layer(self, name: str) -> nn.Module:
+        """The entry of the list of layers that holds the module of that name."""
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if isinstance(self._base.get_submodule(".".join(parts[:end])), nn.ModuleList):
+                return self._base.get_submodule(".".join(parts[: end + 1]))
+        raise UnsupportedModel(f"layer {name!r} is in no list of layers")
+
+
+def _errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
+    """Of each token, the norm of the difference as a share of the mean norm."""
+    differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
+    errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
+    return errors

@@ -1,0 +1,244 @@
+"""Whether a draft that "auto" has rounded is worth what it loses: both drafts write some of the first calls' text.
+
+A draft in fewer bits has shorter passes, and fewer of its drafts are accepted. How many fewer nobody knows before real
+prompts are there. So when enough tokens were asked for, prompts of the call that comes are continued twice, by the same
+steps: with the draft in the format that was chosen, and with the draft as it is stored, which is read once more. The
+draft that gave more tokens a second stays, the other one goes. The text that is made meanwhile is thrown away, and the
+one of calls is the same with either draft.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from fastspec.kernels.common.codes import CodeFormat
+from fastspec.models.decoder import Decoder
+from fastspec.models.weights.load import DecoderWeights, load_weights
+from fastspec.models.weights.pair import AS_STORED
+from fastspec.models.weights.sources import Checkpoint
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.runtime.calibrate import Fixed, again
+from fastspec.runtime.draft_plan import Choice, DraftPlan
+from fastspec.runtime.engine import Engine
+from fastspec.runtime.memory import free_bytes
+from fastspec.runtime.request import Call, Request, lengths_of
+from fastspec.runtime.scheduler import Scheduler
+
+ENOUGH: Final = 512  # new tokens asked for: for fewer, a trial would take longer than the better draft could save
+NEW: Final = 256  # tokens that each draft makes, in all rows together
+_LEAST: Final = 32  # in a row
+_TURNS: Final = 2  # of each draft, by turns: a machine that slows down slows both
+_ATTEMPTS: Final = 3  # where texts end before a step could be timed
+_DRAFTS: Final = 4  # of a step, where k is chosen while decoding
+
+
+@dataclass(slots=True)
+class Worked:
+    """What one draft did in a trial.
+
+    Attributes:
+        tokens: emitted by a step, a row.
+        seconds: of a step.
+    """
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of a row."""
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True, eq=False)
+class FormatTrial:
+    """Tries a rounded draft against itself as it is stored, once, and keeps the better one.
+
+    Args:
+        draft: as it was loaded; its `rounded` was chosen by "auto".
+        dtype: of its activations.
+        released: its module gave its memory away, so that it cannot be read again.
+
+    Attributes:
+        draft: as it is loaded now; its `stored` says what was found.
+        found: that in a few words; empty: nothing was tried yet.
+    """
+
+    draft: Checkpoint
+    dtype: torch.dtype
+    released: bool = False
+    found: str = ""
+    _form: CodeFormat | None = field(init=False)
+    _chosen: str = field(init=False)
+    _asked: int = 0
+    _attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self._form, self._chosen = self.draft.rounded, self.draft.stored
+        self._say("not tried yet against the draft as it is stored")
+        if self.draft.module is not None and self.released:
+            self._decide("not tried: release_source gave the draft as it was stored away")
+
+    def __str__(self) -> str:
+        """The format that drafts now, and why."""
+        return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
+
+    def before(
+        self,
+        scheduler: Scheduler,
+        requests: list[Request],
+        choice: Choice,
+        stop_ids: tuple[int, ...],
+        make_ready: Callable[[Choice, tuple[int, int]], None],
+        drafting: DraftPlan,
+    ) -> None:
+        """Tries both drafts on a call that is about to begin, if it is time; nothing else runs meanwhile.
+
+        Args:
+            scheduler: has no request.
+            requests, choice, stop_ids: of the call; they stay as they are.
+            make_ready: captures the steps that a call with such drafts and lengths may come to.
+            drafting: its controllers forget what they learned where the draft becomes another one.
+        """
+        fit = [each for each in requests if each.grammar is None and each.options.draft_limit != 0]
+        if self.found or not fit or not choice.k:
+            return
+        self._asked += sum(request.max_new_tokens for request in fit)
+        if self._asked < ENOUGH:
+            return
+        engine, drafter = scheduler.engine, _drafter(scheduler.engine)
+        as_stored = replace(self.draft, rounded=None, stored="")
+        need = as_stored.bytes_loaded(self.dtype, engine.state.lengths.device, engine.parts.ops)
+        if self._attempts >= _ATTEMPTS:
+            self._decide("not tried: texts end before steps could be timed, or steps failed")
+            return
+        if drafter is None or free_bytes(engine.state.lengths.device) < 1.1 * need:
+            self._decide(f"not tried: the draft as it is stored needs {need / 2**20:.0f} MiB more for a moment")
+            return
+        self._attempts, self._asked = self._attempts + 1, 0
+        rows = fit[: engine.state.batch]
+        k = _DRAFTS if choice.controller is not None else choice.k
+        k = max(each for each in (*choice.ks, choice.k) if each <= k)
+        plain = replace(choice, k=k, ks=(k,), controller=None, top_logprobs=None, note=None, grammars=(None,))
+        with engine.runner.on():  # in no other mode: threads fill these tensors
+            stored = load_weights(
+                as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
+            )
+        self._try(scheduler, rows, plain, stop_ids, make_ready, drafter, stored)
+        if self.draft.rounded is None:
+            for controller in drafting.controllers.values():
+                controller.forget()
+
+    def _try(
+        self,
+        scheduler: Scheduler,
+        rows: list[Request],
+        choice: Choice,
+        stop_ids: tuple[int, ...],
+        make_ready: Callable[[Choice, tuple[int, int]], None],
+        drafter: Decoder,
+        stored: DecoderWeights,
+    ) -> None:
+        engine, chosen = scheduler.engine, drafter.weights
+        new = max(_LEAST, NEW // len(rows))
+        texts = [Request(each.prompt, min(new, each.max_new_tokens), each.options) for each in rows]
+        bucket = engine.bucket(len(rows))
+        both: dict[CodeFormat | None, DecoderWeights] = {self._form: chosen, None: stored}
+        runs = {form: Fixed(choice.k) for form in both}
+        winner: CodeFormat | None = self._form
+        try:
+            for turn in range(_TURNS):
+                for form in both if turn % 2 == 0 else reversed(both):
+                    with self._drafting(engine, drafter, form, both[form]):
+                        make_ready(choice, lengths_of(texts))
+                        _run(scheduler, texts, choice, stop_ids, runs[form])
+            worked = {form: _worked(run, bucket) for form, run in runs.items()}
+            one, other = worked[self._form], worked[None]
+            if one is not None and other is not None:
+                winner = self._judge(one, other)
+        finally:  # also after an error, which leaves the draft that was chosen
+            self._use(engine, drafter, winner, both[winner])
+            engine.finish()
+            engine.runner.forget(None if winner is None else AS_STORED)
+
+    @contextmanager
+    def _drafting(
+        self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
+    ) -> Iterator[None]:
+        """Steps draft with these weights meanwhile; they have ended when this is left."""
+        self._use(engine, drafter, form, weights)
+        try:
+            yield
+        finally:
+            engine.finish()
+
+    def _use(self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights) -> None:
+        """Lets steps draft with these weights, with graphs and kept prompts of their own."""
+        variant = None if form == self._form else AS_STORED  # what was there before the trial has no name
+        drafter.weights = weights
+        engine.runner.use(variant)
+        if engine.prefix is not None:
+            engine.prefix.use(variant)
+
+    def _judge(self, one: Worked, other: Worked) -> CodeFormat | None:
+        """The format that stays, of a draft that was rounded and of the same as it is stored."""
+        ratio = one.rate / other.rate
+        facts = (
+            f"{one.tokens:.2f} tokens a step in {self._form} and {other.tokens:.2f} as stored, steps of "
+            f"{one.seconds * 1e3:.2f} and {other.seconds * 1e3:.2f} ms"
+        )
+        if ratio < 1.0:
+            self.draft = replace(self.draft, rounded=None)
+            self._chosen = f'{AS_STORED}: "auto" took {self._form} back'
+            self._decide(f"{self._form} undone, {ratio:.2f}x the tokens a second: {facts}")
+            return None
+        self._decide(f"{self._form} kept, {ratio:.2f}x the tokens a second: {facts}")
+        return self._form
+
+    def _decide(self, found: str) -> None:
+        self.found = found
+        self._say(found)
+
+    def _say(self, more: str) -> None:
+        self.draft = replace(self.draft, stored=f"{self._chosen}; {more}")
+
+
+def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 1) -> FormatTrial | None:
+    """The trial of a draft whose format "auto" has chosen; None: there is nothing to try.
+
+    Several ranks try nothing: each would measure times of its own, and all must decide alike.
+    """
+    if not isinstance(draft, Checkpoint) or not draft.chosen or ranks > 1:
+        return None
+    return FormatTrial(draft, dtype, released)
+
+
+def _drafter(engine: Engine) -> Decoder | None:
+    """The model that drafts, alone or behind a lookup."""
+    proposer = engine.parts.proposer
+    proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
+    model = proposer.model if isinstance(proposer, DraftModel) else None
+    return model if isinstance(model, Decoder) else None
+
+
+def _run(
+    scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], pacer: Fixed
+) -> None:  # fmt: skip
+    """Continues the prompts, by steps that the pacer writes down."""
+    requests = again(texts)
+    call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=pacer, lengths=lengths_of(requests))
+    for _ in scheduler.run(requests, call):
+        pass
+
+
+def _worked(run: Fixed, bucket: int) -> Worked | None:
+    """What the steps over that many rows did; None: none could be timed."""
+    seconds, accepted = run.seconds(bucket), run.accepted
+    return Worked(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

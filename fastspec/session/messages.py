@@ -1,0 +1,36 @@
+"""What is told to the thread that steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastspec.runtime.draft_plan import Choice
+from fastspec.runtime.request import Request
+from fastspec.session.calls import Prepared
+from fastspec.session.delivery import Delivery
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joining:
+    """A call that comes in.
+
+    Attributes:
+        call: checked.
+        choice: drafts of its steps.
+        delivery: where its tokens go.
+    """
+
+    call: Prepared
+    choice: Choice
+    delivery: Delivery
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """Requests whose consumer is gone."""
+
+    requests: list[Request]
+
+
+Message: TypeAlias = "Joining | Leaving | None"  # None: the end

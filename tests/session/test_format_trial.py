@@ -1,0 +1,155 @@
+"""The trial of a draft that "auto" has rounded: the faster draft stays, texts are the same, and it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastspec import FastSpecGenerator, NGram
+from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.runtime.calibrate import Fixed
+from fastspec.session import draft_format, format_trial
+from tests.helpers.checkpoints import make_checkpoint
+from tests.session.test_draft_format import LARGE, keeping
+
+IDS = torch.arange(5, 25)[None] % 97
+NEW = 24
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_length": 96, "progress": False}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the pair has no tokenizers
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("trial")
+    return (
+        make_checkpoint(folder / "target", "llama3", **LARGE),
+        make_checkpoint(folder / "draft", "llama3", **{**LARGE, "num_hidden_layers": 1}),
+    )
+
+
+@pytest.fixture
+def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
+    """Makes "auto" choose int4 here, and steps with it take that many times those with the draft as it is stored."""
+
+    def begin(ratio: float) -> list[str]:
+        keeping(monkeypatch)
+        monkeypatch.setattr(draft_format, "LEAST", 0)
+        monkeypatch.setattr(format_trial, "ENOUGH", 2 * NEW)
+        monkeypatch.setattr(format_trial, "free_bytes", lambda device: 2**40)
+        monkeypatch.setattr(format_trial, "_LEAST", 8)
+        monkeypatch.setattr(format_trial, "NEW", 8)
+        used: list[str] = []
+        real = format_trial.FormatTrial._use
+
+        def use(self: Any, engine: Any, drafter: Any, form: Any, weights: Any) -> None:
+            used.append(form or "stored")
+            real(self, engine, drafter, form, weights)
+
+        def seconds(self: Fixed, bucket: int) -> list[float]:
+            return [ratio if used[: len(used) - 1] and self is runs[0] else 1.0]
+
+        runs: list[Fixed] = []
+        made = format_trial.Fixed
+
+        def fixed(k: int) -> Fixed:
+            runs.append(made(k))
+            return runs[-1]
+
+        monkeypatch.setattr(format_trial.FormatTrial, "_use", use)
+        monkeypatch.setattr(Fixed, "seconds", seconds)
+        monkeypatch.setattr(format_trial, "Fixed", fixed)
+        return used
+
+    return begin
+
+
+@pytest.mark.parametrize(("ratio", "form"), [(0.01, "int4"), (100.0, "stored")])
+def test_the_faster_draft_stays(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], ratio: float, form: str
+) -> None:
+    with FastSpecGenerator(pair[0], **OPTIONS) as plain:
+        text = plain.generate(IDS, max_new_tokens=NEW)
+    used = trying(ratio)
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+
+        def call() -> Any:
+            return made.generate(IDS, max_new_tokens=NEW, return_dict_in_generate=True)
+
+        first = call()
+        assert not used, "one call of few tokens is no reason"
+        assert first.stats.draft_format == "int4: not tried yet"
+        assert "not tried yet against the draft as it is stored" in made.explain()
+        second = call()
+        assert used == ["int4", "stored", "stored", "int4", form]
+        weights = made._session.engine.parts.proposer.model.weights.layers[0].down.unpack()
+        assert (len(weights.unflatten(1, (-1, 128))[0, 0].unique()) <= 16) == (form == "int4")
+        third = call()
+        assert len(used) == 5, "once"
+        for each in (first, second, third):
+            assert torch.equal(each.sequences, text)
+        said = "int4 kept" if form == "int4" else "int4 undone"
+        assert said in third.stats.draft_format
+        assert said in made.explain()
+        assert third.stats.draft_format.startswith(form if form == "int4" else "as it is stored")
+        assert third.stats.accepted == (second if form == "int4" else third).stats.accepted
+
+
+def test_calls_that_join_and_a_lookup_before_the_draft(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]]
+) -> None:
+    used = trying(100.0)
+    with FastSpecGenerator(*pair, proposer=NGram(), num_speculative_tokens="auto", **OPTIONS) as made:
+        texts = [made.submit(IDS, max_new_tokens=NEW).result().new_tokens[0] for _ in range(3)]
+        assert used[-1] == "stored"
+        assert texts[0] == texts[1] == texts[2]
+        assert "int4 undone" in made.explain()
+    with FastSpecGenerator(pair[0], **OPTIONS) as plain:
+        assert plain.generate(IDS, max_new_tokens=NEW)[0, IDS.shape[1] :].tolist() == texts[0]
+
+
+def test_what_keeps_it_from_being_tried_is_said(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = trying(1.0)
+    monkeypatch.setattr(format_trial, "free_bytes", lambda device: 0)
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+        for _ in range(2):
+            made.generate(IDS, max_new_tokens=NEW)
+        assert not used
+        assert "not tried: the draft as it is stored needs" in made.explain()
+
+
+def test_an_error_meanwhile_leaves_the_draft_that_was_chosen(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = trying(1.0)
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("no such step")
+
+    monkeypatch.setattr(format_trial, "_run", fails)
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+        made.generate(IDS, max_new_tokens=NEW)
+        with pytest.raises(RuntimeError, match="no such step"):
+            made.generate(IDS, max_new_tokens=2 * NEW)
+        assert used[-1] == "int4"
+        assert "int4" in made.explain()
+        made.generate(IDS, max_new_tokens=NEW)
+
+
+def test_prompts_kept_with_one_draft_are_not_found_with_the_other() -> None:
+    from fastspec.kv_cache.pages import PageTable
+
+    table = PageTable(9, 4)
+    cache = PrefixCache(table, 4)
+    tokens = list(range(8))
+    pages = table.reserve(0, 8)
+    cache.insert([], tokens, pages, 8)
+    cache.use("other")
+    assert cache.match(tokens, 8) == []
+    cache.use(None)
+    assert len(cache.match(tokens, 8)) == 2
