@@ -307,6 +307,17 @@ def long_signatures(source: str) -> dict[str, int]:
     return found
 
 
+# a file in a text, with as much of its folder as the text says
+FILE = re.compile(r"(?<![\w/.-])((?:[a-z]\w*/)*[a-z]\w*\.py)\b")
+
+
+def files_named(source: str) -> set[str]:
+    """Python files that comments and docstrings of `source` name."""
+    return {
+        name for line in source.splitlines() if not line.startswith(("import", "from")) for name in FILE.findall(line)
+    }
+
+
 def within(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -348,6 +359,19 @@ def test_a_planted_word_is_found(planted: str) -> None:
 def test_a_planted_figure_of_speed_is_found(planted: str) -> None:
     assert len(speeds(f'def f():\n    """It {planted}."""')) == 1
     assert speeds("'of 16 bytes, 4 users, 32 KiB'") == []
+
+
+def test_files_that_sources_name_are_there() -> None:
+    there = [
+        f"/{relative(path)}"
+        for folder in ("fastspec", "tests", "perf", "tools")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    named = {name: path for path in SOURCES for name in files_named(path.read_text(encoding="utf-8"))}
+    named.pop("script.py")  # the reader's own, in an error message
+    gone = {name: within(path) for name, path in named.items() if not any(each.endswith(f"/{name}") for each in there)}
+    assert gone == {}
+    assert files_named("# as in kernels/publish.py, see accept.py") == {"kernels/publish.py", "accept.py"}
 
 
 def test_planted_signatures_are_found() -> None:
