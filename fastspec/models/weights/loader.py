@@ -247,11 +247,12 @@ class Loader:
         staging: _Staging | None,
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
-        if kind is not None and all(self._source.kind(name) is None for name in names):
+        plain = all(self._source.kind(name) is None for name in names)
+        if kind is not None and plain:
             place.fill(self._rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
         elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
-        elif order is None and kind is None:
+        elif order is None and plain:
             for tile, run in self._runs(names, place, staging):
                 place.fill_run(tile, run)
         else:

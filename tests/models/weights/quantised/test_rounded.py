@@ -17,9 +17,10 @@ from fastspec.models.weights import loader
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.loader import Loader
 from fastspec.models.weights.pair import resolve_pair
-from fastspec.models.weights.sources import Checkpoint
+from fastspec.models.weights.sources import Checkpoint, resolve
+from tests.helpers import quantised
 from tests.helpers.checkpoints import make_checkpoint
-from tests.models.weights.quantised.test_checkpoints import SMALL, made
+from tests.models.weights.quantised.test_checkpoints import KINDS, SMALL, made
 
 CPU = torch.device("cpu")
 
@@ -73,6 +74,24 @@ def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, mo
     assert torch.equal(packed.head.unpack(), rows.head.unpack())
     assert formats == {"packed" if form is None else "codes"}
     assert {16, 32} <= set(runs), "gate and up by turns, others in runs of two tiles"
+
+
+def test_a_packed_weight_of_plain_and_quantised_parts(tmp_path: Path) -> None:
+    """A gate that is stored as codes beside an up that is not: both are dequantised, and packed as a whole."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
+    plain = make_checkpoint(tmp_path / "model", "llama3", **sizes)
+    settings, pack = KINDS["fp8 channel"]()
+    quantised.write(plain, tmp_path / "q", settings, pack, keep=("down_proj", "up_proj"))
+    ops = replace(TORCH_OPS, weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows")
+    options = {"dtype": torch.bfloat16, "device": CPU, "progress": False}
+    one, other = (
+        load_weights(resolve(tmp_path / "q", role="target"), **options, ops=each) for each in (ops, TORCH_OPS)
+    )
+    for packed, rows in zip(one.layers, other.layers, strict=True):
+        assert packed.gate_up is not None
+        assert rows.gate_up is not None
+        assert packed.gate_up.format == "packed"
+        assert torch.equal(packed.gate_up.unpack(), rows.gate_up.unpack())
 
 
 @pytest.mark.parametrize("form", FORMATS)
