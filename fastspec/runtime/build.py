@@ -107,6 +107,7 @@ def build(
 
     pending: list[Pending] = []
     matrices: list[Weight] = []
+    of_draft_model: list[Weight] = []
 
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
@@ -134,7 +135,8 @@ def build(
             ops=inside,
         )
         pending.append(allocated)
-        matrices.extend(_matrices(allocated.weights))
+        own = of_draft_model if checkpoint.role == "draft" else matrices
+        own.extend(_matrices(allocated.weights))
         of_target, of_draft = layout.cache_dtypes
         kept = of_draft if checkpoint.role == "draft" else of_target
         cache = cache_of(spec, dtype, kept, checkpoint.cache_scales)
@@ -208,6 +210,10 @@ def build(
             ring.watch = ranks.world
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
     same_bits = _same_bits(chunks, models, matrices, device)
+    in_draft = _same_bits(chunks, models, of_draft_model, device)
+    same_bits = None if in_draft is None else same_bits
+    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
+    narrow = same_bits is not None and in_draft is not None and in_draft[0] > same_bits[0]
     # what a pass over a prompt makes lies in the pages of its row and nowhere else
     paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
     apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, models))
@@ -244,6 +250,7 @@ def build(
         ring=ring,
         verification=settings.verification,
         same_bits=same_bits,
+        draft_chunks=in_draft if narrow else None,
         prefix=prefix,
         kept=kept,
         prefill_batch_tokens=_PREFILL_BATCH_TOKENS if apart and same_bits == chunks else 0,

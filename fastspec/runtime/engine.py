@@ -58,6 +58,7 @@ class Engine:
         ring: where steps leave their results.
         verification: how drafts are judged.
         same_bits: sizes of prefill passes that leave the same bits, ascending; None: the largest of `chunks` alone.
+        draft_chunks: sizes of a draft model's passes, which all leave the same bits; None: as the target's.
         prefix: the prefix cache; None: every prompt is prefilled whole.
         kept: recurrent states behind prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
@@ -78,6 +79,7 @@ class Engine:
     ring: ResultRing
     verification: Verification = REJECTION
     same_bits: tuple[int, ...] | None = None
+    draft_chunks: tuple[int, ...] | None = None
     prefix: PrefixCache | None = None
     kept: KeptStates | None = None
     prefill_budget: int | None = None
@@ -90,9 +92,8 @@ class Engine:
     def __post_init__(self) -> None:
         with self.on_device():
             sizes = {1, *map(self.prefill_batch, self.chunks)}
-            of_rows = self.parts.features, self.parts.ends
-            slots = {rows: PrefillSlot.beside(self.state, of_rows[0], rows, of_rows[1]) for rows in sizes}
-        object.__setattr__(self, "slots", slots)
+            own = self.parts.features, self.parts.ends
+            object.__setattr__(self, "slots", {n: PrefillSlot.beside(self.state, own[0], n, own[1]) for n in sizes})
 
     @property
     def prefill_slot(self) -> PrefillSlot:
@@ -215,10 +216,11 @@ class Engine:
         """Prefill may start only at positions that are a multiple of this."""
         return grid_unit_of(self.chunks, self.same_bits, self.exact)
 
-    def passes(self, stop: int, start: int = 0, max_tokens: int | None = None) -> list[int]:
-        """Sizes of the passes over the tokens at positions start..stop-1, see `chunks_of`."""
-        same_bits = (self.same_bits or self.chunks[-1:]) if self.exact else self.chunks
-        return chunks_of(self.chunks, stop, start, same_bits, self.grid_unit, max_tokens)
+    def passes(self, stop: int, start: int = 0, max_tokens: int | None = None, *, draft: bool = False) -> list[int]:
+        """Sizes of the target's or the draft's passes over the tokens at positions start..stop-1, see `chunks_of`."""
+        own, same = self.draft_chunks if draft else None, self.same_bits or self.chunks[-1:]
+        sizes, same = (own or self.chunks, own or same) if self.exact else (self.chunks, self.chunks)
+        return chunks_of(sizes, stop, start, same, self.grid_unit, max_tokens)
 
     def prefill_row(
         self, row: int, start: int, chunks: Iterable[int], *, draft: bool, running: bool = True, first: bool = True
@@ -254,8 +256,7 @@ class Engine:
             chunk: tokens of each row.
             draft, running: as of `prefill_row`.
         """
-        rows = self.prefill_batch(chunk) if len(starts) > 1 else 1
-        slot = self.slots[rows]
+        slot = self.slots[rows := self.prefill_batch(chunk) if len(starts) > 1 else 1]
         for place, (row, start) in enumerate(starts.items()):
             slot.enter(self.state, row, start, running=running, place=place)
         self._run_pass(max(starts.values()) + chunk, chunk, draft, rows)
@@ -373,8 +374,7 @@ class Engine:
         if self.passes_whole(longest - 1):
             plain = self.shape(0, sampler, top_logprobs, longest, shortest)
             shapes += [plain.for_first_tokens(grammars=kind == ALONE) for kind in kinds if kind != BESIDE]
-        steps = [(rows, shape) for rows in sizes for shape in shapes]
-        return [(rows, shape) for rows, shape in steps if not self.runner.ready(StepKey(rows, shape))]
+        return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
         """The step, for a runner to launch; views are made by who calls it, for a replay needs none."""

@@ -330,7 +330,7 @@ class Intake:
         """Passes over the positions start..stop-1, of which one ends wherever states are kept but behind the last."""
         ends = [length for length, _ in self._points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
-        passes = (self.engine.passes(end, begin, max_tokens) for begin, end in pairwise(edges))
+        passes = (self.engine.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
         return Passes(start, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
@@ -381,4 +381,4 @@ def lag_of(engine: Engine, request: Request) -> list[int]:
     known, start = min(request.length - 2, proposer.max_length), request.draft_length
     if request.drafted or start % engine.grid_unit:  # steps have written after the prefill
         return chunks_of(engine.chunks, known - start)
-    return engine.passes(known, start)
+    return engine.passes(known, start, draft=True)

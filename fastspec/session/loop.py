@@ -163,7 +163,7 @@ class Loop:
     def _join(self, joining: Joining) -> None:
         requests, delivery = joining.call.requests, joining.delivery
         with _Caught() as caught, self.guarded():
-            if self._scheduler.idle:
+            if self._scheduler.idle or not self.deliveries:  # what is there then was left by its consumer
                 self._make_ready(joining)
             self._scheduler.engine.runner.join()
             for request in requests:
