@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,15 @@ def test_the_text_is_that_of_one_gpu() -> None:
     assert len({run(on_devices.TEXT, ranks).partition("text ")[2] for ranks in sizes}) == 1
 
 
+@pytest.mark.slow
+def test_exchanges_touch_no_memory_but_their_own() -> None:
+    """By compute-sanitizer, whose checks make every start much longer."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    tool = ("compute-sanitizer", "--tool", "memcheck", "--kernel-name", "kns=_kernel", "--error-exitcode", "9")
+    run("few sums", 2, before=("--no-python", *tool, sys.executable))
+
+
 def test_models_of_many_kinds() -> None:
     """Heads, mixtures, recurrent layers, quantised targets, and requests one by one: one launch checks them all."""
     rows = [json.loads(line) for line in run("", 2, "models_on_devices.py").splitlines() if line.startswith("{")]
@@ -44,8 +54,12 @@ def test_models_of_many_kinds() -> None:
     assert one[0]["text"] == texts[one[0]["kind"]]
 
 
-def run(check: str, ranks: int, script: str = "on_devices.py") -> str:
-    """What a check on so many ranks writes; all checks of the script where none is named."""
+def run(check: str, ranks: int, script: str = "on_devices.py", before: tuple[str, ...] = ()) -> str:
+    """What a check on so many ranks writes; all checks of the script where none is named.
+
+    Args:
+        before: what starts the script.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     surroundings = {
         **os.environ,
@@ -54,7 +68,7 @@ def run(check: str, ranks: int, script: str = "on_devices.py") -> str:
         "NCCL_NVLS_ENABLE": "0",
     }
     done = subprocess.run(
-        [*command, str(ROOT / "tests/parallel" / script), *([check] if check else [])],
+        [*command, *before, str(ROOT / "tests/parallel" / script), *([check] if check else [])],
         cwd=ROOT,
         env=surroundings,
         capture_output=True,
