@@ -219,42 +219,42 @@ def chunks_of(
     sizes: tuple[int, ...],
     stop: int,
     start: int = 0,
-    alike: tuple[int, ...] = (),
-    cell: int | None = None,
-    most: int | None = None,
+    same_bits: tuple[int, ...] = (),
+    grid_unit: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Sizes of the passes over the prompt tokens at positions start..stop-1.
 
     Passes lie on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
     whatever the length of the prompt. The rest behind the last whole range is cut by its length alone: one pass with
     room for all of it, or the largest size that it fills followed by passes over what remains, whichever costs less.
-    Passes of sizes in `alike` leave the same bits in the caches, so such a pass may start in its middle or be split.
-    The smallest of them is a cell of the grid, and prompts with a common prefix have the same bits in all whole cells
+    Passes of sizes in `same_bits` leave the same bits in the caches, so such a pass may be split, or start in its
+    middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all whole units
     of that prefix.
 
     Args:
         sizes: allowed sizes of passes, ascending.
         stop: the position behind the last token.
-        start: the first position, a multiple of the cell.
-        alike: those of `sizes` whose passes leave the same bits, ascending; (): the largest alone.
-        cell: positions of a cell; None: the smallest of `alike`.
-        most: passes of sizes in `alike` have at most so many tokens, but the smallest size is always allowed; None: no
+        start: the first position, a multiple of the unit.
+        same_bits: those of `sizes` whose passes leave the same bits, ascending; (): the largest alone.
+        grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.
+        max_tokens: the most tokens of a pass of a size in `same_bits`; the smallest size is always allowed. None: no
             limit.
     """
-    alike = alike or sizes[-1:]
-    assert start % (cell or alike[0]) == 0, "prompts are taken up again at the edges of cells alone"
+    same_bits = same_bits or sizes[-1:]
+    assert start % (grid_unit or same_bits[0]) == 0, "a prompt is continued only at a multiple of the grid's unit"
     if stop <= start:
         return []
-    short = [size for size in alike if most is None or size <= most] or [alike[0]]
-    if alike == sizes:
+    short = [size for size in same_bits if max_tokens is None or size <= max_tokens] or [same_bits[0]]
+    if same_bits == sizes:
         return _covering(short, stop - start)
-    cells, left = divmod(stop, sizes[-1])
+    whole, left = divmod(stop, sizes[-1])
     chunks, end = [], 0
-    for size in [sizes[-1]] * cells + _tail(sizes, left):
+    for size in [sizes[-1]] * whole + _tail(sizes, left):
         begin, end = end, end + size
         if end <= start:
             continue
-        if begin >= start and (size not in alike or size <= short[-1]):
+        if begin >= start and (size not in same_bits or size <= short[-1]):
             chunks.append(size)
         else:  # only the last pass may be larger than its tokens; others end where the next begins
             fitted = _filled(short, end - max(begin, start))
@@ -278,13 +278,13 @@ def _filled(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Sizes of the passes over fewer tokens than a cell has."""
+    """Sizes of the passes over fewer tokens than the largest size."""
     if tokens <= 0:
         return []
-    ways = [[size] for size in sizes if size >= tokens][:1]
+    choices = [[size] for size in sizes if size >= tokens][:1]
     if filled := [size for size in sizes if size < tokens]:
-        ways.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
-    return min(ways, key=_cost)  # of equals the first, which is one pass
+        choices.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
+    return min(choices, key=_cost)  # of equals the first, which is one pass
 
 
 def _cost(chunks: list[int]) -> int:

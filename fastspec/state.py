@@ -34,7 +34,7 @@ _PROCESSORS = tuple(each.name for each in fields(ProcessorRows))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outbox:
-    """Where steps leave their results for the host; layouts as in `kernels/publish.py`.
+    """Where steps leave their results for the host; layouts as in `kernels/sampling/publish.py`.
 
     Attributes:
         entries: int64 [slots, width], in host memory.

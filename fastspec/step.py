@@ -72,7 +72,7 @@ class StepModules:
     """What a step runs on besides its state.
 
     Attributes:
-        target: the model whose law the output follows.
+        target: the model whose distribution the output follows.
         proposer: writes the drafts; None allows k = 0 only.
         ops: implementations of everything that is not a model's.
         outbox: takes the results; None: they stay in the state.

@@ -25,7 +25,7 @@ from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
 AUTO = "auto"
 LADDER = (0, 1, 2, 4, 6, 8, 12, 16)
-MOST = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
+MAX_USEFUL = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
 REPEATABLE = 4  # drafts of a step whose text must be the same every time
 
 _BETTER = 1.03  # starting to draft must promise so much
@@ -38,16 +38,16 @@ _PROBED_ROWS, _PROBED_STEPS = 8, 2  # results of rows, and steps, that a probe o
 _FIRST_ROWS = 3  # results that the first look takes: more come by themselves where they are good
 _TIMED_STEPS = 3  # steps that a probe of a time takes
 _NEAR = 0.88  # a k that should be so fast, as a share of the best, is worth timing
-_PLAIN_NEAR = 0.6  # and plain decoding already when it should be so fast: it must not be faster
+_PLAIN_NEAR = 0.6  # plain decoding is timed from a lower share on, so that it is never overlooked
 _STALE = 2000  # steps after which a time is taken again
 _TIE, _TIE_STALE = 0.9, 128  # sooner, where the two would be so close that an error of the time decides
 _OLD_CALL, _OLD_PROBE = 32.0, 6.0  # results that earlier calls, and steps before a probe, count as
 _CLOSE, _OFTEN = 32, 4  # the first observations after a change are all weighed, later ones a few at a time
 
 
-def ladder(most: int) -> tuple[int, ...]:
-    """The ks that "auto" chooses from, when `most` drafts have room."""
-    return tuple(sorted({k for k in LADDER if k <= most} | {most}))
+def ladder(max_drafts: int) -> tuple[int, ...]:
+    """The ks that "auto" chooses from, when `max_drafts` drafts have room."""
+    return tuple(sorted({k for k in LADDER if k <= max_drafts} | {max_drafts}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Observation:
         bucket: as in StepContext.
         accepted: drafts accepted, of every row that stepped and could draft.
         seconds: since the step before it; None where other work or a pause lay in between.
-        caught_up: passes of catching up that lay in between and nothing else did: then `seconds` is with them.
-            None: there were none.
+        caught_up: catch-up passes of the draft since the step before it, if there was nothing else in between;
+            `seconds` includes them. None: there were none.
         rows: that stepped; 0: as many as `accepted` has.
     """
 

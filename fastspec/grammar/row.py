@@ -60,9 +60,9 @@ class Turn:
     drafts: list[int]
     masks: NDArray[np.int32]
 
-    def cut(self, most: int) -> Turn:
-        """The same with at most `most` draft tokens."""
-        return Turn(self.drafts[:most], self.masks[: most + 1])
+    def cut(self, max_drafts: int) -> Turn:
+        """The same with at most `max_drafts` draft tokens."""
+        return Turn(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
 
 
 class RowGrammar:
@@ -89,7 +89,7 @@ class RowGrammar:
         self._not_known = ~_bits(range(vocab_size), self._words)
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
         self._lookup = _Lookup(prompt)
-        self._turn: tuple[int, Turn] | None = None  # the last answer of `turn`, with its `most`
+        self._turn: tuple[int, Turn] | None = None  # the last answer of `turn`, with its `max_drafts`
 
     @property
     def possible(self) -> bool:
@@ -113,10 +113,10 @@ class RowGrammar:
                 return index + 1
         return None
 
-    def turn(self, most: int) -> Turn:
-        """Draft tokens and masks for the next step, at most `most` drafts; the row's state stays as it is."""
-        if self._turn is None or self._turn[0] != most:
-            self._turn = most, self._made(most)
+    def turn(self, max_drafts: int) -> Turn:
+        """Draft tokens and masks for the next step, at most `max_drafts` drafts; the row's state stays as it is."""
+        if self._turn is None or self._turn[0] != max_drafts:
+            self._turn = max_drafts, self._made(max_drafts)
         return self._turn[1]
 
     @property
@@ -124,11 +124,11 @@ class RowGrammar:
         """Whether the text must end here."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _made(self, most: int) -> Turn:
+    def _made(self, max_drafts: int) -> Turn:
         drafts: list[int] = []
         masks: list[NDArray[np.int32]] = []
         consumed = 0
-        while run := self._run(drafts, most - len(drafts)):
+        while run := self._run(drafts, max_drafts - len(drafts)):
             for token in run:
                 masks.append(self._mask())
                 if self._whole:

@@ -1,8 +1,8 @@
 """The result ring: steps leave what they emitted in host memory, and the host reads it without a device call.
 
 An entry is int64 [1 + B*(5 + K)]: a sequence number, then for each row emitted, accepted, drafted, finish and its
-block of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/publish.py); the sequence
-number is stored last, so an entry whose number is the expected one is complete.
+block of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/sampling/publish.py); the
+sequence number is stored last, so an entry whose number is the expected one is complete.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _HEADER = 4  # emitted, accepted, drafted, finish
 
 
 class Watch(Protocol):
-    """Looks after others without whom a step does not end."""
+    """Watches the other processes that a step may wait for."""
 
     def launched(self) -> None:
         """A step is launched."""
 
     def waiting(self, seconds: float) -> None:
-        """Its result was waited for so long already; raises if that is in vain."""
+        """The host has waited this long for a result; raises if it will never come."""
 
 
 class NoOthers:
-    """The watch of one process alone."""
+    """The watch of a process that waits for no other."""
 
     def launched(self) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def waiting(self, seconds: float) -> None:
-        """The device alone decides."""
+        """Does nothing."""
 
 
 class RowResult(NamedTuple):

@@ -183,7 +183,7 @@ def resolve(
     _refuse_unsupported(merged)
     do_sample = flag("do_sample", merged.do_sample)
     if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
-        warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=4)
+        warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=6)
     values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in (*PER_ROW, *_IDS)}
     max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
     if values["min_new_tokens"] is None and merged.min_length is not None:

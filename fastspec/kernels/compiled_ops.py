@@ -30,7 +30,7 @@ MAX_QUERIES = 17  # a step's passes have no more tokens a row: max_drafts and on
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the attention of one model works in: the fields of `attend.AttendWork`, empty where a kernel needs none."""
+    """Work area of one model's attention: the fields of `dispatch.AttendWork`, empty where a kernel needs none."""
 
     split_keys: int
     counters: Tensor

@@ -24,14 +24,21 @@ BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
 
 
 @triton.jit
-def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns program_id(1) * BLOCK.. of the table's row `token`."""
-    token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def place_of(token, column, width, PACKED: tl.constexpr):
+    """Where columns of the row `token`, int64, of a table [V, width] lie: of one that is packed, see `packing`."""
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
         at = token * width + column
+    return at
+
+
+@triton.jit
+def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns program_id(1) * BLOCK.. of the table's row `token`."""
+    token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = place_of(token, column, width, PACKED)
     value = tl.load(weight_ptr + at, mask=column < width, other=0.0)
     tl.store(out_ptr + out_row * width + column, value, mask=column < width)
 

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.embed import place_of
 from fastspec.kernels.norm import ELEMENTS, MAX_WIDTH
 
 
@@ -55,10 +56,7 @@ def _joined_kernel(
         gamma = tl.load(x_norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
     else:
         token = tl.minimum(tl.maximum(tl.load(ids_ptr + row), 0), rows - 1).to(tl.int64)
-        place = token * width + at
-        if PACKED:
-            place = token // 16 * 16 * width + token % 16 * 32 + at // 32 * 512 + at % 32
-        values = tl.load(table_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(table_ptr + place_of(token, at, width, PACKED), mask=inside, other=0.0).to(tl.float32)
         gamma = tl.load(embed_norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
     normed = values * (1.0 / tl.sqrt_rn(tl.sum(values * values, axis=0) / width + eps))
     if ROUND_FIRST:

@@ -77,8 +77,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, pdl: bool = False)
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
-    alike = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in (q, k, cos, sin))
-    if k.shape != (batch, kv_heads, tokens, dim) or cos.shape[1:] != (tokens, dim) or dim % 2 or not alike:
+    same_form = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in (q, k, cos, sin))
+    if k.shape != (batch, kv_heads, tokens, dim) or cos.shape[1:] != (tokens, dim) or dim % 2 or not same_form:
         raise ValueError(
             f"q is {told(q)}, k {told(k)}, cos {told(cos)}; wanted [B, H, Q, D], [B, Hkv, Q, D] and [B, Q, D] of one "
             "dtype and of an even D"

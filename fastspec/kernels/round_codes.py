@@ -24,7 +24,6 @@ from fastspec.kernels.common.rounding import LARGEST, SHRINK
 
 _TRIED = len(SHRINK)
 TRIED = tl.constexpr(_TRIED)
-FORTIETHS = tl.constexpr(40)
 LEAST = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 NARROW, WIDE = 32, 2  # groups to a program: of up to 128 values, and of whole rows
 COLUMNS = 1024  # of a row that are read at a time
@@ -36,6 +35,13 @@ def _short(scales):
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
+
+
+@triton.jit
+def _shrunk(top, tried):
+    """Scales by which the largest magnitude `top` is reached, times the one of SHRINK with that number, to the bit."""
+    none = tl.zeros_like(top)
+    return _short(top * tl.div_rn(none + (40 - tried), none + 40.0))
 
 
 @triton.jit
@@ -74,39 +80,37 @@ def _round_kernel(
     codes_ptr,
     scales_ptr,
     count,
+    size,
     FORM: tl.constexpr,
-    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """GROUPS groups of `count`, each of GROUP values that lie side by side."""
+    """GROUPS groups of `count`, each of `size` values that lie side by side."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    first = group.to(tl.int64)[:, None] * GROUP
+    first = group.to(tl.int64)[:, None] * size
     there = (group < count)[:, None]
     top = tl.zeros([GROUPS], tl.float32)
-    for start in range(0, GROUP, COLUMNS):
+    for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        x = tl.load(values_ptr + first + column, mask=there & (column < GROUP), other=0.0).to(tl.float32)
+        x = tl.load(values_ptr + first + column, mask=there & (column < size), other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), axis=1))
     top = tl.div_rn(top, LARGEST + tl.zeros([GROUPS], tl.float32))
     place = tl.arange(0, 16)[None, :]
     errors = tl.where(place < TRIED, tl.zeros([GROUPS, 16], tl.float32), float("inf"))
-    for start in range(0, GROUP, COLUMNS):
+    for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        x = tl.load(values_ptr + first + column, mask=there & (column < GROUP), other=0.0).to(tl.float32)
-        for tried in tl.static_range(TRIED):
-            scale = _short(top * (1.0 - tried / FORTIETHS))[:, None] + tl.zeros_like(x)
+        x = tl.load(values_ptr + first + column, mask=there & (column < size), other=0.0).to(tl.float32)
+        for tried in range(TRIED):
+            scale = _shrunk(top, tried)[:, None] + tl.zeros_like(x)
             apart = _values_of(_codes_of(tl.div_rn(x, scale), FORM), FORM) * scale - x
             errors += tl.where(place == tried, tl.sum(apart * apart, axis=1)[:, None], 0.0)
     best = tl.argmin(errors, axis=1)
-    scales = _short(top)
-    for tried in tl.static_range(1, TRIED):
-        scales = tl.where(best == tried, _short(top * (1.0 - tried / FORTIETHS)), scales)
+    scales = _shrunk(top, best)
     tl.store(scales_ptr + group, scales, mask=group < count)
-    for start in range(0, GROUP, COLUMNS):
+    for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        inside = there & (column < GROUP)
+        inside = there & (column < size)
         x = tl.load(values_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
         codes = _codes_of(tl.div_rn(x, scales[:, None] + tl.zeros_like(x)), FORM)
         if FORM == "int4":
@@ -127,8 +131,8 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
         codes,
         scales,
         scales.numel(),
+        group,
         FORM=kind.format,
-        GROUP=group,
         GROUPS=groups,
         COLUMNS=columns,
         LARGEST=LARGEST[kind.format],

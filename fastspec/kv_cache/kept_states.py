@@ -3,7 +3,7 @@
 K/V of a prefix can be cut anywhere, the state behind it cannot: it is known at one place alone. So the states of a
 prompt are kept behind its last piece that may be shared, where its chat goes on, and behind the last piece that it
 shares with earlier prompts, where further ones will branch off. A prompt is computed from the last such place on. It
-shares the pages behind that place all the same: its passes write the bits to them that lie there.
+shares the pages behind that place all the same: its passes write there the same bits again.
 
 A state is copied when it is kept and when a row begins from it, so none is ever in use. Where there is no room, the
 longest unused one goes; and it goes with the pages of its node.

@@ -71,16 +71,16 @@ class PrefixCache:
         """The number of nodes."""
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], most: int) -> list[Node]:
+    def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
         """The longest path of nodes whose tokens are a prefix of `tokens`; marks them as used now.
 
         Args:
             tokens: token ids of a prompt.
-            most: at most so many positions are shared.
+            limit: at most so many positions are shared.
         """
         found: list[Node] = []
         parent = self._root
-        for start in range(0, most - self.unit + 1, self.unit):
+        for start in range(0, limit - self.unit + 1, self.unit):
             node = self._nodes.get((parent, self._piece(tokens, start)))
             if node is None:
                 break
@@ -89,7 +89,7 @@ class PrefixCache:
         self._used(found)
         return found
 
-    def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], most: int) -> list[Node]:
+    def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], limit: int) -> list[Node]:
         """Keeps the pages that a row has computed.
 
         Where another row has inserted the same tokens meanwhile, its pages stay and this row's are not kept.
@@ -98,14 +98,14 @@ class PrefixCache:
             nodes: the path that the row shares already, from the first node on.
             tokens: token ids of the row.
             pages: pages of the row, in the order of positions.
-            most: only positions below this may be shared.
+            limit: only positions below this may be shared.
 
         Returns:
             The path of nodes that the row shares from now on.
         """
         path = list(nodes)
         each = self.unit // self._table.page_size
-        while (len(path) + 1) * self.unit <= most and len(path) * self.unit + self.unit + self._ahead <= len(tokens):
+        while (len(path) + 1) * self.unit <= limit and len(path) * self.unit + self.unit + self._ahead <= len(tokens):
             parent, own = (path[-1] if path else self._root), tuple(pages[len(path) * each : (len(path) + 1) * each])
             node = self._nodes.get((parent, piece := self._piece(tokens, len(path) * self.unit)))
             if node is None:

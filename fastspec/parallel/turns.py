@@ -7,10 +7,11 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
 
+from fastspec.errors import RankFailed
 from fastspec.parallel.monitor import LOST
 from fastspec.parallel.world import World
 
-_SLICE = timedelta(seconds=0.5)  # between two looks at the others while nothing is told
+_NAP = 0.004  # seconds between two looks while nothing is told for long; shorter at first
 _SEEN = 64  # turns after which a follower says how far it is, and rank 0 forgets what all have read
 
 
@@ -52,18 +53,16 @@ class Turns:
         Raises:
             RankFailed: a rank has failed meanwhile.
         """
-        key = f"turn/{self._number}"
-        while True:
-            self._world.check()
-            try:
-                self._store.wait([key], _SLICE)
-                found = self._store.get(key).decode()
-                break
-            except RuntimeError:  # nothing was told yet, or the store is gone
-                try:
-                    self._store.check([key])
-                except RuntimeError as error:
-                    raise self._world.broken(error) from error
+        key, begun = f"turn/{self._number}", time.monotonic()
+        try:
+            while not self._store.check([key]):  # not `wait`, whose every timeout torch writes to stderr
+                self._world.check()
+                time.sleep(min(_NAP, (time.monotonic() - begun) / 8))
+            found = self._store.get(key).decode()
+        except RankFailed:
+            raise
+        except RuntimeError as error:  # the store is gone
+            raise self._world.broken(error) from error
         self._number += 1
         if self._number % _SEEN == 0:
             self._store.set(f"seen/{self._world.rank}", str(self._number))

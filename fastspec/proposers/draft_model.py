@@ -69,7 +69,7 @@ class DraftModel:
 
         Args:
             state, shape, draws: as there.
-            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, drawn by nobody.
+            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, not sampled.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):

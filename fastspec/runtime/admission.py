@@ -103,9 +103,9 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RU
     state.finish.index_fill_(0, rows, ready)
 
 
-def draft_limit(options: RowOptions, most: int) -> int:
-    """Drafts of a row that may count in a step of at most `most`."""
-    return most if options.draft_limit is None else min(options.draft_limit, most)
+def draft_limit(options: RowOptions, max_drafts: int) -> int:
+    """Drafts of a row that may count in a step of at most `max_drafts`."""
+    return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 
 def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:

@@ -47,7 +47,7 @@ from fastspec.proposers.interface import (
     reads_ahead,
     takes_features,
 )
-from fastspec.runtime.engine import Engine
+from fastspec.runtime.engine import Engine, grid_unit_of
 from fastspec.runtime.settings import Settings, check_range
 from fastspec.runtime.threads import sampling_alone
 from fastspec.shapes import DELTA_CHUNK
@@ -56,11 +56,11 @@ from fastspec.step import PromptEnd, StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
 # tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
-_TOGETHER = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
-_ALIKE_FROM = {(9, 0): 64}
-_ALIKE_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
-_ALIKE_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
-_MOST_BUDGET = 2**31 - 1
+_PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+_SAME_BITS_FROM = {(9, 0): 64}
+_SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
+_SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
+_MAX_BUDGET = 2**31 - 1
 
 
 def build(
@@ -94,7 +94,7 @@ def build(
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
     if prefill_budget is not None:
-        prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MOST_BUDGET)
+        prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
@@ -207,10 +207,21 @@ def build(
         if ranks.size > 1:
             ring.watch = ranks.world
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
-    alike = _alike(chunks, models, matrices, device)
+    same_bits = _same_bits(chunks, models, matrices, device)
     # what a pass over a prompt makes lies in the pages of its row and nowhere else
     paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
     apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, models))
+    prefix = kept = None
+    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+        of_target, of_draft = (*map(states_of, models), None)[:2]
+        recurrent = of_target is not None or of_draft is not None
+        grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
+        unit = math.lcm(layout.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
+        salt = target.name, draft.name if draft else None
+        prefix = PrefixCache(pages, unit, reads_ahead(chosen), salt)
+        if recurrent:
+            kept = KeptStates(of_target, of_draft, unit)
+            prefix.on_drop = kept.forget
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -232,21 +243,14 @@ def build(
         runner=runner,
         ring=ring,
         verification=settings.verification,
-        alike=alike,
-        together=_TOGETHER if apart and alike == chunks else 0,
+        same_bits=same_bits,
+        prefix=prefix,
+        kept=kept,
+        prefill_batch_tokens=_PREFILL_BATCH_TOKENS if apart and same_bits == chunks else 0,
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
     )
-    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        of_target, of_draft = (*map(states_of, models), None)[:2]
-        recurrent = of_target is not None or of_draft is not None
-        unit = math.lcm(layout.page_size, engine.cell, DELTA_CHUNK if recurrent else 1)
-        salt = target.name, draft.name if draft else None
-        object.__setattr__(engine, "prefix", prefix := PrefixCache(pages, unit, reads_ahead(chosen), salt))
-        if recurrent:
-            object.__setattr__(engine, "kept", kept := KeptStates(of_target, of_draft, unit))
-            prefix.on_drop = kept.forget
     return engine, pending
 
 
@@ -254,7 +258,7 @@ def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
     return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
 
 
-def _alike(
+def _same_bits(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
     """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
@@ -266,8 +270,8 @@ def _alike(
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
         return None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    least = _ALIKE_FROM.get(capability, _ALIKE_ELSEWHERE)
-    least = max(least, _ALIKE_CODES) if "codes" in formats else least
+    least = _SAME_BITS_FROM.get(capability, _SAME_BITS_ELSEWHERE)
+    least = max(least, _SAME_BITS_CODES) if "codes" in formats else least
     return tuple(size for size in chunks if size >= least) or None
 
 

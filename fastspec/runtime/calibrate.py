@@ -44,7 +44,7 @@ class Trial:
     Attributes:
         k: drafts of a step; 0 is plain decoding.
         steps: that were timed.
-        step_seconds: of a whole step in the loop, the median.
+        step_seconds: of a whole step as the scheduler makes it, the median.
         draft_seconds: of its k draft passes together (a lookup's time where there is no draft model).
         score_seconds: of the target's pass over k + 1 tokens a row.
         tokens: emitted by a step a row, measured with this k.
@@ -168,7 +168,7 @@ class Calibration:
 
 @dataclass(slots=True)
 class Fixed:
-    """A pacer that stays at k and writes down what the steps did."""
+    """A policy that stays at k and records what the steps did."""
 
     k: int
     steps: list[Observation] = field(default_factory=list)

@@ -44,20 +44,20 @@ class DraftPlan:
 
     Attributes:
         auto: num_speculative_tokens="auto" for calls that say nothing.
-        most: drafts per step that there is room for.
+        max_drafts: drafts per step that there is room for.
         verification: how drafts are judged.
         controllers: by sampler kind and recorded log-probabilities: their steps differ in time and acceptance.
     """
 
     auto: bool
-    most: int
+    max_drafts: int
     verification: Verification
     controllers: dict[tuple[str, int | None], Controller] = field(default_factory=dict)
 
     @property
     def default(self) -> int | str:
         """num_speculative_tokens of calls that say nothing."""
-        return AUTO if self.auto else self.most
+        return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:
         """Drafts per step of a call that asks for so many; None asks for all there is room for.
@@ -66,9 +66,9 @@ class DraftPlan:
             ValueError: more than the generator was made for.
         """
         if asked is None:
-            return self.most
-        if asked > self.most:
-            made = f"for at most {self.most}" if self.most else "without drafts"
+            return self.max_drafts
+        if asked > self.max_drafts:
+            made = f"for at most {self.max_drafts}" if self.max_drafts else "without drafts"
             raise ValueError(
                 f"num_speculative_tokens={asked}, but the generator was made {made}; "
                 "make it with a draft and a larger num_speculative_tokens"
@@ -95,19 +95,19 @@ class DraftPlan:
         for row in chosen.rows:
             self.check(row.draft_limit)
         opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
-        if not self.most or not (chosen.auto or (self.auto and chosen.num_speculative_tokens is None)):
+        if not self.max_drafts or not (chosen.auto or (self.auto and chosen.num_speculative_tokens is None)):
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
         if chosen.seeded and needs_draft_probs(self.verification) and any(row.temperature for row in chosen.rows):
             k = max(one for one in self.ks if one <= REPEATABLE)
             note = _HELD.format(k=k, rule=self.verification)
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
         controller = self.controller(sampler, chosen.top_logprobs)
-        return Choice(self.most, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
+        return Choice(self.max_drafts, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
 
     @property
     def ks(self) -> tuple[int, ...]:
         """What "auto" chooses from."""
-        return ladder(self.most)
+        return ladder(self.max_drafts)
 
     def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
         """The controller of such calls; it lives as long as the generator."""
@@ -116,8 +116,8 @@ class DraftPlan:
 
     def ahead(self, asked: int | None, sampler: str) -> Choice:
         """What a call without further options may come to, and plain decoding: for `warmup`."""
-        if self.auto and asked is None and self.most:
-            return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+        if self.auto and asked is None and self.max_drafts:
+            return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
         k = self.check(asked)
         return Choice(k, tuple(sorted({0, k})), sampler, None)
 
@@ -127,7 +127,7 @@ class DraftPlan:
         Raises:
             ValueError: there is nothing that drafts, or the call chooses drafts itself.
         """
-        if not self.most:
+        if not self.max_drafts:
             raise ValueError("there is nothing to calibrate: the generator was made without anything that drafts")
         if chosen.auto or any(row.draft_limit is not None for row in chosen.rows):
             raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
@@ -136,7 +136,7 @@ class DraftPlan:
         if grammar := next((row.grammar for row in chosen.rows if row.grammar), None):
             raise ValueError(f"calibrate tries what drafts, and a grammar brings its own; leave out {grammar.kind}")
         sampler = GREEDY if chosen.plain else FULL
-        return Choice(self.most, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+        return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 
     def describe(self) -> list[str]:
         """A line for every kind of call that "auto" has chosen k for."""

@@ -34,8 +34,13 @@ _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are a
 
 
 def _as_measured(seconds: float | None) -> float | None:
-    """Of one process alone."""
+    """The time as it was measured: this process is alone."""
     return seconds
+
+
+def grid_unit_of(chunks: tuple[int, ...], same_bits: tuple[int, ...] | None, exact: bool) -> int:
+    """`Engine.grid_unit` of an engine with these fields."""
+    return (same_bits or chunks[-1:])[0] if exact else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,14 @@ class Engine:
         runner: launches steps, or replays what it captured.
         ring: where steps leave their results.
         verification: how drafts are judged.
-        alike: sizes of passes over prompts that leave the same bits, ascending; None: the largest of `chunks` alone.
+        same_bits: sizes of prefill passes that leave the same bits, ascending; None: the largest of `chunks` alone.
         prefix: the prefix cache; None: every prompt is prefilled whole.
         kept: recurrent states behind prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
         threads: that work on a step, on the CPU; None: nobody has chosen.
-        together: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
+        prefill_batch_tokens: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
         slots: where prompts pass through, by how many of them at once.
     """
 
@@ -72,19 +77,19 @@ class Engine:
     runner: Runner
     ring: ResultRing
     verification: Verification = REJECTION
-    alike: tuple[int, ...] | None = None
+    same_bits: tuple[int, ...] | None = None
     prefix: PrefixCache | None = None
     kept: KeptStates | None = None
     prefill_budget: int | None = None
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
-    together: int = 0
+    prefill_batch_tokens: int = 0
     slots: dict[int, PrefillSlot] = field(init=False)
 
     def __post_init__(self) -> None:
         with self.on_device():
-            sizes = {1, *map(self.rows_together, self.chunks)}
+            sizes = {1, *map(self.prefill_batch, self.chunks)}
             of_rows = self.parts.features, self.parts.ends
             slots = {rows: PrefillSlot.beside(self.state, of_rows[0], rows, of_rows[1]) for rows in sizes}
         object.__setattr__(self, "slots", slots)
@@ -94,9 +99,9 @@ class Engine:
         """The slot of a prompt that has a pass to itself."""
         return self.slots[1]
 
-    def rows_together(self, chunk: int) -> int:
-        """Prompts that go through together, each with a chunk of that size; 1: they do not."""
-        rows = self.together // chunk
+    def prefill_batch(self, chunk: int) -> int:
+        """Prompts that share a pass, each with a chunk of that size; 1: they do not."""
+        rows = self.prefill_batch_tokens // chunk
         return rows if 1 < rows <= self.state.batch else 1
 
     @contextmanager
@@ -124,10 +129,10 @@ class Engine:
         room = _ROOM
         while room < positions:
             room *= _MORE
-        return room if room + room // 8 < self._most_positions else self._most_positions  # not for a few less
+        return room if room + room // 8 < self._max_positions else self._max_positions  # not for a few less
 
     @property
-    def _most_positions(self) -> int:
+    def _max_positions(self) -> int:
         """Positions that a step over the longest rows has."""
         return self.state.tokens.shape[1] + self.max_drafts
 
@@ -139,7 +144,7 @@ class Engine:
 
     def at_hand(self, rows: int, shape: StepShape) -> StepShape:
         """The shape itself, or that with room for the longest rows where only this one is captured: the same bits."""
-        wide = replace(shape, num_blocks=blocks(self._most_positions), first_block=0)
+        wide = replace(shape, num_blocks=blocks(self._max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
     def bucket(self, rows: int) -> int:
@@ -190,13 +195,13 @@ class Engine:
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
-                for draft, rows in itertools.product(self._fed, {1, self.rows_together(chunk)}):
+                for draft, rows in itertools.product(self._fed, {1, self.prefill_batch(chunk)}):
                     self._pass(chunk, chunk, draft, rows)()
 
     def capture_prompts(self) -> None:
         """Makes the passes over prompts ready that are replayed."""
         for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _CAPTURED):
-            for draft, rows in itertools.product(self._fed, sorted({1, self.rows_together(chunk)}, reverse=True)):
+            for draft, rows in itertools.product(self._fed, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
                 key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
                 self.runner.capture(key, body, self.slots[rows].row.all_idle)
 
@@ -206,14 +211,14 @@ class Engine:
         return self.decode_tiling.rows is not None
 
     @property
-    def cell(self) -> int:
-        """Positions of a cell of the grid: prefill may start only at a multiple of it."""
-        return (self.alike or self.chunks[-1:])[0] if self.exact else 1
+    def grid_unit(self) -> int:
+        """Prefill may start only at positions that are a multiple of this."""
+        return grid_unit_of(self.chunks, self.same_bits, self.exact)
 
-    def passes(self, stop: int, start: int = 0, most: int | None = None) -> list[int]:
+    def passes(self, stop: int, start: int = 0, max_tokens: int | None = None) -> list[int]:
         """Sizes of the passes over the tokens at positions start..stop-1, see `chunks_of`."""
-        alike = (self.alike or self.chunks[-1:]) if self.exact else self.chunks
-        return chunks_of(self.chunks, stop, start, alike, self.cell, most)
+        same_bits = (self.same_bits or self.chunks[-1:]) if self.exact else self.chunks
+        return chunks_of(self.chunks, stop, start, same_bits, self.grid_unit, max_tokens)
 
     def prefill_row(
         self, row: int, start: int, chunks: Iterable[int], *, draft: bool, running: bool = True, first: bool = True
@@ -242,14 +247,14 @@ class Engine:
         self._leave(self.prefill_slot, row, draft=draft)
 
     def prefill_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
-        """Queues one pass over a chunk of each of several rows, as many as go through together at most.
+        """Queues one pass over a chunk of each of several rows, as many as may share a pass at most.
 
         Args:
             starts: row of the state -> position of its first token.
             chunk: tokens of each row.
             draft, running: as of `prefill_row`.
         """
-        rows = self.rows_together(chunk) if len(starts) > 1 else 1
+        rows = self.prefill_batch(chunk) if len(starts) > 1 else 1
         slot = self.slots[rows]
         for place, (row, start) in enumerate(starts.items()):
             slot.enter(self.state, row, start, running=running, place=place)

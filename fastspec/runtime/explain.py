@@ -51,7 +51,7 @@ def explain(
         f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
         f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
         f"{_kv(layout)}",
-        f"prompts    in chunks of {_chunks(engine)} tokens{_together(engine)}{_waited_for(engine)}",
+        f"prompts    in chunks of {_chunks(engine)} tokens{_batched(engine)}{_waited_for(engine)}",
         f"prefixes   {_prefixes(engine)}",
         f"attention  {_attention(settings, engine)}",
         f"products   {_products(settings)}",
@@ -108,9 +108,9 @@ def _chunks(engine: Engine) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
 
 
-def _together(engine: Engine) -> str:
+def _batched(engine: Engine) -> str:
     """Which prompts share a pass."""
-    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.rows_together(chunk)) > 1}
+    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.prefill_batch(chunk)) > 1}
     if not sizes:
         return ", one at a time"
     return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
@@ -170,7 +170,7 @@ def _drafts(drafting: DraftPlan) -> str:
     """k, and what "auto" made of it."""
     lines = drafting.describe()
     if not drafting.auto and not lines:
-        return f"k = {drafting.most}, unless a call says otherwise"
+        return f"k = {drafting.max_drafts}, unless a call says otherwise"
     named = ", ".join(map(str, drafting.ks))
     head = f"k = {drafting.default}; auto chooses among {named} by measured tokens per second"
     return "\n           ".join([head, *lines])

@@ -22,7 +22,7 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_CROWD = 4  # budgets at most
+_CROWD = 4  # budgets of a step at most, where many short prompts wait
 _LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
 
 
@@ -119,15 +119,15 @@ class Intake:
 
         Requests that come at once then run side by side after a few steps, not one behind the other.
         """
-        short = sum(2 * len(request.prompt) <= self.engine.together for request in self.waiting)
+        short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
         return max(1, min(_CROWD, short // max(1, running)))
 
-    def plan(self, *, drafting: bool, most: int | None) -> None:
+    def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Decides how the prompt is cut into passes.
 
         Args:
             drafting: the draft is prefilled together with the target, not later when the row first drafts.
-            most: at most so many tokens a pass, as far as that leaves the same bits; None: no limit.
+            max_tokens: at most so many tokens a pass, as far as that leaves the same bits; None: no limit.
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
@@ -135,10 +135,10 @@ class Intake:
         self._resume(request, self.row, request.cached, draft=False)
         self._resume(request, self.row, request.draft_length, draft=True)
         stop = length if engine.passes_whole(length) else length - 1
-        self._target = self._passes(request, request.cached, stop, most, draft=False)
+        self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
-            self._draft = self._passes(request, start, stop, most and _LIGHTER * most, draft=True)
+            self._draft = self._passes(request, start, stop, max_tokens and _LIGHTER * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, some: bool) -> int:
         """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
@@ -176,7 +176,7 @@ class Intake:
 
     def _waits(self, request: Request, taken: list[int]) -> bool:
         """Whether the pass just taken is a prompt's last and waits for those of other prompts; `flush` queues them."""
-        draft, rows = self._draft, self.engine.rows_together(taken[0]) if len(taken) == 1 else 1
+        draft, rows = self._draft, self.engine.prefill_batch(taken[0]) if len(taken) == 1 else 1
         if rows == 1 or self._target.left or (draft is not None and list(draft.left) not in ([], taken)):
             return False
         if any(each.chunk != taken[0] for each in self._short.values()):
@@ -264,10 +264,10 @@ class Intake:
             chunks, start = lag_of(self.engine, request), request.draft_length
             passes += passes_of(chunks)
             request.draft_lag = False
-            if len(chunks) == 1 and self.engine.rows_together(chunks[0]) > 1:
-                together = short.setdefault(chunks[0], {})
-                together[row] = start
-                if len(together) == self.engine.rows_together(chunks[0]):
+            if len(chunks) == 1 and self.engine.prefill_batch(chunks[0]) > 1:
+                batch = short.setdefault(chunks[0], {})
+                batch[row] = start
+                if len(batch) == self.engine.prefill_batch(chunks[0]):
                     self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
             elif chunks:
                 self._fed(request, row, start, chunks, draft=True, running=True)
@@ -326,11 +326,11 @@ class Intake:
         points: list[tuple[int | None, Hashable]] = [(shared, request.nodes[-1])] if start < shared else []
         return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
 
-    def _passes(self, request: Request, start: int, stop: int, most: int | None, *, draft: bool) -> Passes:
+    def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
         """Passes over the positions start..stop-1, of which one ends wherever states are kept but behind the last."""
         ends = [length for length, _ in self._points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
-        passes = (self.engine.passes(end, begin, most) for begin, end in pairwise(edges))
+        passes = (self.engine.passes(end, begin, max_tokens) for begin, end in pairwise(edges))
         return Passes(start, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
@@ -379,6 +379,6 @@ def lag_of(engine: Engine, request: Request) -> list[int]:
     if proposer is None:
         return []
     known, start = min(request.length - 2, proposer.max_length), request.draft_length
-    if request.drafted or start % engine.cell:  # steps have written after the prefill
+    if request.drafted or start % engine.grid_unit:  # steps have written after the prefill
         return chunks_of(engine.chunks, known - start)
     return engine.passes(known, start)

@@ -14,7 +14,7 @@ from fastspec.state import StateSizes
 
 _GIB = 2**30
 _LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
-_KEPT_STATES = 4  # prefixes at least behind which states are kept
+_KEPT_STATES = 4  # states are kept behind at least this many prefixes
 FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
 
 

@@ -214,10 +214,10 @@ def turns_of(requests: Mapping[int, Request], calls: Mapping[Request, Call], k: 
         calls: request -> its call.
         k: drafts of the other rows; if 0, the step has as many as the calls of rows with a grammar ask for.
     """
-    turns, most = {}, 0
+    turns, largest = {}, 0
     for row, request in requests.items():
         if request.grammar is not None:
             asked = k or calls[request].choose_k(calls[request].steps)
             turns[row] = request.grammar.turn(draft_limit(request.options, asked))
-            most = max(most, asked if turns[row].drafts else 0)
-    return k or most, turns
+            largest = max(largest, asked if turns[row].drafts else 0)
+    return k or largest, turns

@@ -1,9 +1,9 @@
 """The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
 
 It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
-lower row, and gives row and pages back when it ends, while the other rows go on. How prompts come in is the matter of
-`intake`. Everything it asks of the device is
-queued in one stream. Nothing waits but the reading of a step's results, and by then later steps are queued already.
+lower row, and gives row and pages back when it ends, while the other rows go on. `intake` prefills the prompts.
+Everything it asks of the device is queued in one stream. The host waits only when it reads a step's results, and by
+then later steps are queued already.
 
 `step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
 the next step empties.
@@ -251,13 +251,13 @@ class Scheduler:
         for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
             wanted.append(self._drafts_of(call, own))
-        most = max(k for k, _ in wanted)
+        largest = max(k for k, _ in wanted)
         alone = len(calls) == 1
-        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not most for row in rows}
-        if most:
+        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
+        if largest:
             for row, request in requests.items():
                 self._limit_drafts(row, request, limits.get(row, 0))
-        return most, frozenset(limits)
+        return largest, frozenset(limits)
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and its rows that they are for."""
@@ -273,9 +273,9 @@ class Scheduler:
         k = call.policy.choose(StepContext(self.engine.bucket(max(self._rows) + 1), remaining, behind))
         return k, frozenset(nearest[: call.policy.few])
 
-    def _limit_drafts(self, row: int, request: Request, most: int) -> None:
+    def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
         """Lets at most so many drafts of a row count, and no more than its options allow."""
-        limit = min(most, admission.draft_limit(request.options, self.engine.max_drafts))
+        limit = min(drafts, admission.draft_limit(request.options, self.engine.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
@@ -315,7 +315,7 @@ class Scheduler:
         return None if alone else self.engine.prefill_budget
 
     def _begin(self) -> Request | None:
-        """Gives the first request that waits a row, if there is one and its pages fit."""
+        """Gives a row to the first waiting request, if a row is free and its pages fit."""
         waiting = self._intake.waiting
         begun = self._intake.begin(self._rows, self._positions(waiting[0])) if waiting else None
         if begun is None:
@@ -328,7 +328,7 @@ class Scheduler:
         # nobody but the rows of its own call waits for the draft's passes where there is no budget
         wants = request.options.draft_limit != 0 and request.grammar is None
         drafting = patience is not None and wants and self._draft_follows(call)
-        self._intake.plan(drafting=drafting, most=patience)
+        self._intake.plan(drafting=drafting, max_tokens=patience)
         return request
 
     def _draft_follows(self, call: Call) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from tqdm import tqdm
 
-from fastspec.adaptive.controller import AUTO, MOST
+from fastspec.adaptive.controller import AUTO, MAX_USEFUL
 from fastspec.inputs.values import scalar
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.ops import TORCH_OPS
@@ -212,16 +212,16 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
 
     With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
     """
-    most = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
+    limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
         if asked != AUTO:
             raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
         model = draft is not None and not isinstance(draft, HeadCheckpoint)
-        useful = MOST if model or (draft is None and proposer is None) else MAX_DRAFTS
-        return useful if most is None else min(useful, most)
+        useful = MAX_USEFUL if model or (draft is None and proposer is None) else MAX_DRAFTS
+        return useful if limit is None else min(useful, limit)
     drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
-    if draft is not None and most is not None and drafts > most:
-        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {most} tokens a step at most")
+    if draft is not None and limit is not None and drafts > limit:
+        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {limit} tokens a step at most")
     return drafts
 
 

@@ -15,7 +15,7 @@ _NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses k for a loop, and is told what every step did.
+    """Chooses k for a scheduler, and is told what every step did.
 
     Attributes:
         few: how many rows the next step drafts in, when it drafts: those that take the least to catch up. None: all.
@@ -52,7 +52,7 @@ class StepTimer:
         self._left = self._clock()
 
     def back(self) -> None:
-        """The loop has control again."""
+        """The scheduler has control again."""
         self._away += self._clock() - self._left
 
     def arrived(self, waited: bool) -> float | None:
@@ -61,7 +61,7 @@ class StepTimer:
         None where there is none before it, or where the reader was away so long that nobody knows when it came.
 
         Args:
-            waited: it was not there yet when the loop came for it.
+            waited: it was not there yet when the scheduler came to read it.
         """
         now = self._clock()
         interval = None if self._last is None else now - self._last

@@ -28,13 +28,13 @@ class Threads:
     here and now; and when steps become many times slower, one thread goes on alone for a while.
 
     Attributes:
-        most: torch's own setting at construction.
+        limit: torch's own setting at construction.
         chosen: at construction.
         why: it was chosen.
         now: for the next step.
     """
 
-    most: int
+    limit: int
     chosen: int = 1
     why: str = "torch has one"
     now: int = 1
@@ -45,26 +45,26 @@ class Threads:
     _alone: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, most: int, elements: float, seconds: Callable[[int], float]) -> Threads:
+    def of(cls, limit: int, elements: float, seconds: Callable[[int], float]) -> Threads:
         """Chooses a number.
 
         Args:
-            most: at most so many.
+            limit: at most so many.
             elements: of a weight matrix, in the mean.
             seconds: what a pass takes with a number of threads; asked only where there is a choice.
         """
-        if most == 1:
-            return cls(most)
+        if limit == 1:
+            return cls(limit)
         if elements < _SMALL:
-            return cls(most, why="products too small to share")
-        count, best = most, seconds(most)
+            return cls(limit, why="products too small to share")
+        count, best = limit, seconds(limit)
         while count > 1:
             fewer = seconds(count // 2)
             if fewer > best * _GAIN:
                 break
             count, best = count // 2, fewer
-        why = "more are not faster" if count < most else "fewer are slower"
-        return cls(most, count, f"measured, {why}", count)
+        why = "more are not faster" if count < limit else "fewer are slower"
+        return cls(limit, count, f"measured, {why}", count)
 
     def took(self, kind: Hashable, seconds: float) -> None:
         """Takes in what a step took; `now` may change."""
@@ -92,7 +92,7 @@ class Threads:
     def __str__(self) -> str:
         """For people."""
         resting = f"; {self.now} for now: steps had become many times slower" if self.now != self.chosen else ""
-        return f"{self.chosen} of torch's {self.most} on the CPU ({self.why}){resting}"
+        return f"{self.chosen} of torch's {self.limit} on the CPU ({self.why}){resting}"
 
 
 def sampling_alone(ops: Ops) -> Ops:

@@ -19,7 +19,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# the largest fp32 below one: an exponential of an infinite time would make a possible token impossible
+# the largest fp32 below one: with an infinite time a token of positive probability could never be drawn
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -69,7 +69,7 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Coins and draws of B rows with seeds int64 [B]."""
+    """Uniform numbers and samples of B rows with seeds int64 [B]."""
 
     seeds: Tensor
 
@@ -78,7 +78,7 @@ class PhiloxDraws:
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids [B] from probs [B, V] by an exponential race: the token with the least time/probability wins.
+        """Draws ids [B] from probs [B, V]: the token with the least time/probability wins (Gumbel-max).
 
         P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs
         [B, R, V] and positions [B, R] the same at R places a row: ids [B, R].

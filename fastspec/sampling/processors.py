@@ -107,7 +107,7 @@ def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Laws [B, V] to draft by: one on id 0 where there is none, for the target refuses or takes any draft rightly."""
+    """Distributions [B, V] to draft from; where a row has none, one on id 0: any draft is judged correctly."""
     none = probs.isnan().any(dim=-1, keepdim=True)
     first = torch.arange(probs.shape[1], device=probs.device) == 0
     return torch.where(none, first.to(probs.dtype), probs)

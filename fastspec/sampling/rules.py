@@ -1,4 +1,4 @@
-"""How drafts are judged: the names of the rules in `fastspec.sampling.verify`, and acceptance by fiat for
+"""How drafts are judged: the names of the rules in `fastspec.sampling.verify`, and synthetic acceptance for
 benchmarks.
 """
 
@@ -14,7 +14,7 @@ MODES = REJECTION, COUPLED, BLOCK = "rejection", "coupled", "block"
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accepts drafts by fiat, for benchmarks alone: the text is neither the model's nor of its distribution.
+    """Accepts drafts at a given rate, for benchmarks only: the text does not follow the model's distribution.
 
     Args:
         rate: each draft, until the first that is refused, is accepted with this probability, whatever it is.

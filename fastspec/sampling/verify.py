@@ -32,7 +32,7 @@ class Draws(Protocol):
     """
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """Coins: bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the randomness."""
+        """bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the randomness."""
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Ids int64 [B] drawn from probs [B, V] (rows need not sum to one); positions int64 [B].

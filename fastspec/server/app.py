@@ -231,7 +231,7 @@ class _Events(StreamingResponse):
 
 async def _events(job: Job, envelope: Envelope, with_usage: bool) -> AsyncIterator[bytes]:
     try:
-        async for answer, piece in job.together():
+        async for answer, piece in job.merged():
             for one in envelope.piece(answer, piece):
                 yield _event(one)
         if with_usage:

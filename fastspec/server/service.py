@@ -123,7 +123,7 @@ class Job:
             raise failed(error) from error
         self._meters.whole.observe(time.perf_counter() - self._start)
 
-    async def together(self) -> AsyncIterator[tuple[Answer, Piece]]:
+    async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
         """Of all answers, as they come. A slow reader holds up none of them: what comes meanwhile is one piece."""
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
@@ -271,7 +271,7 @@ class Service:
     def _options(self, body: Body, prompt: int) -> dict[str, Any]:
         options = body.options()
         room = self.generator.max_length - prompt
-        most = room if self.limits.tokens is None else min(room, self.limits.tokens)
+        limit = room if self.limits.tokens is None else min(room, self.limits.tokens)
         if room < 1:
             raise Refusal(
                 f"the prompt has {prompt} tokens, and {self.generator.max_length} are all that prompt and answer may "
@@ -280,9 +280,9 @@ class Service:
                 code="context_length_exceeded",
             )
         field, asked = body.limit
-        if asked is not None and asked > most:
-            raise Refusal(f"{field} must be at most {most} after a prompt of {prompt} tokens, got {asked}", field)
-        usual = most if isinstance(body, Chat) else min(most, COMPLETION_TOKENS)
+        if asked is not None and asked > limit:
+            raise Refusal(f"{field} must be at most {limit} after a prompt of {prompt} tokens, got {asked}", field)
+        usual = limit if isinstance(body, Chat) else min(limit, COMPLETION_TOKENS)
         defaults = self.generator.generation_config
         if options.get("do_sample") and "top_k" not in options and (defaults is None or defaults.top_k is None):
             options["top_k"] = 0  # who asks for a temperature in this protocol gets the whole distribution

@@ -21,7 +21,7 @@ from fastspec.runtime.request import Request
 from fastspec.text.stop_strings import StopWatch
 
 _NAMED = 8  # rows that an error names
-_CALLER = 5  # frames up: prompts(), prepare(), the generator's two
+_CALLER = 6  # frames up: prompts(), prepare(), the session's, the generator's two
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from fastspec.runtime.settings import device_of, dtype_of
 # more rows, too (perf/LOG.md, "Quantised weights")
 SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
     None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
-    "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.75), (64, 0.67), (128, 0.33)),
-    "int8": ((1, 0.94), (4, 0.93), (8, 0.92), (32, 0.75), (64, 0.69), (128, 0.34)),
-    "int4": ((1, 0.72), (4, 0.70), (8, 0.68), (32, 0.35), (64, 0.24), (128, 0.12)),
+    "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.79), (64, 0.66), (128, 0.33)),
+    "int8": ((1, 0.94), (4, 0.93), (8, 0.92), (32, 0.75), (64, 0.63), (128, 0.31)),
+    "int4": ((1, 0.71), (4, 0.69), (8, 0.67), (16, 0.54), (32, 0.41), (64, 0.36), (128, 0.18)),
 }
 
 
@@ -53,8 +53,8 @@ def with_format(
         device, dtype, max_batch_size: arguments of the generator.
         ours: products are those of this package, and nobody shares the draft.
     """
-    if draft is None:
-        return None
+    if draft is None or draft.stored:  # how it is quantised says itself
+        return draft
     if kind := _left(draft, ours):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
     on = device_of(device, target)
@@ -87,9 +87,9 @@ def _left(draft: Checkpoint | HeadCheckpoint, ours: bool) -> str:
         return "a mixture of experts" if draft.spec.decoder.routed_elements else ""
     if draft.spec.hosting:
         return "hosted"
-    if draft.quantisation is None and draft.native.routed_elements:
+    if draft.native.routed_elements:
         return "a mixture of experts"
-    return "" if draft.quantisation is None else f"stored quantised ({draft.stored})"
+    return ""
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:

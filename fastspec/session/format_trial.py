@@ -10,6 +10,7 @@ one of calls is the same with either draft.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -127,11 +128,15 @@ class FormatTrial:
         k = _DRAFTS if choice.controller is not None else choice.k
         k = max(each for each in (*choice.ks, choice.k) if each <= k)
         plain = replace(choice, k=k, ks=(k,), controller=None, top_logprobs=None, note=None, grammars=(None,))
-        with engine.runner.on():  # in no other mode: threads fill these tensors
-            stored = load_weights(
-                as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
-            )
-        self._try(scheduler, rows, plain, stop_ids, make_ready, drafter, stored)
+        try:
+            with engine.runner.on():  # in no other mode: threads fill these tensors
+                stored = load_weights(
+                    as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
+                )
+            self._try(scheduler, rows, plain, stop_ids, make_ready, drafter, stored)
+        except (RuntimeError, ValueError, OSError) as error:  # the call itself can go on with the draft that is there
+            self._decide(f"not tried: {error}")
+            warnings.warn(f"the draft stays in {self._form}, not tried against what is stored: {error}", stacklevel=2)
         if self.draft.rounded is None:
             for controller in drafting.controllers.values():
                 controller.forget()
@@ -231,7 +236,7 @@ def _drafter(engine: Engine) -> Decoder | None:
 def _run(
     scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], pacer: Fixed
 ) -> None:  # fmt: skip
-    """Continues the prompts, by steps that the pacer writes down."""
+    """Continues the prompts, by steps that a policy records."""
     requests = again(texts)
     call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=pacer, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):

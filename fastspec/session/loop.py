@@ -59,7 +59,7 @@ class Loop:
         self._scheduler, self._make_ready = scheduler, make_ready
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._calls: dict[Hashable, tuple[Call, int]] = {}  # shared by requests alike, and how many those are
+        self._calls: dict[Hashable, tuple[Call, int]] = {}  # shared by requests of one kind, and how many those are
         self._keys: dict[Request, Hashable] = {}
         self._leaving: list[Request] = []
         self._begun = False

@@ -194,9 +194,11 @@ class Session:
         Raises:
             UnsupportedOption: it brings one, which the ranks that follow do not have; or as `Ranks.agreed_call`.
         """
+        if self.ranks.size == 1:
+            return make()
         if not (submitted or self.leads):
             return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
-        if self.ranks.size > 1 and not own_tokenizer:
+        if not own_tokenizer:
             raise UnsupportedOption(
                 "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
                 "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"

@@ -77,7 +77,7 @@ class TextStream:
         self._fresh += ready
         text = self._decode(self._window)
         piece = self._unseen(text)
-        # a tokenizer of bytes in other clothes writes what is not whole yet as one U+FFFD, at the end
+        # a byte-level tokenizer writes what is not whole yet as one U+FFFD, at the end
         held = value is None and text.endswith(_REPLACEMENT)
         piece = piece[:-1] if held else piece
         if not piece:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import sys
+import urllib.request
 from typing import Any
 
 import pytest
@@ -41,3 +45,34 @@ def test_a_rank_and_a_process_alone_go_on(monkeypatch: pytest.MonkeyPatch) -> No
     start_ranks(1)
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     start_ranks(2)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_answers_and_ends_by_a_signal() -> None:
+    """Rank 0 answers, rank 1 follows; the launcher ends as the server does."""
+    pytest.importorskip("uvicorn", reason="needs the extra serve")
+    command = [
+        sys.executable,
+        "-m",
+        "fastspec.cli",
+        "serve",
+        "--tensor-parallel",
+        "2",
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stderr is not None
+        said = next(line for line in serving.stderr if "fastspec: demo at " in line)
+        body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 8, "temperature": 0}).encode()
+        address = said.split(" at ")[1].strip() + "/completions"
+        asked = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
+            found = json.load(answer)
+        serving.send_signal(signal.SIGTERM)
+        last = serving.stderr.read()
+    assert found["usage"]["completion_tokens"] == 8
+    assert "fastspec: the last answers are given" in last
+    assert serving.returncode == 0

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, UnsupportedOption
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.decoder import Decoder
-from fastspec.models.weights.sliced import local_spec
 from fastspec.models.weights.sources import resolve
-from fastspec.parallel.slices import Share
+from fastspec.parallel.slices import check_divides
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
@@ -296,5 +295,5 @@ def test_many_calls_of_a_model_that_drafts_for_itself(pair: Pair, call: tuple[An
 def test_what_hybrids_cannot_have_is_refused(qwen: Model) -> None:
     with pytest.raises(ValueError, match="compile=True is for models that attend in every layer"):
         FastSpecGenerator(qwen.directory, compile=True, exact=False, **OPTIONS)
-    with pytest.raises(UnsupportedOption, match="tensor_parallel=2 does not go with qwen3_5"):
-        local_spec(resolve(qwen.directory, role="target").native, Share(0, 2, 2))
+    with pytest.raises(UnsupportedOption, match=r"recurrent key heads 2; use one of 1, 2$"):
+        check_divides(resolve(qwen.directory, role="target").native, 4, "m")

@@ -61,9 +61,9 @@ def test_passes_that_are_alike_leave_the_same_bits(monkeypatch: pytest.MonkeyPat
     prompt = prompt_of()
     with made() as gen:
         engine = gen._session.engine
-        assert engine.alike == (64, 128, 256, 512, 1024, 2048)
+        assert engine.same_bits == (64, 128, 256, 512, 1024, 2048)
         whole = fed(engine, prompt, engine.passes(LENGTH))
-        for size in engine.alike:
+        for size in engine.same_bits:
             again = fed(engine, prompt, [size] * -(-LENGTH // size))
             assert all(map(torch.equal, again, whole)), size
         for most in (64, 128, 256, 512):

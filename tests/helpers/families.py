@@ -144,7 +144,7 @@ def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) ->
             deviation = 0.02 if "embed" in name and "gemma" in family else std
             parameter.normal_(1.0 if around_one else 0.0, deviation, generator=generator)
     model.set_attn_implementation("eager")  # which knows every family's softcap
-    return as_configured(model).eval()
+    return model.eval()
 
 
 def as_configured(model: PreTrainedModel) -> PreTrainedModel:

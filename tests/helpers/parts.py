@@ -14,6 +14,7 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.weights.load import DecoderWeights, load_weights
 from fastspec.models.weights.sources import resolve
+from tests.helpers.families import as_configured
 from tests.helpers.hybrid import logits_of
 
 
@@ -38,7 +39,7 @@ def case_of(model: PreTrainedModel, vocab: int, tokens: int) -> Case:
     weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
     ids = torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        return Case(model, checkpoint.native, weights, ids, model(ids).logits)
+        return Case(model, checkpoint.native, weights, ids, as_configured(model)(ids).logits)
 
 
 def with_layer(weights: DecoderWeights, at: int, **changed: Any) -> DecoderWeights:

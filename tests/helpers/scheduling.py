@@ -28,7 +28,7 @@ def run_all(
 
 def keeping(engine: Engine, budget: int | None = None) -> Engine:
     """The engine with a prefix cache, and rows of other calls wait for so many prompt tokens a step."""
-    unit = math.lcm(engine.pages.page_size, engine.cell)
+    unit = math.lcm(engine.pages.page_size, engine.grid_unit)
     object.__setattr__(engine, "prefix", PrefixCache(engine.pages, unit))
     object.__setattr__(engine, "prefill_budget", budget)
     return engine

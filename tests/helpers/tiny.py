@@ -105,7 +105,7 @@ def tiny_engine(
     num_pages: int | None = None,
     draft_context: int = 4096,
     graphs: bool = False,
-    together: int = 0,
+    prefill_batch_tokens: int = 0,
     long_prompt: int = LONG_PROMPT,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
@@ -163,7 +163,7 @@ def tiny_engine(
         chunks=chunks,
         runner=runner,
         ring=ring,
-        together=together,
+        prefill_batch_tokens=prefill_batch_tokens,
     )
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,17 +46,24 @@ def test_exchanges_touch_no_memory_but_their_own() -> None:
 
 
 def test_models_of_many_kinds() -> None:
-    """Heads, mixtures, recurrent layers, quantised targets, and requests one by one: one launch checks them all."""
-    rows = [json.loads(line) for line in run("", 2, "models_on_devices.py").splitlines() if line.startswith("{")]
-    assert {row["kind"] for row in rows} == {*models_on_devices.KINDS, models_on_devices.REQUESTS}
-    texts = {row["kind"]: row["text"] for row in rows if row.get("same_text_on") == [1, 2, 4]}
-    assert {"EAGLE-3", "DFlash", "MTP layer in 8 bits", "norms over all heads"} <= set(texts)
-    one = [json.loads(line) for line in run("norms over all heads", 1, "models_on_devices.py").splitlines()[-1:]]
-    assert one[0]["text"] == texts[one[0]["kind"]]
+    """A head, mixtures, recurrent layers, a quantised target, and requests one by one: one launch checks them all."""
+    kinds = ["EAGLE-3", "norms over all heads", "experts in mxfp4", "recurrent layers and experts", "target in int4"]
+    rows = {row["kind"]: row for row in rows_of([*kinds, models_on_devices.REQUESTS], 2)}
+    assert list(rows) == [*kinds, models_on_devices.REQUESTS]
+    alone = kinds[:2]  # whose text is that of one GPU
+    assert all(rows[kind]["same_text_on"] == [1, 2, 4] for kind in alone)
+    for row in rows_of(alone, 1):
+        assert row["text"] == rows[row["kind"]]["text"], row["kind"]
 
 
-def run(check: str, ranks: int, script: str = "on_devices.py", before: tuple[str, ...] = ()) -> str:
-    """What a check on so many ranks writes; all checks of the script where none is named.
+def rows_of(kinds: list[str], ranks: int) -> list[dict[str, Any]]:
+    """What is said of each kind of model on so many ranks."""
+    said = run(kinds, ranks, "models_on_devices.py").splitlines()
+    return [json.loads(line) for line in said if line.startswith('{"kind"')]
+
+
+def run(checks: str | list[str], ranks: int, script: str = "on_devices.py", before: tuple[str, ...] = ()) -> str:
+    """What checks on so many ranks write.
 
     Args:
         before: what starts the script.
@@ -68,7 +76,7 @@ def run(check: str, ranks: int, script: str = "on_devices.py", before: tuple[str
         "NCCL_NVLS_ENABLE": "0",
     }
     done = subprocess.run(
-        [*command, *before, str(ROOT / "tests/parallel" / script), *([check] if check else [])],
+        [*command, *before, str(ROOT / "tests/parallel" / script), *([checks] if isinstance(checks, str) else checks)],
         cwd=ROOT,
         env=surroundings,
         capture_output=True,

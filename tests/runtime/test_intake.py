@@ -121,7 +121,7 @@ def test_the_draft_takes_a_prompt_in_beside_the_target(fed: list[tuple[bool, int
 @pytest.mark.parametrize(("joined", "after"), [(0, [1, 2, 3, 4]), (64, [1, 5])])
 def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]) -> None:
     """Four budgets in a step where four times as many wait as run; a long prompt among them is fed by its budget."""
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=6, max_length=260, together=joined), 32))
+    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=6, max_length=260, prefill_batch_tokens=joined), 32))
     call = Call((), GREEDY, lambda made: 3, joined=True)
     requests = [Turn(HEAD[place : place + 20], 60).request() for place in range(5)]
     for request in requests[:1]:

@@ -132,7 +132,7 @@ class Chats:
 def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
     seed: int, num_pages: int | None, budget: int | None, joined: int
 ) -> None:
-    engine = engine_of(num_pages, budget, together=joined)
+    engine = engine_of(num_pages, budget, prefill_batch_tokens=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(3):
         chats.round()
@@ -148,7 +148,7 @@ def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
     joined=st.sampled_from([0, 64, 96]),
 )
 def test_at_length(seed: int, num_pages: int | None, budget: int | None, joined: int) -> None:
-    engine = engine_of(num_pages, budget, depth=1 + seed % 2, together=joined)
+    engine = engine_of(num_pages, budget, depth=1 + seed % 2, prefill_batch_tokens=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(8):
         chats.round()
@@ -226,7 +226,10 @@ def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest
 
 def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tails of copies, and the draft's passes over them, go through three at a time."""
-    engine, joined = keeping(tiny_engine(k=3, batch=6, together=96, long_prompt=LONG)), list[tuple[bool, int]]()
+    engine, joined = (
+        keeping(tiny_engine(k=3, batch=6, prefill_batch_tokens=96, long_prompt=LONG)),
+        list[tuple[bool, int]](),
+    )
     prefill_rows = Engine.prefill_rows
 
     def counted(self: Engine, starts: Mapping[int, int], chunk: int, *, draft: bool, **how: Any) -> None:
@@ -243,7 +246,7 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     assert alone == [(False, 32)] * 4 + [(True, 32)] * 4, "but for the first prompt's passes"
     assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
     nothing_leaked(engine)
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, together=96, long_prompt=LONG)))
+    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, prefill_batch_tokens=96, long_prompt=LONG)))
     requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
     run_as_one(scheduler, requests, call_of(requests, 3))
     assert joined[4:] == [(False, 3), (True, 3)]
@@ -370,7 +373,7 @@ def check_kinds(sizes: tuple[int, ...], alike: tuple[int, ...], shared: tuple[in
         assert whole[: stop // cell * cell] == [0] * (stop // cell * cell)
         for start in range(0, stop, cell):
             for most in (None, 1, 300, 512):
-                chunks = chunks_of(sizes, stop, start, shared, most=most)
+                chunks = chunks_of(sizes, stop, start, shared, max_tokens=most)
                 assert kinds(chunks, start, stop) == whole[start:]
                 assert all(chunk <= max(most or sizes[-1], cell) for chunk in chunks if chunk in alike)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from fastspec.inputs.options import resolve
-from fastspec.runtime.admission import fill
+from fastspec.runtime.admission import fill_options, fill_prompt
 from fastspec.sampling import processors
 from fastspec.sampling.distribution import compute_probs
 from fastspec.shapes import FULL
@@ -42,7 +42,8 @@ def state_of(prompts: list[list[int]], outputs: list[list[int]], options: dict[s
     state.output_counts.fill_(7)
     state.in_prompt.fill_(True)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        fill(state, row, prompt, 40, (1,), chosen.stop_ids, chosen.rows[row], FULL)
+        fill_prompt(state, row, prompt, (1,), chosen.stop_ids)
+        fill_options(state, row, len(prompt), 40, chosen.rows[row], FULL)
         state.lengths[row] += len(output)
         block = torch.tensor([output])
         processors.count(state.output_counts[row : row + 1], block, torch.tensor([len(output)]))

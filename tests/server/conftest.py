@@ -77,4 +77,6 @@ def server(gen: FastSpecGenerator) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    # a connection each: one that lies idle for seconds, on a slow machine, is closed just when it is used again
+    alone = {"Connection": "close"}
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, default_headers=alone)

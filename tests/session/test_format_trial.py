@@ -14,6 +14,7 @@ from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.runtime.calibrate import Fixed
 from fastspec.session import draft_format, format_trial
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.devices import devices
 from tests.session.test_draft_format import LARGE, keeping
 
 IDS = torch.arange(5, 25)[None] % 97
@@ -67,14 +68,16 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
     return begin
 
 
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("ratio", "form"), [(0.01, "int4"), (100.0, "stored")])
 def test_the_faster_draft_stays(
-    pair: tuple[Path, Path], trying: Callable[[float], list[str]], ratio: float, form: str
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], ratio: float, form: str, device: str
 ) -> None:
-    with FastSpecGenerator(pair[0], **OPTIONS) as plain:
+    options = {**OPTIONS, "device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+    with FastSpecGenerator(pair[0], **options) as plain:
         text = plain.generate(IDS, max_new_tokens=NEW)
     used = trying(ratio)
-    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **options) as made:
 
         def call() -> Any:
             return made.generate(IDS, max_new_tokens=NEW, return_dict_in_generate=True)
@@ -133,12 +136,12 @@ def test_an_error_meanwhile_leaves_the_draft_that_was_chosen(
 
     monkeypatch.setattr(format_trial, "_run", fails)
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
-        made.generate(IDS, max_new_tokens=NEW)
-        with pytest.raises(RuntimeError, match="no such step"):
-            made.generate(IDS, max_new_tokens=2 * NEW)
+        first = made.generate(IDS, max_new_tokens=NEW)
+        with pytest.warns(UserWarning, match="the draft stays in int4, not tried against what is stored: no such step"):
+            assert torch.equal(made.generate(IDS, max_new_tokens=NEW), first)
         assert used[-1] == "int4"
-        assert "int4" in made.explain()
-        made.generate(IDS, max_new_tokens=NEW)
+        assert "not tried: no such step" in made.explain()
+        assert torch.equal(made.generate(IDS, max_new_tokens=NEW), first)
 
 
 def test_prompts_kept_with_one_draft_are_not_found_with_the_other() -> None:

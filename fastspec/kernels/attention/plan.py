@@ -324,8 +324,9 @@ TMA_TILE_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole ti
 # (CTAs per SM, bytes of K and V in the pipeline of each): for passes of up to MAX_DEEP_TILES tiles, which have few
 # splits for many CTAs, and of more, where one of two reads while the other one begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
-# of K and V in 8 bits (CTAs per SM, tiles in the pipeline of each, tiles of 16 bits made of them)
-NARROW_PIPELINE = (2, 4, 4)
+# the same of K and V in 8 bits (CTAs per SM, tiles in the pipeline of each, tiles of 16 bits made of them), where one
+# CTA to an SM leaves each two splits at most, and elsewhere
+NARROW_PIPELINES = ((1, 8, 6), (2, 4, 4))
 TMA_REGISTERS = 128  # of five warps; the one that loads leaves most of its own to the others
 MAX_CTAS_PER_TILE = 8  # unless there are too few tiles for the device
 CTA_OVERHEAD = 0.02  # of the time for a tile's keys: what a CTA takes before and after its part of them
@@ -346,7 +347,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim}
     constants |= {"KEYS": keys, "STAGES": (pipeline // (keys * sizes.dim * 2), 0)}
     if narrow:
-        ctas_per_sm, *stages = NARROW_PIPELINE
+        ctas_per_sm, *stages = NARROW_PIPELINES[tiles * splits > 2 * gpu.sms]
         constants |= {"STAGES": tuple(stages)}
     grid = tiles, min(splits, ctas_of_late_tile(tiles, ctas_per_sm * gpu.sms))
     return LaunchPlan("shares_kernel", grid, constants, {"num_warps": TMA_WARPS, "maxnreg": TMA_REGISTERS})

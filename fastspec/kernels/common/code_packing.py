@@ -49,7 +49,7 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
 GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale
-PART = 2**22  # codes that are packed at a time: what stands beside them meanwhile is some times that
+PART = 2**23  # codes that are packed at a time: what stands beside them meanwhile is some times that
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
 |        |                        | 8 of the gate, then the 8 of up that go with them  |
 
-What a packed weight multiplies comes as rows [..., K], or regrouped [..., K/64, 64]: of each 64 values the pair with
-number 16 h + 4 c + t lies at 8 t + 4 h + c, so that what one product takes of them lies side by side.
+x, which multiplies a packed weight, comes as rows [..., K], or regrouped [..., K/64, 64]: of each 64 values the pair
+with number 16 h + 4 c + t lies at 8 t + 4 h + c, so that what one product takes of them lies side by side.
 
 A tile of 16 rows is one run of memory. Interleaved, a gate and its up are 8 rows apart, in one thread's registers.
 """

@@ -29,7 +29,7 @@ from fastspec.kernels.linear.epilogue import (
     weight_operand,
 )
 from fastspec.kernels.linear.quantised.conversion import code_halves, joined_halves, words_layout
-from fastspec.kernels.linear.small_m import sum_of_ways, words_at
+from fastspec.kernels.linear.small_m import sum_of_splits, words_at
 
 BLOCK = gl.constexpr(8)  # pairs of one product
 TIMES = gl.constexpr(2.0**62)  # what sums are smaller by, see `common.experts`
@@ -236,7 +236,7 @@ def _multiply(
         sums = new
 
     for b in gl.static_range(BLOCKS):
-        total = sum_of_ways(sums[b], 1) * TIMES
+        total = sum_of_splits(sums[b], 1) * TIMES
         j = b * BLOCK + gl.arange(0, BLOCK, layout=column_layout(total.type.layout))
         pair = _pair_of(chosen, first, count, j)
         _write(total, tile, expert, pair, j < count, ends, alpha, limit, N, R, GATED, CLAMPED)

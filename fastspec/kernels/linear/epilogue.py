@@ -149,13 +149,13 @@ def root_scale(squares, K: gl.constexpr, eps):
 
 
 @gluon.jit
-def ways_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
-    """`root_scale` of rows, of which squares_ptr fp32 [S, M] has each way's sum of squares; there: a mask, or None."""
-    ways = ()
+def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
+    """`root_scale` of rows, whose sums of squares by split are squares_ptr fp32 [S, M]; there: a mask, or None."""
+    splits = ()
     for i in gl.static_range(S):
         at = squares_ptr + (i * M + row)
-        ways = ways + (gl.load(at) if there is None else gl.load(at, mask=there, other=0.0),)
-    return root_scale(in_order(ways), K, eps)
+        splits = splits + (gl.load(at) if there is None else gl.load(at, mask=there, other=0.0),)
+    return root_scale(in_order(splits), K, eps)
 
 
 @gluon.jit

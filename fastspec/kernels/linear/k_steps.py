@@ -44,15 +44,15 @@ def as_tree(parts):
 
 
 @gluon.jit
-def by_groups(parts, TOGETHER: gl.constexpr):
-    """The sum of a tuple: of TOGETHER neighbours at a time, then of these, each from the first to the last.
+def by_groups(parts, PAIRWISE: gl.constexpr):
+    """The sum of a tuple: of PAIRWISE neighbours at a time, then of these, each from the first to the last.
 
-    TOGETHER 0: as one binary tree.
+    PAIRWISE 0: as one binary tree.
     """
-    if TOGETHER == 0:
+    if PAIRWISE == 0:
         return as_tree(parts)
     else:
-        total = in_order(parts[:TOGETHER])
-        for i in gl.static_range(TOGETHER, len(parts), TOGETHER):
-            total = total + in_order(parts[i : i + TOGETHER])
+        total = in_order(parts[:PAIRWISE])
+        for i in gl.static_range(PAIRWISE, len(parts), PAIRWISE):
+            total = total + in_order(parts[i : i + PAIRWISE])
         return total

@@ -1,4 +1,4 @@
-"""Packed product for 17 rows of x and more where there is no ring: weights and x through shared memory.
+"""Packed product for 17 rows of x and more where the TMA kernel does not run: weights and x through shared memory.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same. There each of
 S warps takes every S-th K tile of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
@@ -210,7 +210,7 @@ def large_m_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first
+    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first
     R: gl.constexpr,
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     GROUPS: gl.constexpr,
@@ -261,18 +261,18 @@ def large_m_kernel(
         gdc_wait()
     rows = _fetched(x_at, x_of, valid, 0, K, STEPS, K_TILE, S)
     stashes = _stashes(zeros)
-    some = stashes  # of ways that are added up first
-    if TOGETHER > 1:
+    some = stashes  # of splits that are added up first
+    if PAIRWISE > 1:
         some = _stashes(zeros)
-    for group in range(S // TOGETHER):
-        for each in range(TOGETHER):
-            number = group * TOGETHER + each
+    for group in range(S // PAIRWISE):
+        for each in range(PAIRWISE):
+            number = group * PAIRWISE + each
             accs, rows = _passed(
                 *(zeros, rows, number, turns, w_at, x_at, w_of, x_of, valid, zero, ring, shared, M >> 31),
                 *(left, right, K, STEPS, K_TILE, S, DTYPE),
             )
             _stashed(some, accs)
-        if TOGETHER > 1:
+        if PAIRWISE > 1:
             _stashed(stashes, _unstashed(some, zeros))
             _emptied(some, zeros)
     totals = _unstashed(stashes, zeros)

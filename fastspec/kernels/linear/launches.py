@@ -70,7 +70,7 @@ class Ends(NamedTuple):
         residual_ptr: [M, width]; None: none.
         out_ptr: [M, width]; int64 tokens or uint64 keys, with a stride, where `keys_ptr` is given.
         keys_ptr: int64 [M + 1], of an argmax; None: sums are stored.
-        parts_ptr: fp32 [S / TOGETHER, M, N]: where it is given nothing else is written; of the TMA kernel alone.
+        parts_ptr: fp32 [S / PAIRWISE, M, N]: where it is given nothing else is written; of the TMA kernel alone.
     """
 
     bias_ptr: Any
@@ -78,6 +78,33 @@ class Ends(NamedTuple):
     out_ptr: Any
     keys_ptr: Any
     parts_ptr: Any = None
+
+
+class TmaSums(NamedTuple):
+    """How a sum over K values is cut: see `Split`. PAIRWISE splits are added to each other first, by one program."""
+
+    K: int
+    S: int
+    KT: int
+    PAIRWISE: int
+
+
+class TmaTile(NamedTuple):
+    """The tile of a program: see `Tma`.
+
+    Attributes:
+        R: weight rows that there is room for: warp groups multiply 64, and shapes are powers of two.
+        OWN: those that the program has; of the others' sums nothing is stored.
+        GROUP, REST: rows of x that are multiplied at once, and more of them in a second product; REST 0: none.
+        STAGES: steps of K in the pipeline. WARPS: that multiply.
+    """
+
+    R: int
+    OWN: int
+    GROUP: int
+    REST: int
+    STAGES: int
+    WARPS: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +131,7 @@ class Call:
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
     """Constants that all kernels of products have."""
     k = call.x.shape[1]
-    cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "TOGETHER": split.pairwise}
+    cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": split.pairwise}
     return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
@@ -137,7 +164,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         shape |= {
             "KT": split.k_tile,
-            "TOGETHER": split.together,
+            "PAIRWISE": split.kernel_pairwise,
             "BM": tile.rows,
             "XD": tile.row_depth,
             "AHEAD": tile.ahead,
@@ -163,7 +190,7 @@ def permuted_for(
 
 
 def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """`launch_tma`, and behind it what adds up ways that were left apart."""
+    """`launch_tma`, and behind it what adds up splits that were left apart."""
     parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
@@ -178,23 +205,24 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
         regroup_out: the result is regrouped as x is.
 
     Returns:
-        Where ways are apart, what they come to: for `add_up`, with all `call` asks for but the product.
+        Where splits are left apart, their sums: for `add_up`, with all `call` asks for but the product.
     """
     rows = len(call.x)
     n, k = call.weight.shape
     split = split_for(call.weight)
-    ways, parts = split.pairwise, None
+    splits, parts = split.pairwise, None
     if tile.split_k is not None:
-        ways = tile.split_k
-        sums = call.x.new_empty(split.split_k // ways, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.together // ways)
+        splits = tile.split_k
+        sums = call.x.new_empty(split.split_k // splits, rows, n, dtype=torch.float32)
+        parts = Parts(sums, split.kernel_pairwise // splits)
     blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
     eps = 0.0 if call.norm is None else call.norm[1]
     stride = 0 if call.argmax_keys is None else call.out.stride(0)
     words = call.weight.words(n // 16, k // 4, 32)
-    shape = _constants(call, split, pdl) | {"R": tile.room, "OWN": tile.weight_rows, "WARPS": tile.warps}
-    shape |= {"TOGETHER": ways, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages}
-    shape |= {"STAY": tile.programs is not None, "REGROUP": regroup_out}
+    constants = _constants(call, split, pdl)
+    sums_of_k = TmaSums(k, constants.pop("S"), constants.pop("KT"), splits)
+    del constants["K"], constants["PAIRWISE"]
+    places = TmaTile(tile.room, tile.weight_rows, tile.rows, tile.rest, tile.stages, tile.warps)
     launch(
         tma_kernel,
         (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
@@ -204,7 +232,11 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
         squares if parts is None else None,
         Ends(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
         *(rows, n, eps, call.limit, stride),
-        **shape,
+        SUMS=sums_of_k,
+        TILE=places,
+        STAY=tile.programs is not None,
+        REGROUP=regroup_out,
+        **constants,
         num_warps=tile.warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

@@ -132,7 +132,7 @@ def _summed(
 
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
-    """This device's product in fp32, as `Reduce` takes it: its ways apart where they are a tree."""
+    """This device's product in fp32, as `Reduce` takes it: its splits apart where they are a tree."""
     out = torch.empty_like(like, dtype=torch.float32)
     parts = _launch(tile, Call(given, weight, out), None, pdl)
     if parts is None:

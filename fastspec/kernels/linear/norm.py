@@ -63,20 +63,20 @@ def norm_kernel(
             total = add_squares(total, xs[i], DTYPE)
             at = of + (first + i) * STEP
             gl.store(there + at, times_gamma(xs[i], gs[i], DTYPE), mask=at < K // 2)
-    together: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
-    ways = folded(gl.convert_layout(gl.reshape(total, [S, RUNS]), together))
-    square = added_up(gl.reshape(ways, [1, S]))
+    merged: gl.constexpr = gl.BlockedLayout([S, RUNS], [1, 32], [1, WARPS], [1, 0])
+    splits = folded(gl.convert_layout(gl.reshape(total, [S, RUNS]), merged))
+    square = added_up(gl.reshape(splits, [1, S]))
     at = gl.arange(0, 1, layout=square.type.layout)
     gl.store(scale_ptr + row + at, root_scale(square, K, eps))
 
 
 def norm_rows(
-    x: Tensor, gamma: Tensor, eps: float, ways: int, k_tile: int, dtype: gl.dtype, pdl: bool
+    x: Tensor, gamma: Tensor, eps: float, splits: int, k_tile: int, dtype: gl.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """x [M, K], gamma [K] -> (x * gamma [M, K] in x's dtype, fp32 [M] 1 / sqrt(mean(x^2) + eps)).
 
     Args:
-        x, gamma: bf16 or fp16, contiguous. ways, K tile: the split of K that the product will have.
+        x, gamma: bf16 or fp16, contiguous. splits, k_tile: how K is split in that the product will have.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -86,8 +86,8 @@ def norm_rows(
         *(each.view(torch.int32) for each in (x, gamma, scaled)),
         factor,
         eps,
-        **{"K": k, "S": ways, "KT": k_tile, "PDL": pdl, "DTYPE": dtype},
-        num_warps=max(1, ways * k_tile // 256),
+        **{"K": k, "S": splits, "KT": k_tile, "PDL": pdl, "DTYPE": dtype},
+        num_warps=max(1, splits * k_tile // 256),
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )

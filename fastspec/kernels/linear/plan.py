@@ -54,7 +54,7 @@ class Split:
     runs: bool = False
 
     @property
-    def together(self) -> int:
+    def kernel_pairwise(self) -> int:
         """`pairwise`, or 0 where K is cut into runs, as kernels are told that add up all sums."""
         return 0 if self.runs else self.pairwise
 
@@ -215,8 +215,8 @@ def tree_of(n: int, k: int) -> Split | None:
     many = usual.split_k if n <= TREE_ROWS else TREE
     tiles = (usual.k_tile, 64) if many > TREE or k >= LONG_TILE_K else (64,)
     splits = [(max(many, TREE), tile) for tile in tiles] + [(TREE, tile) for tile in tiles]
-    fits = ((ways, tile) for ways, tile in splits if k % (ways * tile) == 0)
-    return next((Split(ways, tile, TREE_PAIRWISE, True) for ways, tile in fits), None)
+    fits = ((count, tile) for count, tile in splits if k % (count * tile) == 0)
+    return next((Split(count, tile, TREE_PAIRWISE, True) for count, tile in fits), None)
 
 
 def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree: bool = False) -> Split:
@@ -228,10 +228,10 @@ def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree
     found = tree_of(n, k) if tree else None
     if found is None:
         return split_of(*shape) if k != shape[1] else split_of(n, k)
-    ways = found.split_k // (k // shape[1])
-    if ways < 1 or shape[1] % (ways * found.k_tile):
+    splits = found.split_k // (k // shape[1])
+    if splits < 1 or shape[1] % (splits * found.k_tile):
         return split_of(*shape)
-    return replace(found, split_k=ways, pairwise=min(found.pairwise, ways))
+    return replace(found, split_k=splits, pairwise=min(found.pairwise, splits))
 
 
 def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
@@ -285,20 +285,20 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
     if rest == group:
         group, rest = 2 * group, 0
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
-    ways = None
+    splits = None
     if n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few
     elif whole or gated or (n >= 64 * sms * 2 // 3 and not (split.runs and split.split_k > TREE)):
         weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
-        weight_rows, ways, roomy = _split_k_apart(n, k, group + rest, split, sms)
+        weight_rows, splits, roomy = _split_k_apart(n, k, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
-    tile = Tma(group, weight_rows, warps, 0, rest, ways, None if roomy else 128)
+    tile = Tma(group, weight_rows, warps, 0, rest, splits, None if roomy else 128)
     # an argmax needs the registers that would hold the end of a tile while the next one is loaded
-    if warps == 8 and not whole and ways is None:
+    if warps == 8 and not whole and splits is None:
         tiles = cdiv(n, weight_rows)
         tile = replace(tile, programs=cdiv(tiles, cdiv(tiles, sms)))
-    space = TMA_BYTES[not roomy] - (EXCHANGE_BYTES if ways is None else 0)
+    space = TMA_BYTES[not roomy] - (EXCHANGE_BYTES if splits is None else 0)
     return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
 
 
@@ -306,16 +306,16 @@ def _split_k_apart(n: int, k: int, rows: int, split: Split, sms: int) -> tuple[i
     """Weight rows and sums of the split of one CTA, and whether it owns its SM."""
     if (n, k) in ONE_CTA_PER_SM and rows >= ONE_CTA_PER_SM_ROWS:
         return ONE_CTA_PER_SM[n, k], split.pairwise, True
-    ways = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
-    return _balanced(n, split.split_k // ways, sms) if rows <= SOME_ROWS else 64, ways, False
+    splits = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
+    return _balanced(n, split.split_k // splits, sms) if rows <= SOME_ROWS else 64, splits, False
 
 
-def _balanced(n: int, ways: int, sms: int, two: bool = True) -> int:
+def _balanced(n: int, splits: int, sms: int, two: bool = True) -> int:
     """Weight rows of one CTA, of n: those with which the busiest SM is done first.
 
     Args:
-        ways: CTAs that share the same weight rows.
+        splits: CTAs that share the same weight rows.
         two: two CTAs of 64 to 128 weight rows on an SM, or one of more than 64.
     """
     places, sizes = (2 * sms, (128, 112, 96, 80, 64)) if two else (sms, (128, 112, 96, 80))
-    return min(sizes, key=lambda own: cdiv(cdiv(n, own) * ways, places) * (own + ROUND_ROWS))
+    return min(sizes, key=lambda own: cdiv(cdiv(n, own) * splits, places) * (own + ROUND_ROWS))

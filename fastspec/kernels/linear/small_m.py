@@ -99,8 +99,8 @@ def _row_sums(total):
     S: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[3]
     RUNS: gl.constexpr = total.shape[1] * 4
-    together: gl.constexpr = gl.BlockedLayout([S, RUNS // 4, 4, 1], [1, 1, 1, 32], [1, 1, 1, S], [0, 1, 2, 3])
-    sums = gl.permute(gl.convert_layout(total, together), (3, 0, 1, 2))
+    merged: gl.constexpr = gl.BlockedLayout([S, RUNS // 4, 4, 1], [1, 1, 1, 32], [1, 1, 1, S], [0, 1, 2, 3])
+    sums = gl.permute(gl.convert_layout(total, merged), (3, 0, 1, 2))
     return added_up(gl.reshape(folded(gl.reshape(sums, [BM * S, RUNS])), [BM, S]))
 
 
@@ -128,17 +128,17 @@ def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: g
 
 
 @gluon.jit
-def sum_of_ways(acc, TOGETHER: gl.constexpr):
-    """The S sums [S, R, BM] of the warps added up, TOGETHER at a time: [R / 16, 2, 8, BM]."""
+def sum_of_splits(acc, PAIRWISE: gl.constexpr):
+    """The S sums [S, R, BM] of the warps added up, PAIRWISE at a time: [R / 16, 2, 8, BM]."""
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
     BM: gl.constexpr = acc.shape[2]
-    ways = gl.reshape(acc, [S, R // 16, 2, 8, BM])
+    splits = gl.reshape(acc, [S, R // 16, 2, 8, BM])
     if S > 1:
-        together: gl.constexpr = gl.BlockedLayout([S, 1, 2, 1, 1], [1, 1, 1, 8, 4], [1, 1, 1, 1, S], [0, 2, 3, 4, 1])
-        ways = gl.convert_layout(ways, together)
-    flat = gl.reshape(gl.permute(ways, (1, 2, 3, 4, 0)), [R * BM, S])
-    return gl.reshape(by_groups(apart(flat), TOGETHER), [R // 16, 2, 8, BM])
+        merged: gl.constexpr = gl.BlockedLayout([S, 1, 2, 1, 1], [1, 1, 1, 8, 4], [1, 1, 1, 1, S], [0, 2, 3, 4, 1])
+        splits = gl.convert_layout(splits, merged)
+    flat = gl.reshape(gl.permute(splits, (1, 2, 3, 4, 0)), [R * BM, S])
+    return gl.reshape(by_groups(apart(flat), PAIRWISE), [R // 16, 2, 8, BM])
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
@@ -154,7 +154,7 @@ def small_m_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first; 0: ways are parts of K, and a tree
+    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first; 0: splits are runs of K, and a tree
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # K tiles of weights in flight
@@ -175,7 +175,7 @@ def small_m_kernel(
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    RUNS: gl.constexpr = TOGETHER == 0  # a warp's K tiles follow one another
+    RUNS: gl.constexpr = PAIRWISE == 0  # a warp's K tiles follow one another
     STEP: gl.constexpr = W if RUNS else S * W
     APART: gl.constexpr = T * W if RUNS else W  # words between where two warps begin
 
@@ -206,7 +206,7 @@ def small_m_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sums = (gl.zeros([S, R, BM], gl.float32, mma),)
-    like = sum_of_ways(sums[0], TOGETHER)
+    like = sum_of_splits(sums[0], PAIRWISE)
     loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
     if scale_ptr is not None:
         factor = loaded_factor(scale_ptr, first_row, M, like)
@@ -236,7 +236,7 @@ def small_m_kernel(
         if i + XD < REST:
             xs = xs + (_rows(at, of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1),)
 
-    total = sum_of_ways(sums[0], TOGETHER)
+    total = sum_of_splits(sums[0], PAIRWISE)
     if gamma_ptr is not None and not AHEAD:
         factor = row_factor(root_scale(_row_sums(sums[1]), K, eps), total)
     if gamma_ptr is not None or scale_ptr is not None:

@@ -1,8 +1,8 @@
-"""What stands between packed products of many rows: ways added up, bias, residual, one rounding, the next one's norm.
+"""What stands between packed products of many rows: splits added up, bias, residual, one rounding, the next one's norm.
 
 Where a norm and a product come next, rows go on times gamma and regrouped, as the TMA kernel reads them; the factors
-of rows come of the sums of squares that each way of that product has, to the bits of `norm`. So a program has
-what one way will multiply of a row, and rows need not be few programs.
+of rows are made of the sums of squares of each split of that product, to the bits of `norm`. So a program has
+the part of a row that one split will multiply, and few rows still make many programs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -28,8 +28,8 @@ from fastspec.kernels.linear.epilogue import (
     folded,
     no_squares,
     regrouped,
+    splits_scale,
     times_gamma,
-    ways_scale,
 )
 from fastspec.kernels.linear.k_steps import by_groups
 
@@ -43,10 +43,10 @@ SPREAD = (16384, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What ways of a product come to that are left apart.
+    """The sums of the splits of a product, where they are left apart.
 
     Attributes:
-        sums: fp32 [WAYS, M, N].
+        sums: fp32 [SPLITS, M, N].
         pairwise: how many neighbours go together first; 0: all are added as one binary tree.
         factors: fp32 [N] that their sum is multiplied by, of codes; None: of 16-bit weights.
     """
@@ -64,28 +64,28 @@ class Parts:
 @gluon.jit
 def _sums(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
-    N: gl.constexpr, WAYS: gl.constexpr, TOGETHER: gl.constexpr,
+    N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums of columns n of a row, times their factors and the row's, with all that belongs to them; else zeros.
 
-    Ways come by way of shared memory: of loads into registers the compiler leaves few under way at a time.
+    Splits are loaded through shared memory: of loads into registers the compiler keeps only few in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
-    for i in gl.static_range(WAYS):
+    for i in gl.static_range(SPLITS):
         held = held + (gl.allocate_shared_memory(gl.float32, [n.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
         from_way = parts_ptr + ((i * M + row).to(gl.int64) * N + n)
         copy_to_shared(held[i], from_way, mask=there)
-    if WAYS > 0:
+    if SPLITS > 0:
         async_copy.commit_group()
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + at, mask=there, other=0.0).to(gl.float32)
-    if WAYS > 0:
+    if SPLITS > 0:
         async_copy.wait_group(0)
-        ways = ()
-        for i in gl.static_range(WAYS):
-            ways = ways + (held[i].load(n.type.layout),)
-        total = by_groups(ways, TOGETHER)
+        splits = ()
+        for i in gl.static_range(SPLITS):
+            splits = splits + (held[i].load(n.type.layout),)
+        total = by_groups(splits, PAIRWISE)
         if factors_ptr is not None:
             total = total * gl.load(factors_ptr + n, mask=there, other=0.0)
         if factor is not None:
@@ -101,7 +101,7 @@ def _sums(
 
 @gluon.jit(do_not_specialize=["M"])
 def sum_kernel(
-    parts_ptr,  # fp32 [WAYS, M, N]
+    parts_ptr,  # fp32 [SPLITS, M, N]
     factors_ptr,  # fp32 [N] or None: see `Parts`
     squares_ptr,  # fp32 [S, M] or None: see `given_kernel`
     bias_ptr,  # [N] or None
@@ -111,8 +111,8 @@ def sum_kernel(
     M,
     N: gl.constexpr,
     K: gl.constexpr,  # of the norm
-    WAYS: gl.constexpr,
-    TOGETHER: gl.constexpr,  # parts that are added up first
+    SPLITS: gl.constexpr,
+    PAIRWISE: gl.constexpr,  # parts that are added up first
     S: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
@@ -126,25 +126,25 @@ def sum_kernel(
         gdc_wait()
     factor = None
     if squares_ptr is not None:
-        factor = ways_scale(squares_ptr, row, None, M, eps, K, S)
-    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, WAYS, TOGETHER)
+        factor = splits_scale(squares_ptr, row, None, M, eps, K, S)
+    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, SPLITS, PAIRWISE)
     total = total.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def given_kernel(
-    parts_ptr,  # fp32 [WAYS, M, K], or None: residual is all there is
+    parts_ptr,  # fp32 [SPLITS, M, K], or None: residual is all there is
     factors_ptr,  # fp32 [K] or None: see `Parts`
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
     out_ptr,  # [M, K], the sums, or None
     gamma_ptr,  # int32 words [K / 2], or None
     given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped
-    squares_ptr,  # fp32 [S, M]: of the sums, by ways of the product behind; None as gamma_ptr
+    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product behind; None as gamma_ptr
     M,
-    WAYS: gl.constexpr,  # of the product before
-    TOGETHER: gl.constexpr,  # of its parts that are added up first
+    SPLITS: gl.constexpr,  # of the product before
+    PAIRWISE: gl.constexpr,  # of its parts that are added up first
     K: gl.constexpr,
     S: gl.constexpr,  # of the product behind
     KT: gl.constexpr,
@@ -154,20 +154,20 @@ def given_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """What one way of the product behind multiplies of a row."""
+    """The part of a row that one split of the next product multiplies."""
     K_TILE: gl.constexpr = KT // 2  # words
-    way, row = gl.program_id(0), gl.program_id(1)
+    split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
-    place = word // K_TILE * (S * K_TILE) + way * K_TILE + word % K_TILE
+    place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
     i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    n = i // KT * (S * KT) + way * KT + i % KT
+    n = i // KT * (S * KT) + split * KT + i % KT
     words_at = row.to(gl.int64) * (K // 2)
     if gamma_ptr is not None:
         gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, WAYS, TOGETHER)
+    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, SPLITS, PAIRWISE)
     total = total.to(DTYPE)
     if out_ptr is not None:
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
@@ -186,9 +186,9 @@ def given_kernel(
         for first in gl.static_range(0, (K // 2 + S * K_TILE - 1) // (S * K_TILE) * K_TILE, K_TILE):
             some = gl.reshape(mine.slice(first, K_TILE).load(flat), [K_TILE // 4, 4])
             squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
-        together: gl.constexpr = gl.BlockedLayout([1, K_TILE // 4], [1, 32], [1, WARPS], [1, 0])
-        square = folded(gl.convert_layout(gl.reshape(squares, [1, K_TILE // 4]), together))
-        gl.store(squares_ptr + (way * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
+        merged: gl.constexpr = gl.BlockedLayout([1, K_TILE // 4], [1, 32], [1, WARPS], [1, 0])
+        square = folded(gl.convert_layout(gl.reshape(squares, [1, K_TILE // 4]), merged))
+        gl.store(squares_ptr + (split * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
 
 
 def add_up(
@@ -206,13 +206,13 @@ def add_up(
         squares: fp32 [S, M], what `permuted_rows` returns; None for no factors.
         norm: that they belong to.
     """
-    ways, rows, n = parts.sums.shape
+    splits, rows, n = parts.sums.shape
     k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
     launch(
         sum_kernel,
         (rows, triton.cdiv(n, COLUMNS)),
         *(parts.sums, parts.factors, squares, bias, residual, out, eps, rows),
-        **{"N": n, "K": k, "WAYS": ways, "TOGETHER": parts.pairwise, "S": 0 if squares is None else len(squares)},
+        **{"N": n, "K": k, "SPLITS": splits, "PAIRWISE": parts.pairwise, "S": 0 if squares is None else len(squares)},
         **{"COLUMNS": COLUMNS, "WARPS": WARPS, "PDL": pdl},
         num_warps=WARPS,
         launch_pdl=pdl,
@@ -234,31 +234,31 @@ def permuted_rows(
     Args:
         x: [M, K], 16-bit and contiguous.
         norm: weight [K] and epsilon; None for rows as they are.
-        split: ways and K tile of the product.
+        split: number of splits and K tile of the product.
         dtype: of x, in Gluon's terms.
-        parts: sums [WAYS, M, K], with bias [K]: added to x, and all that follows is of the sum.
+        parts: sums [SPLITS, M, K], with bias [K]: added to x, and all that follows is of the sum.
 
     Returns:
         x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
     """
     rows, k = x.shape
-    ways, k_tile = split
+    splits, k_tile = split
     given = torch.empty_like(x)
     out = x if parts is None else torch.empty_like(x)
-    squares = None if norm is None else x.new_empty(ways, rows, dtype=torch.float32)
-    room = triton.next_power_of_2(triton.cdiv(k, ways * k_tile)) * k_tile // 2
+    squares = None if norm is None else x.new_empty(splits, rows, dtype=torch.float32)
+    room = triton.next_power_of_2(triton.cdiv(k, splits * k_tile)) * k_tile // 2
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
         given_kernel,
-        (ways, rows),
+        (splits, rows),
         *((None, None) if parts is None else (parts.sums, parts.factors)),
         *(bias, x, None if parts is None else out),
         *(gamma, given.view(torch.int32), squares, rows),
-        **{"WAYS": 0, "TOGETHER": 1} if parts is None else {"WAYS": len(parts.sums), "TOGETHER": parts.pairwise},
-        **{"K": k, "S": ways, "KT": k_tile, "ROOM": room},
+        **{"SPLITS": 0, "PAIRWISE": 1} if parts is None else {"SPLITS": len(parts.sums), "PAIRWISE": parts.pairwise},
+        **{"K": k, "S": splits, "KT": k_tile, "ROOM": room},
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
-        **{"SHARED": room if norm is None else max(room, SPREAD[ways * rows > FEW_PROGRAMS])},
+        **{"SHARED": room if norm is None else max(room, SPREAD[splits * rows > FEW_PROGRAMS])},
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,

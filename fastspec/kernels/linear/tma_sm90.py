@@ -1,4 +1,4 @@
-"""Packed product of 9 rows of x and more on sm_90: weights and x come through a ring in shared memory.
+"""Packed product of 9 rows of x and more on sm_90: weights and x come through a TMA pipeline.
 
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
 warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give
@@ -36,7 +36,7 @@ from fastspec.kernels.linear.epilogue import (
     plus,
     row_factor,
     settle_keys,
-    ways_scale,
+    splits_scale,
     write_tile,
 )
 from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
@@ -71,8 +71,8 @@ def group_operand(words, DTYPE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _steps_in_all(STEPS, S, together, apart):
-    return STEPS * (together if apart else S)
+def _steps_in_all(STEPS, S, pairwise, apart):
+    return STEPS * (pairwise if apart else S)
 
 
 @gluon.constexpr_function
@@ -88,12 +88,12 @@ def _box_size(OWN, index):
 
 @gluon.jit
 def _ask_for_weights(
-    weight_descs, ws, full, step, tile, place, way,
+    weight_descs, ws, full, step, tile, place, split,
     STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
     slot = step % ws.shape[0]
-    at = (way * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
+    at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
     for i in gl.static_range(len(weight_descs)):
         rows = ws.index(slot)
@@ -105,11 +105,11 @@ def _ask_for_weights(
 
 @gluon.jit
 def _ask_for_rows(
-    x_descs, xs, full, step, place, way, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
+    x_descs, xs, full, step, place, split, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Sends for the rows of x of a step."""
     slot = step % xs[0].shape[0]
-    at = 2 * (way * K_TILE + place_of(place, STEPS, K_TILE, S))
+    at = 2 * (split * K_TILE + place_of(place, STEPS, K_TILE, S))
     for i in gl.static_range(len(xs)):
         load_block(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
         first_row += xs[i].shape[1]
@@ -126,34 +126,34 @@ def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    x_descs, weight_descs, xs, ws, full, free, first_row, way, N,
+    x_descs, weight_descs, xs, ws, full, free, first_row, split, N,
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warp does that fetches: weights need not wait for the kernel before this one, x does.
 
-    Where ways are left apart the next kernel only adds them up. It has little to do before they are there, and begun
+    Where splits are left apart the next kernel only adds them up. It has little to do before they are there, and begun
     early most of its programs would wait on the few multiprocessors that are free first.
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
     tile = gl.program_id(0)
     for step in range(AHEAD):
-        _ask_for_weights(weight_descs, ws, full, step, tile, step, way, STEPS, K_TILE, S, BYTES, OWN)
+        _ask_for_weights(weight_descs, ws, full, step, tile, step, split, STEPS, K_TILE, S, BYTES, OWN)
     if PDL:
         if not APART:
             gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
-        _ask_for_rows(x_descs, xs, full, step, step, way, first_row, STEPS, K_TILE, S)
+        _ask_for_rows(x_descs, xs, full, step, step, split, first_row, STEPS, K_TILE, S)
     for step in range(AHEAD, EACH * _turns(N, OWN, STAY)):
         place = step
         if STAY:
             tile = gl.program_id(0) + step // EACH * gl.num_programs(0)
             place = step % EACH
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask_for_weights(weight_descs, ws, full, step, tile, place, way, STEPS, K_TILE, S, BYTES, OWN)
-        _ask_for_rows(x_descs, xs, full, step, place, way, first_row, STEPS, K_TILE, S)
+        _ask_for_weights(weight_descs, ws, full, step, tile, place, split, STEPS, K_TILE, S, BYTES, OWN)
+        _ask_for_rows(x_descs, xs, full, step, place, split, first_row, STEPS, K_TILE, S)
     if PDL and APART:
         gdc_launch_dependents()
 
@@ -199,12 +199,12 @@ def _passed(
 
 
 @gluon.jit
-def _together(
-    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, TOGETHER: gl.constexpr, WARPS: gl.constexpr
+def _pairwise_sums(
+    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """As many passes as belong together, and their sums added up."""
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
-    for _ in gl.static_range(1, TOGETHER):
+    for _ in gl.static_range(1, PAIRWISE):
         step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
         totals = plus(totals, accs)
     return step, words, totals
@@ -216,15 +216,15 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _leave(accs, parts, way, first_row, M, N, OWN: gl.constexpr):
-    """Stores the sums of the ways that belong together: parts [S / TOGETHER, M, N]."""
+def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
+    """Stores the sums of the splits that are added to each other first: parts [S / PAIRWISE, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
         there = gl.expand_dims(n < gl.minimum(OWN, N - first), 1)
         n = gl.expand_dims(first + n, 1)
         m = gl.expand_dims(gl.arange(0, accs[i].shape[1], layout=gl.SliceLayout(0, accs[i].type.layout)), 0)
-        base = parts + (way * M + first_row).to(gl.int64) * N
+        base = parts + (split * M + first_row).to(gl.int64) * N
         gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & there, eviction_policy=STAYS)
         first_row += accs[i].shape[1]
 
@@ -240,13 +240,13 @@ def _work_out_factors(
     factors, known, squares_ptr, first_row, M, eps,
     K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that makes factors of rows, while others multiply: of sums of squares fp32 [S, M] of ways."""
+    """The warp that computes the norm's factor of each row, from sums of squares fp32 [S, M], while others multiply."""
     if squares_ptr is not None:
         if PDL:
             gdc_wait()
         for first in gl.static_range(0, ROWS, 32):
             row = first_row + first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            factors.slice(first, 32).store(ways_scale(squares_ptr, row, row < M, M, eps, K, S))
+            factors.slice(first, 32).store(splits_scale(squares_ptr, row, row < M, M, eps, K, S))
         mbarrier.arrive(known.index(0), count=1)
 
 
@@ -275,8 +275,8 @@ def _end(
 
 @gluon.jit
 def _multiply(
-    xs, ws, full, free, factors, known, first_row, way, ends, M, N, limit,
-    EACH: gl.constexpr, STEPS: gl.constexpr, TOGETHER: gl.constexpr,
+    xs, ws, full, free, factors, known, first_row, split, ends, M, N, limit,
+    EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """What the warps do that multiply."""
@@ -287,12 +287,12 @@ def _multiply(
     last = EACH * turns - 1
     for turn in range(turns):
         words = _weights_of(step, ws, full, WARPS)  # anew: the end of a tile needs their registers
-        step, words, totals = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
+        step, words, totals = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
         if parts_ptr is not None:
-            _leave(totals, parts_ptr, way // TOGETHER, first_row, M, N, OWN)
+            _leave(totals, parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
         else:
-            for _ in range(TOGETHER, EACH // STEPS, TOGETHER):
-                step, words, accs = _together(step, words, xs, ws, full, free, nil, last, STEPS, TOGETHER, WARPS)
+            for _ in range(PAIRWISE, EACH // STEPS, PAIRWISE):
+                step, words, accs = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
                 totals = plus(totals, accs)
             if factors is not None:
                 mbarrier.wait(known.index(0), 0)
@@ -319,29 +319,31 @@ def tma_kernel(
     eps,
     limit,
     out_stride,
-    K: gl.constexpr,
-    S: gl.constexpr,
-    KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first, by one program
-    R: gl.constexpr,  # weight rows that there is room for: warp groups multiply 64, and shapes are powers of two
-    OWN: gl.constexpr,  # and that a program has; of the others' sums, made of whatever is there, nothing is stored
-    GROUP: gl.constexpr,  # rows of x that are multiplied together
-    REST: gl.constexpr,  # and more of them; 0 for none
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,  # that multiply
+    SUMS: gl.constexpr,  # TmaSums of launches.py
+    TILE: gl.constexpr,  # TmaTile of launches.py
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # out is regrouped as x is
     STAY: gl.constexpr,  # programs go on to every num_programs-th tile, the ring running on
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """OWN weight rows by GROUP + REST rows of x: all of K, or ways that belong together where parts are left."""
+    """OWN weight rows by GROUP + REST rows of x: all of K, or PAIRWISE splits where their sums are stored."""
+    K: gl.constexpr = SUMS.K
+    S: gl.constexpr = SUMS.S
+    KT: gl.constexpr = SUMS.KT
+    PAIRWISE: gl.constexpr = SUMS.PAIRWISE
+    R: gl.constexpr = TILE.R
+    OWN: gl.constexpr = TILE.OWN
+    GROUP: gl.constexpr = TILE.GROUP
+    REST: gl.constexpr = TILE.REST
+    STAGES: gl.constexpr = TILE.STAGES
+    WARPS: gl.constexpr = TILE.WARPS
     K_TILE: gl.constexpr = KT // 2  # words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
-    way = gl.program_id(2) * TOGETHER
-    EACH: gl.constexpr = _steps_in_all(STEPS, S, TOGETHER, ends.parts_ptr is not None)
+    split = gl.program_id(2) * PAIRWISE
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, PAIRWISE, ends.parts_ptr is not None)
 
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -371,11 +373,11 @@ def tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                xs, ws, full, free, factors, known, first_row, way, ends, M, N, limit,
-                EACH, STEPS, TOGETHER, WARPS, GATED, REGROUP, OWN, STAY,
+                xs, ws, full, free, factors, known, first_row, split, ends, M, N, limit,
+                EACH, STEPS, PAIRWISE, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
-                x_descs, weight_descs, xs, ws, full, free, first_row, way, N, PDL, EACH, STEPS, K_TILE, S, BYTES, OWN,
+                x_descs, weight_descs, xs, ws, full, free, first_row, split, N, PDL, EACH, STEPS, K_TILE, S, BYTES, OWN,
                 ends.parts_ptr is not None, STAY,
             )),
             (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, check_room, check_table
 from fastspec.kernels.common.launch import has_pdl, launch
-from fastspec.kernels.sampling.logprobs import record_block
+from fastspec.kernels.sampling.logprobs import RecordRows, record_block
 from fastspec.kernels.sampling.publish import check_ring, store_details, store_entry, store_sequence
 from fastspec.sampling import verify
 from fastspec.sampling.verify import CommitRows
@@ -76,6 +76,14 @@ class Ring(NamedTuple):
     counter: Any
 
 
+class CommitBlocks(NamedTuple):
+    """Block shapes of a commit."""
+
+    PLACES: int
+    STOPS: int
+    NUM_STOPS: int
+
+
 SIZES = tl.constexpr(RowSizes)
 
 
@@ -88,20 +96,22 @@ def commit_row(
     scratch_ptr,
     ring,
     sizes,  # RowSizes
-    record,  # None, or (logits, their stride, levels, logprobs, top_ids, top_logprobs), see logprobs.py
-    details_ptr,  # None: log-probabilities are not published
+    logits_ptr,  # [B, k+1, V]; read only where log-probabilities are recorded
+    logits_stride,
+    recorded,  # RecordRows of logprobs.py
     details_width,
     TOP: tl.constexpr,
-    PLACES: tl.constexpr,
-    STOPS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # CommitBlocks
 ):
     """`verify.commit` of one row; the last row to come publishes the step's entry.
 
-    With a record, the log-probabilities of what is emitted are stored before.
+    Where they are recorded, the log-probabilities of what is emitted are stored before.
 
     Returns how many tokens were emitted.
     """
+    PLACES: tl.constexpr = BLOCKS.PLACES
+    STOPS: tl.constexpr = BLOCKS.STOPS
+    NUM_STOPS: tl.constexpr = BLOCKS.NUM_STOPS
     entries_ptr, counter_ptr = ring.entries, ring.counter
     tokens_width, stop_stride, block_stride = sizes.tokens_width, sizes.stop_stride, sizes.block_stride
     slots, entry_width, batch = sizes.slots, sizes.entry_width, sizes.batch
@@ -141,8 +151,9 @@ def commit_row(
     tl.store(state.block + row * block_stride + place, block, mask=place <= num_drafts)
     tl.store(state.emitted + row, count)
     tl.store(state.accepted + row, accepted)
-    if record is not None:
-        record_block(record[0], record[1], record[2], record[3], row, block, place, count, num_drafts, places)
+    if recorded.levels is not None:
+        lines = recorded.levels, recorded.logprobs
+        record_block(logits_ptr, logits_stride, *lines, row, block, place, count, num_drafts, places)
     if entries_ptr is not None:
         before = (batch - 1).to(tl.int64)
         if batch == 1:
@@ -175,11 +186,12 @@ def commit_row(
                     places,
                     num_drafts > 0,
                 )
-            if details_ptr is not None:
+            if recorded.details is not None:
                 tl.debug_barrier()  # a lone row's log-probabilities are there for all threads
-                slot_ptr = details_ptr + sequence % slots * details_width
+                slot_ptr = recorded.details + sequence % slots * details_width
                 total = batch * places * (1 + 2 * TOP)
-                store_details(slot_ptr, record[3], record[4], record[5], total, TOP, DETAILS_BLOCK)
+                stored = recorded.logprobs, recorded.top_ids, recorded.top_logprobs
+                store_details(slot_ptr, *stored, total, TOP, DETAILS_BLOCK)
             store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence)
     return count
 
@@ -191,6 +203,7 @@ def _commit_kernel(
     state,
     scratch_ptr,
     ring,
+    recorded,  # RecordRows: nothing is recorded
     given_stride,
     tokens_width,
     stop_stride,
@@ -200,16 +213,14 @@ def _commit_kernel(
     batch,
     places,
     num_drafts,
-    PLACES: tl.constexpr,
-    STOPS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # CommitBlocks
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, BLOCKS.PLACES)
     block = tl.load(given_block_ptr + row * given_stride + place, mask=place <= num_drafts, other=-1)
     commit_row(
         row,
@@ -220,12 +231,11 @@ def _commit_kernel(
         ring,
         SIZES(tokens_width, stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
         None,
-        None,
+        0,
+        recorded,
         0,
         0,
-        PLACES,
-        STOPS,
-        NUM_STOPS,
+        BLOCKS,
     )
 
 
@@ -259,6 +269,7 @@ def commit(
         state_of(rows),
         scratch,
         Ring(*(publish_to or (None, None))),
+        RecordRows(),
         block.stride(0),
         *sizes_of(rows, publish_to),
         batch,
@@ -267,7 +278,7 @@ def commit(
         PDL=pdl,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,
-        **constants_of(rows),
+        BLOCKS=blocks_of(rows),
     )
 
 
@@ -305,8 +316,8 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
     return rows.tokens.shape[1], rows.stop_ids.stride(0), rows.block.stride(0), slots, width
 
 
-def constants_of(rows: CommitRows) -> dict[str, int]:
+def blocks_of(rows: CommitRows) -> CommitBlocks:
     """Block shapes of a launch."""
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
-    return {"PLACES": places, "STOPS": triton.next_power_of_2(stops), "NUM_STOPS": stops}
+    return CommitBlocks(places, triton.next_power_of_2(stops), stops)

@@ -6,7 +6,7 @@ reach that far, as in language models, one program looks through these groups al
 of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note the candidates
 between them, and the last to arrive goes on. The threshold is then found among the candidates (threshold.py).
 
-What stands in the record of a line is its distribution: p(id) = exp(x - MAX) / NORMALISER where sampled_parts.kept, 0
+What stands in the record of a line is its distribution: p(id) = exp(x - MAX) / NORMALISER where `kept` of logits.py, 0
 elsewhere; for a GREEDY line one on BEST; for an INVALID line there is none. P_DRAFT and Q_DRAFT are the probabilities
 of the draft at this place under the target's and the draft's distribution. NUM_LISTED is how many ids `found` lists,
 among them all that the distribution keeps, in an order that depends on the line alone; -1 where it may list others, or
@@ -348,7 +348,7 @@ def find_distributions(
     launch(
         _groups_kernel,
         (chunks, batch * parts),
-        *(source, work.groups, *logprobs.of_lines(record, rows)),
+        *(source, work.groups, logprobs.record_rows(record, rows)._replace(details=None)),
         *(places, first, parts, top, rows.block.shape[1]),
         CHUNK=chunk,
         PIECE=sampled_groups.piece_of(chunk),

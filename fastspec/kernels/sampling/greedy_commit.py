@@ -15,6 +15,8 @@ The other arguments are those of commit.py.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,17 +30,27 @@ from fastspec.kernels.sampling.commit import (
     SIZES,
     STATE_INTS,
     Ring,
+    blocks_of,
     check_rows,
     commit_row,
-    constants_of,
     sizes_of,
     state_of,
 )
-from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line
+from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line, record_rows
 from fastspec.sampling.verify import CommitRows
 
 # (places of the whole batch from which it holds, logits per program, warps): exact arithmetic, so it may depend on them
 LAUNCH = ((48, 8192, 8), (0, 4096, 4))
+
+
+class Lines(NamedTuple):
+    """Logits, the drafts that are judged by them, and their sizes."""
+
+    logits: Any  # fp32 [B (k+1), V]
+    drafts: Any  # int64 [B, >= k]
+    vocab: int
+    logits_stride: int
+    drafts_stride: int
 
 
 @triton.jit
@@ -66,21 +78,11 @@ def _best_of(x, index):
 
 @triton.jit(do_not_specialize=[*STATE_INTS, *RECORD_INTS])
 def _verify_kernel(
-    logits_ptr,
-    drafts_ptr,
+    given,  # Lines
     state,  # StateRows
     scratch_ptr,
     ring,
-    arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
-    groups_ptr,
-    levels_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
-    logprobs_ptr,
-    details_ptr,
-    vocab,
-    logits_stride,
-    drafts_stride,
+    recorded,  # RecordRows
     tokens_width,
     stop_stride,
     block_stride,
@@ -94,25 +96,23 @@ def _verify_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
-    PLACES: tl.constexpr,
-    STOPS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # CommitBlocks
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    PLACES: tl.constexpr = BLOCKS.PLACES
+    logits_ptr, logits_stride, vocab = given.logits, given.logits_stride, given.vocab
     chunk, line = tl.program_id(0), tl.program_id(1)
     row = (line // (num_drafts + 1)).to(tl.int64)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     # what lies beyond the vocabulary comes last among equals, and is never the largest alone
     x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
-    record = None
-    if levels_ptr is not None:
-        record = logits_ptr, logits_stride, levels_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr
+    if recorded.levels is not None:
         line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
         record_line(
-            *(x, (arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr), line_ptr, line),
+            *(x, recorded, line_ptr, line),
             *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
         )
         tl.debug_barrier()  # what all threads stored is there before the row is told
@@ -126,7 +126,7 @@ def _verify_kernel(
         best_ptr = scratch_ptr + 1 + batch + row * (num_drafts + 1) + place
         ranked = tl.load(best_ptr, mask=in_block, other=0, cache_modifier=".cg")
         picks = tl.where(in_block, 0x7FFFFFFF - (ranked & 0x7FFFFFFF), -1)
-        drafts = tl.load(drafts_ptr + row * drafts_stride + place, mask=place < num_drafts, other=-2)
+        drafts = tl.load(given.drafts + row * given.drafts_stride + place, mask=place < num_drafts, other=-2)
         counted = place < tl.load(state.draft_counts + row)
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
         # the largest of all is NaN or infinite: nothing can be chosen there
@@ -142,13 +142,12 @@ def _verify_kernel(
             scratch_ptr,
             ring,
             SIZES(tokens_width, stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
-            record,
-            details_ptr,
+            logits_ptr,
+            logits_stride,
+            recorded,
             details_width,
             TOP,
-            PLACES,
-            STOPS,
-            NUM_STOPS,
+            BLOCKS,
         )
         tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # behind the barrier in commit_row
         tl.store(row_arrivals_ptr, 0)
@@ -179,16 +178,11 @@ def verify_commit(
     launch(
         _verify_kernel,
         grid,
-        lines,
-        rows.draft_tokens,
+        Lines(lines, rows.draft_tokens, vocab, lines.stride(0), rows.draft_tokens.stride(0)),
         state_of(rows),
         scratch,
         Ring(*(publish_to or (None, None))),
-        *logprobs.of_lines(record, rows),
-        *logprobs.of_blocks(record, rows),
-        vocab,
-        lines.stride(0),
-        rows.draft_tokens.stride(0),
+        record_rows(record, rows),
         *sizes_of(rows, publish_to),
         batch,
         rows.block.shape[1],
@@ -197,6 +191,6 @@ def verify_commit(
         CHUNK=chunk,
         PDL=pdl,
         launch_pdl=pdl,
-        **constants_of(rows),
+        BLOCKS=blocks_of(rows),
         **({"num_warps": warps} | logprobs.constants_of(record, rows, vocab)),
     )

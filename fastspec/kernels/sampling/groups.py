@@ -1,9 +1,9 @@
 """First launch of a sampled step: one read of the logits, every group's largest logit and mass.
 
-Relative to its own largest logit a group of 32 ids needs nothing of the others, so programs share nothing: each takes
-CHUNK ids of one row, at one place after the other, with the logits of STAGES - 1 places on their way: what a program
-takes off memory is little work, so it is bound by how much is. The next launch (distribution.py) goes on from
-what they leave. Where log-probabilities are recorded (logprobs.py), the raw logits are read once more, from L2.
+A group of 32 ids is described relative to its own largest logit, so programs share nothing. Each takes CHUNK ids of one
+row, one place after the other, while the logits of STAGES - 1 places are being read: its speed depends on how many
+reads are in flight. The next launch (distribution.py) goes on from what they leave. Where log-probabilities are
+recorded (logprobs.py), the raw logits are read once more, from L2.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.co
 def _groups_kernel(
     source,
     groups_ptr,
-    record_arrivals_ptr,  # None, with all that follow: no log-probabilities are recorded
-    record_groups_ptr,
-    levels_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
+    recorded,  # RecordRows of logprobs.py
     places,
     first,
     parts,  # programs that share out the places of a chunk
@@ -100,14 +96,13 @@ def _groups_kernel(
             x = tl.load(view.logits + at * stride + index, mask=known, other=-float("inf")) + bias
             x = tempered(view.stop_ids, length + first + at < least, view.temperature, x, index, known, STOPS)
             _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
-    if levels_ptr is not None:
-        record = record_arrivals_ptr, record_groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr
+    if recorded.levels is not None:  # noqa: SIM102  (what is known when it is compiled comes alone)
         if running:
             index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
             for at in range(part, end, parts):
                 line_ptr = source.logits + (row * places + at) * stride
                 x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
                 record_line(
-                    *(x, record, line_ptr, row * places + at, row * state_places + at),
+                    *(x, recorded, line_ptr, row * places + at, row * state_places + at),
                     *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
                 )

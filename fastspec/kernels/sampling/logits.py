@@ -88,7 +88,7 @@ def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 
 
 def parts_of(batch: int, places: int, programs: int) -> int:
-    """How many ways the places of a row are shared out, each part with `programs` programs of its own.
+    """Into how many parts the places of a row are divided; each part has `programs` programs of its own.
 
     No more than fill the device: a program that goes through several places of a row finds what they share in L1.
     """
@@ -318,7 +318,7 @@ def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.conste
 
 @triton.jit
 def _unit(high, low):
-    """`sampling._unit` of uint32 words."""
+    """`distribution._unit` of uint32 words."""
     value = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     return tl.minimum(value, 0.999999940395355224609375)
 
@@ -345,7 +345,7 @@ def _exponential(u):
 
 @triton.jit
 def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
-    """`sampling.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
+    """`distribution.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
     pair = start // 2 + tl.arange(0, SIZE // 2)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -367,7 +367,7 @@ def times_of(seed, position, PURPOSE: tl.constexpr, index):
 
 @triton.jit
 def uniform(seed, position, PURPOSE: tl.constexpr):
-    """`sampling.uniforms` at position int64 [N]."""
+    """`distribution.uniforms` at position int64 [N]."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(low)

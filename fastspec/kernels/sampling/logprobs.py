@@ -1,6 +1,6 @@
 """Log-probabilities of what a step emits and of the likeliest ids, by the kernels that end it: no launch of their own.
 
-The definition is `reference_step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
+The definition is `reference.step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
 groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to
 arrive at a line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest
 group and then the lowest id among equals. When a row's block is known, whoever commits it reads its tokens' logits.
@@ -22,7 +22,7 @@ A line whose largest logit is NaN or infinite emits nothing, and what is recorde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,6 +57,18 @@ class RecordWork:
     arrivals: Tensor
     groups: Tensor
     levels: Tensor
+
+
+class RecordRows(NamedTuple):
+    """The tensors of `RecordWork`, and where what is recorded goes; all None where nothing is."""
+
+    arrivals: Any = None
+    groups: Any = None
+    levels: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
+    logprobs: Any = None
+    details: Any = None
 
 
 def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> RecordWork:
@@ -138,7 +150,7 @@ def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, 
 @triton.jit
 def record_line(
     x,  # fp32 [CHUNK], -inf beyond V
-    record,  # what `of_lines` gives
+    record,  # RecordRows
     line_ptr,
     line,  # of the launch
     place,  # that of the line among all of the state's
@@ -151,11 +163,11 @@ def record_line(
     TOP: tl.constexpr,
 ):
     """Records of a line what its chunk of logits x says, and, where all others have done so, what they say together."""
-    arrivals_ptr, groups_ptr, levels_ptr, top_ids_ptr, top_logprobs_ptr = record
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
     groups = tl.cdiv(vocab, _GROUP)
-    arrivals_ptr, groups_ptr, levels_ptr = arrivals_ptr + line, groups_ptr + line * groups * 2, levels_ptr + line * 2
-    top_ids_ptr, top_logprobs_ptr = top_ids_ptr + place, top_logprobs_ptr + place
+    arrivals_ptr, groups_ptr = record.arrivals + line, record.groups + line * groups * 2
+    levels_ptr = record.levels + line * 2
+    top_ids_ptr, top_logprobs_ptr = record.top_ids + place, record.top_logprobs + place
     _sum_up(x, groups_ptr, chunk, groups, CHUNK)
     # the counting thread's release covers its own stores; the barrier hands it those of the others
     tl.debug_barrier()
@@ -179,17 +191,12 @@ def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block
     tl.store(logprobs_ptr + row * places + place, x - level - log_mass, mask=known)
 
 
-def of_lines(record: Record | None, rows: CommitRows) -> tuple[Any, ...]:
-    """arrivals_ptr to top_logprobs_ptr, in the kernels' order; as many None where nothing is recorded."""
+def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
+    """The kernels' argument."""
     if record is None:
-        return (None,) * 5
-    work = record.work
-    return work.arrivals, work.groups, work.levels, rows.top_ids, rows.top_logprobs
-
-
-def of_blocks(record: Record | None, rows: CommitRows) -> tuple[Any, ...]:
-    """logprobs_ptr and details_ptr, in the kernels' order, likewise."""
-    return (None, None) if record is None else (rows.logprobs, record.details)
+        return RecordRows()
+    work, found = record.work, (rows.top_ids, rows.top_logprobs, rows.logprobs)
+    return RecordRows(work.arrivals, work.groups, work.levels, *found, record.details)
 
 
 def sizes_of(record: Record | None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ A greedy row's distribution is one on its argmax, so it is judged by match, what
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -75,6 +75,33 @@ _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
+class EndWork(NamedTuple):
+    """Tensors of `SampledWork`, and the draft's probabilities."""
+
+    counters: Any
+    arrivals: Any
+    records: Any
+    groups: Any
+    found: Any
+    draft_probs: Any  # None: the proposer is deterministic
+
+
+class EndBlocks(NamedTuple):
+    """Constants of the last launch.
+
+    Attributes:
+        RULE: by which drafts are judged, of accept.RULES. TOP: of logprobs.width_of. CHUNK: ids per program.
+        MAX_FOUND: ids of a place that were listed at most. MAX_LISTED, LISTED: as above, no more than these.
+    """
+
+    RULE: int
+    TOP: int
+    CHUNK: int
+    MAX_FOUND: int
+    MAX_LISTED: int
+    LISTED: int
+
+
 def end_chunk() -> int:
     """Ids per program of the last launch: fewer, for sampling takes more registers than the distribution."""
     return max(GROUP, sampled_parts.CHUNK // 4)
@@ -83,20 +110,11 @@ def end_chunk() -> int:
 @triton.jit(do_not_specialize=["num_places", "parts", "details_width", *STATE_INTS])
 def _end_kernel(
     source,
-    counters_ptr,
-    arrivals_ptr,
-    records_ptr,
-    groups_ptr,
-    found_ptr,
-    q_ptr,  # None: the proposer is deterministic
+    work,  # EndWork
     state,  # StateRows
     scratch_ptr,
     ring,
-    levels_ptr,  # None, with all that follow: no log-probabilities are recorded
-    top_ids_ptr,
-    top_logprobs_ptr,
-    logprobs_ptr,
-    details_ptr,
+    recorded,  # RecordRows
     num_places,  # k + 1
     q_row,
     q_place,
@@ -108,20 +126,20 @@ def _end_kernel(
     places,  # K + 1
     parts,  # programs that share out the places of a row
     details_width,
-    RULE: tl.constexpr,
-    TOP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MOST: tl.constexpr,
-    MAX_LISTED: tl.constexpr,
-    LISTED: tl.constexpr,
-    PLACES: tl.constexpr,
-    STOPS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
+    LAUNCHED: tl.constexpr,  # EndBlocks
+    BLOCKS: tl.constexpr,  # CommitBlocks
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    RULE: tl.constexpr = LAUNCHED.RULE
+    CHUNK: tl.constexpr = LAUNCHED.CHUNK
+    MAX_FOUND: tl.constexpr = LAUNCHED.MAX_FOUND
+    LISTED: tl.constexpr = LAUNCHED.LISTED
+    PLACES: tl.constexpr = BLOCKS.PLACES
+    counters_ptr, arrivals_ptr, records_ptr, q_ptr = work.counters, work.arrivals, work.records, work.draft_probs
+    groups_ptr, found_ptr = work.groups, work.found
     vocab, groups = source.vocab, source.groups
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     place = tl.arange(0, PLACES)
@@ -137,7 +155,7 @@ def _end_kernel(
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
-        dense = is_shared(num_listed, kinds, place, low, high, MAX_LISTED)
+        dense = is_shared(num_listed, kinds, place, low, high, LAUNCHED.MAX_LISTED)
         handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
         if dense:
@@ -158,7 +176,7 @@ def _end_kernel(
                         line_q,
                         *(dist, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
                         *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
-                        *(RULE, CHUNK, NUM_STOPS),
+                        *(RULE, CHUNK, BLOCKS.NUM_STOPS),
                     )
             workers = parts * tl.num_programs(0)
         else:
@@ -167,8 +185,8 @@ def _end_kernel(
             for at in range(mine, high + 1, parts * tl.num_programs(0)):
                 handled += 1
                 line = row * num_places + at
-                line_found = found_ptr + line * (2 * MOST)
-                listed = listed_from(0, MOST, line_found, MOST, LISTED)
+                line_found = found_ptr + line * (2 * MAX_FOUND)
+                listed = listed_from(0, MAX_FOUND, line_found, MAX_FOUND, LISTED)
                 number, min_p = tl.load(row_records + at * _RECORD + NUM_LISTED), tl.load(source.min_p + row)
                 dist, draft, c = place_of(
                     row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
@@ -180,7 +198,7 @@ def _end_kernel(
                     sample_listed(
                         line_q,
                         *(dist, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
-                        *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MOST, LISTED),
+                        *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MAX_FOUND, LISTED),
                     )
             workers = high + 1 - low
     last = handled == workers
@@ -198,16 +216,6 @@ def _end_kernel(
                 *((low, high, carried), row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
                 *(seed, length, RULE, PLACES),
             )
-        record = None
-        if levels_ptr is not None:
-            record = (
-                source.logits,
-                tl.cast(source.logits_stride, tl.int64),
-                levels_ptr,
-                logprobs_ptr,
-                top_ids_ptr,
-                top_logprobs_ptr,
-            )
         emitted = commit_row(
             row,
             accepted.to(tl.int64),
@@ -216,13 +224,12 @@ def _end_kernel(
             scratch_ptr,
             ring,
             SIZES(tokens_width, source.stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
-            record,
-            details_ptr,
+            source.logits,
+            tl.cast(source.logits_stride, tl.int64),
+            recorded,
             details_width,
-            TOP,
-            PLACES,
-            STOPS,
-            NUM_STOPS,
+            LAUNCHED.TOP,
+            BLOCKS,
         )
         tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
         # behind the barrier in commit_row: all have read
@@ -265,7 +272,7 @@ def sampled_commit(
     _, details_width = logprobs.sizes_of(record)
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
-    chunks, most = triton.cdiv(vocab, chunk), work.found.shape[2]
+    chunks, max_found = triton.cdiv(vocab, chunk), work.found.shape[2]
     # under rejection one place of a row is sampled
     parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
     # all of a row's chunks at a place, unless there are rows enough to fill the device
@@ -274,23 +281,24 @@ def sampled_commit(
         _end_kernel,
         (programs, batch * parts),
         source,
-        *(work.counters, work.arrivals, work.records, work.groups, work.found, draft_probs),
+        EndWork(work.counters, work.arrivals, work.records, work.groups, work.found, draft_probs),
         *(committing.state_of(rows), scratch, Ring(*(publish_to or (None, None)))),
-        *logprobs.of_lines(record, rows)[2:],
-        *logprobs.of_blocks(record, rows),
+        logprobs.record_rows(record, rows),
         places,
         *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
         *(tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,
-        RULE=RULES[rule],
-        TOP=logprobs.width_of(record, rows),
-        CHUNK=chunk,
-        MOST=most,
-        MAX_LISTED=min(MAX_LISTED, most),
-        LISTED=min(LISTED, most),
+        LAUNCHED=EndBlocks(
+            RULES[rule],
+            logprobs.width_of(record, rows),
+            chunk,
+            max_found,
+            min(MAX_LISTED, max_found),
+            min(LISTED, max_found),
+        ),
+        BLOCKS=committing.blocks_of(rows),
         PDL=pdl,
         **LAUNCH,
         launch_pdl=pdl,
         **sampled_parts.OPTIONS,
-        **committing.constants_of(rows),
     )

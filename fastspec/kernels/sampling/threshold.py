@@ -6,7 +6,7 @@ faster than one that has every case written out.
 
 All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A
 distribution is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal
-it up to id `cut`, and of these what is at least min_p of the largest (`sampled_parts.kept`).
+it up to id `cut`, and of these what is at least min_p of the largest (`kept` of logits.py).
 """
 
 from __future__ import annotations

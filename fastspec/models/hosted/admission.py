@@ -66,9 +66,9 @@ class _Trial:
             raise UnsupportedModel("its head does not give finite logits of its vocabulary")
         if self._tiling.rows is None:
             return
-        together = self._feed(first, count - first, self._tiling)
+        joint = self._feed(first, count - first, self._tiling)
         alone = [self._model.logits(single[:, place : place + 1], self._tiling) for place in range(first, count)]
-        same = torch.equal(together, single[:, first:]) and torch.equal(logits, torch.cat(alone, dim=1))
+        same = torch.equal(joint, single[:, first:]) and torch.equal(logits, torch.cat(alone, dim=1))
         if not same:
             layer = self._first_difference(first, count)
             raise UnsupportedModel(

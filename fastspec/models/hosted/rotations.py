@@ -79,6 +79,6 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
         return False
     tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape
-    alike = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in tensors)
+    same_form = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in tensors)
     whole = cos.shape[1:] == (tokens, dim) and cos.shape[0] in (1, batch) and dim % 2 == 0
-    return alike and whole and k.shape[0] == batch and k.shape[2:] == q.shape[2:]
+    return same_form and whole and k.shape[0] == batch and k.shape[2:] == q.shape[2:]

@@ -379,7 +379,7 @@ def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dic
 def _projections(loader: Loader, rule: DeltaRule, parts: list[str]) -> tuple[Weight, Weight | None]:
     """The projections of a recurrent layer as one matrix, or those of b and a apart where they alone are plain."""
     order = delta_order(rule) if len(parts) == 2 else None  # others are stored as they are multiplied
-    if loader.alike(*parts):
+    if loader.same_format(*parts):
         return loader.weight(*parts, order=order), None
     half, rows = len(parts) // 2, rule.channels + rule.values
     first, behind = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])

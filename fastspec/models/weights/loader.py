@@ -135,7 +135,7 @@ class Loader:
         self._copy(partial(self._fill_weight, names, made, kind, order))
         return made
 
-    def alike(self, *names: str) -> bool:
+    def same_format(self, *names: str) -> bool:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
@@ -164,7 +164,7 @@ class Loader:
             self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
 
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
-        """What the named matrices together are quantised to; None where they are not, or not alike."""
+        """The kind to which all the named matrices are quantised; None where they are not, or differ."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         if not kinds:
             return self._rounds_to(names[0], shape)

@@ -81,6 +81,15 @@ def test_long_rows_fill_the_device(tiles: int, ctas_per_sm: int) -> None:
     assert plan.late_plan(H100, plan.Pass(4, tiles, 128), 2).grid[1] <= 2
 
 
+@pytest.mark.parametrize(("splits", "ctas_per_sm"), [(28, 1), (33, 1), (60, 2)])
+def test_eight_bits_have_two_ctas_to_an_sm_where_there_are_many_splits(splits: int, ctas_per_sm: int) -> None:
+    """Both pipelines fit into an SM as often as the plan says, beside 64 queries of 16 bits."""
+    planned = plan.late_plan(H100, plan.Pass(4, 8, 128), splits, narrow=True)
+    assert planned.grid == (8, min(splits, plan.ctas_of_late_tile(8, ctas_per_sm * H100.sms)))
+    narrow, wide = planned.constants["STAGES"]
+    assert (64 * 128 * (narrow + 2 * wide) + 64 * 128 * 2 + 2048) * ctas_per_sm <= 228 * 1024
+
+
 def test_what_the_plan_says_of_kernels_is_so() -> None:
     assert mma_tiles.EIGHT.value == plan.ROW_GROUP
     assert plan.PARTS == mma_layouts.PARTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.weights.load import DecoderWeights, load_weights, planned_bytes
 from fastspec.models.weights.sources import Checkpoint, resolve
-from tests.helpers.families import MIXTURES, VOCAB, decoder, logits_of, make_family
+from tests.helpers.families import MIXTURES, VOCAB, as_configured, decoder, logits_of, make_family
 from tests.helpers.mxfp4 import MXFP4, in_mxfp4, rewritten
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_names_of_publishers_and_of_transformers_mean_the_same(family: str, tmp_
     assert any(name.endswith("experts.gate_up_proj") for name in fused)
     rewritten(tmp_path / "fused", fused)
     with torch.inference_mode():
-        expected = model(IDS).logits
+        expected = as_configured(deepcopy(model))(IDS).logits
     for source in (tmp_path / "published", tmp_path / "fused", model):
         checkpoint = resolve(source, role="target")
         weights = weights_of(checkpoint)

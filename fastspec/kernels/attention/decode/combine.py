@@ -22,7 +22,7 @@ SPLITS_PER_WARP = gl.constexpr(8)
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """What each warp's SPLITS_PER_WARP splits, of those from `begin` on, left of a row.
+    """The partial sums of a row that each warp takes: SPLITS_PER_WARP of the splits from `begin` on.
 
     Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
     """
@@ -37,7 +37,7 @@ def _left(
 
 @gluon.jit
 def _taken(top, total, out, means, weights):
-    """(top, total, out) of each warp with what `_left` returned."""
+    """(top, total, out) of each warp, with what `_left` returned added to them."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
     shift = shift_of(new_top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))

@@ -76,7 +76,7 @@ def exchange_layout(WARPS, R, D):
 
 @gluon.constexpr_function
 def _columns(bases, REGROUP):
-    """Bases [row, column] of a head's columns as those of `packed_parts.regrouped`: of 64, (h, c, t) as (t, h, c)."""
+    """Bases [row, column] of a head's columns as those of `epilogue.regrouped`: of 64, (h, c, t) as (t, h, c)."""
     to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
     return [[row, to.get(column, column)] for row, column in bases]
 

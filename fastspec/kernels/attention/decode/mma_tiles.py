@@ -287,7 +287,7 @@ def _upper(x):
 
 @gluon.jit
 def _regrouped(out):
-    """Sums [R, D], their columns from the order of a head to that which `packed_parts.regrouped` gives words."""
+    """Sums [R, D], their columns from the order of a head to that which `epilogue.regrouped` gives words."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])

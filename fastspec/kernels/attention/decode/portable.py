@@ -99,7 +99,7 @@ def store_output(
 
 @triton.jit
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Numbers `first` .. `last` of what `store_partial` stored of rows [R], together in ascending order.
+    """Numbers `first` .. `last` of what `store_partial` stored of rows [R], combined in ascending order.
 
     Read past L1, where an older content of the same memory may lie.
     """

@@ -76,7 +76,7 @@ def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.c
 
 @triton.jit
 def offer(logits, m, n, scratch_ptr, num_rows, limit):
-    """Enters the best of logits, fp32 [BLOCK_N, ROWS], into the scratch: uint64 maxima, which have no order."""
+    """Merges the best of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima, in any order."""
     # an order-preserving code of the float above, the id counted down below: the largest is the lowest id of the best
     bits = logits.to(tl.uint32, bitcast=True)
     code = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)

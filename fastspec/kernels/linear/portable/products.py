@@ -16,7 +16,7 @@ Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products
 
 Row invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows: tensor cores then multiply with
 the same instruction however many rows x has, and an element is one chain over k. Tiles widen with the rows of x, never
-in k. Squares are added in an order that is written out instead of following from a layout. fp32: see `tile_fp32`.
+in k. Squares are added in an order that is written out instead of following from a layout. fp32: see `fp32.py`.
 """
 
 from __future__ import annotations

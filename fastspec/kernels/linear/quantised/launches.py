@@ -41,7 +41,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     if call.norm is not None:
         x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
     steps = cdiv(k, split.split_k * split.k_tile)
-    shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "TOGETHER": split.pairwise}
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "PAIRWISE": split.pairwise}
     shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
     shape |= {"FORM": codes.form, "GROUP": codes.group, "PER": _words_of_scales(codes)}
     options: dict[str, Any] = {"num_warps": split.split_k, "launch_pdl": pdl, "enable_fp_fusion": False}

@@ -57,11 +57,11 @@ class Wide:
     registers: int
 
 
-WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 9}  # rows of x
+WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # rows of x
 WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
 # rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits take the first with 64 rows, too
-WIDE_SHAPES = {8: (64, 4, 2, 128), 16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
-MOST_STAGES = 16
+WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
+MOST_STAGES = 16  # more of few rows would be for nothing
 SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
 
 Sizes = tuple[int, int, int]  # weight rows, depth, row depth
@@ -89,9 +89,9 @@ MEASURED: dict[tuple[Form, int, int], tuple[int, tuple[Sizes, ...]]] = {
     ("int8", 128256, 2048): (4, ((32, 4, 1),)),
     ("int4", 6144, 4096): (4, ((32, 4, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
     ("int4", 4096, 4096): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (16, 1, 0))),
-    ("int4", 28672, 4096): (8, ((16, 4, 1), (32, 2, 0), (32, 1, 0), (16, 2, 0))),
+    ("int4", 28672, 4096): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (16, 2, 0))),
     ("int4", 4096, 14336): (8, ((32, 2, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
-    ("int4", 128256, 4096): (8, ((16, 4, 1),)),
+    ("int4", 128256, 4096): (8, ((32, 2, 1),)),
     ("int4", 3072, 2048): (4, ((32, 4, 1),)),
     ("int4", 2048, 2048): (4, ((32, 4, 1), (16, 4, 0), (16, 1, 0), (16, 1, 0))),
     ("int4", 16384, 2048): (2, ((32, 8, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
@@ -146,7 +146,7 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
 
 def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:
     """The launch of the kernel for many rows: as many CTAs share the sums of K as run at a time."""
-    room = 8
+    room = 16
     while room < min(rows, MOST_ROWS):
         room *= 2
     weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in WIDE else 32]

@@ -25,8 +25,8 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.prefill import multiply, prepared
 from fastspec.kernels.linear.prefill_sm90 import tile_of, time_of
 
-EARLY = False
-SLICE_BYTES = 256 * 2**20
+EARLY = True  # on GPUs that can: where it is False slices and products wait for each other
+SLICE_BYTES = 64 * 2**20
 COLUMNS = 256  # rows of a weight that a slice has a multiple of
 BETWEEN = 8.0  # microseconds that the end of one product and the beginning of the next are reckoned at
 BESIDE = 2  # programs on a multiprocessor that find room beside a product

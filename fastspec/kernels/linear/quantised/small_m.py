@@ -1,6 +1,6 @@
 """The product with quantised weights for few rows of x: codes are converted in registers, once for up to 64 rows.
 
-As `linear.small_m`, from which it differs in three ways. What a lane loads are codes, and the words they become are the
+It differs from `linear.small_m` in three points. What a lane loads are codes, and the words they become are the
 operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
 own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
 
@@ -49,7 +49,7 @@ from fastspec.kernels.linear.quantised.loads import (
     starts_of,
     weight_offsets,
 )
-from fastspec.kernels.linear.small_m import sum_of_ways
+from fastspec.kernels.linear.small_m import sum_of_splits
 
 UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
 UNROLLED_LESS = gl.constexpr(4)  # the same where groups have sums, or rows are many: else the assembler starts them all
@@ -213,7 +213,7 @@ def quantised_kernel(
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    TOGETHER: gl.constexpr,  # ways whose sums are added up first
+    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first
     R: gl.constexpr,
     BLOCKS: gl.constexpr,  # of 8 rows of x
     D: gl.constexpr,  # K tiles of weights in flight
@@ -257,7 +257,7 @@ def quantised_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sums = _no_sums(S, R, BLOCKS, OWN_SUM, mma)
-    like = sum_of_ways(sums[0][0], TOGETHER)
+    like = sum_of_splits(sums[0][0], PAIRWISE)
     place = weight_numbers(like, tile * R, 16, 8)
     factor = gl.load(given.factors + place, mask=place < N, other=0.0)
     loaded = ()
@@ -301,7 +301,7 @@ def quantised_kernel(
         acc = sums[b][0]
         if OWN_SUM:
             acc = _less_offset(acc, sums[b][1], FORM)
-        total = sum_of_ways(acc, TOGETHER) * factor
+        total = sum_of_splits(acc, PAIRWISE) * factor
         if ends.row_factors is not None:
             total = total * loaded_factor(ends.row_factors, first, M, like)
         if ends.keys is not None:

@@ -33,8 +33,8 @@ from fastspec.kernels.linear.epilogue import (
     enter_keys,
     row_factor,
     settle_keys,
+    splits_scale,
     times_gamma,
-    ways_scale,
     write_tile,
 )
 from fastspec.kernels.linear.quantised.conversion import (
@@ -301,7 +301,7 @@ def _multiply(
         if ends.squares is not None:
             # a row a thread, and not each thread its columns: S times as many loads would be the end of a tile
             row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-            scale = ways_scale(ends.squares, row, row < M, M, ends.eps, K, S)
+            scale = splits_scale(ends.squares, row, row < M, M, ends.eps, K, S)
             total = total * row_factor(scale, total)
         if ends.keys is not None:
             enter_keys(total, tile, first_row, ends.keys, M, N, limit)

@@ -54,6 +54,29 @@ def test_a_product_in_slices_is_the_product(fused: str, monkeypatch: pytest.Monk
     assert torch.equal(prompts.prefill_quantised(x, weight, **given), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_products_in_slices_one_after_the_other(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are written while the kernel before runs: none that it reads, whichever weights follow one another."""
+    monkeypatch.setattr(prompts, "EARLY", early)
+    monkeypatch.setattr(prompts, "SLICE_BYTES", 2 * 2048 * 512)  # slices of 512 rows
+    calls = []
+    for name, n, fused in (("int4 zeros", 2304, "norm+gated"), ("fp8", 1024, "bias+residual"), ("int8", 4096, "norm")):
+        x, _, given = product_case(1500, n, 2048, torch.bfloat16, "cuda", fused)
+        weight = stored(on_device(random_codes(name, n, 2048), "cuda"), "gated" in given)
+        calls.append((x, weight, given, prefill_linear(x, Weight.pack(weight.unpack(), "gated" in given), **given)))
+    for _ in range(20):
+        for x, weight, given, wanted in calls:
+            assert torch.equal(prompts.prefill_quantised(x, weight, **given), wanted)
+
+
+def test_slices_fill_their_room() -> None:
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (256, 53248)):
+        for rows in (65, 512, 2048, 5000):
+            size = prompts.slice_of(n, k, rows, 132)
+            assert size == n or (size % prompts.COLUMNS == 0 and 2 * size * k <= prompts.SLICE_BYTES)
+
+
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 64 rows of a prompt are dequantised; fewer, and steps of any size, are not."""
     called = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec.errors import UnsupportedModel, UnsupportedOption
+from fastspec.errors import UnsupportedModel
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan
 from fastspec.models.weights.load import load_weights
@@ -48,13 +48,11 @@ def test_a_mixture_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -
         LayerPlan(experts=ExpertsPlan(4, 8, RoutingRule(2)), **fields)
 
 
-def test_several_gpus_are_refused() -> None:
-    spec = spec_from_config(config_of("mixtral"))
-    share = share_of(spec, 0, 2, one_tree=True)
-    with pytest.raises(
-        UnsupportedOption, match="tensor_parallel=2 does not go with mixtral, whose layers are mixtures"
-    ):
-        local_spec(spec, share)
+def test_each_of_several_ranks_has_columns_of_every_expert() -> None:
+    spec = spec_from_config(config_of("qwen2_moe"))
+    (own,) = {plan.experts for plan in local_spec(spec, share_of(spec, 1, 2, one_tree=True)).plans}
+    assert own is not None
+    assert (own.count, own.width, own.shared) == (8, 24, 40)
 
 
 def test_more_experts_than_any_model_has_are_refused_before_anything_is_made_of_them() -> None:

@@ -1,0 +1,69 @@
+"""What transformers reads of quantised checkpoints with dequantize=True has the bits of what is read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.quantised.write import write_quantised
+from fastspec.models.weights.sources import resolve
+from tests.helpers.checkpoints import make_checkpoint
+from tests.models.weights.quantised.test_checkpoints import SMALL, made
+
+pytest.importorskip("compressed_tensors", reason="transformers reads its layouts by it")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # that a config is overwritten, as it is to be
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("read") / "model", "llama3", tie_word_embeddings=False, **SMALL)
+
+
+def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
+    checkpoint = resolve(path, role="target")
+    ours = load_weights(checkpoint, dtype=dtype, device=torch.device("cpu"), progress=False)
+    assert checkpoint.quantisation is not None
+    for one, layer in zip(ours.layers, theirs.model.layers, strict=True):
+        mlp = layer.mlp
+        assert torch.equal(one.down.unpack(), mlp.down_proj.weight)  # type: ignore[union-attr]
+        assert torch.equal(one.gate_up.unpack(), torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))  # type: ignore[union-attr]
+        assert torch.equal(one.o.unpack(), layer.self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_we_write(plain: Path, tmp_path: Path, form: str) -> None:
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    write_quantised(str(plain), tmp_path / "q", form)
+    read_alike(tmp_path / "q", CompressedTensorsConfig(run_compressed=False))
+
+
+@pytest.mark.parametrize("kind", ["fp8 channel", "fp8 tensor", "fp8 block", "int8", "int4", "int4 with zeros"])
+def test_what_compressed_tensors_writes(plain: Path, tmp_path: Path, kind: str) -> None:
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    made(plain, tmp_path / "q", kind)
+    read_alike(tmp_path / "q", CompressedTensorsConfig(run_compressed=False))
+
+
+def test_fp8_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, to which transformers rounds them, and in whole blocks: partial ones at edges it takes for smaller ones.
+
+    It asks for accelerate first, which reading needs not.
+    """
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 384}
+    whole = make_checkpoint(tmp_path / "whole", "llama3", tie_word_embeddings=False, **sizes)
+    made(whole, tmp_path / "q", "fp8 of DeepSeek")
+    read_alike(tmp_path / "q", FineGrainedFP8Config(dequantize=True), torch.bfloat16)
