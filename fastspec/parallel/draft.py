@@ -9,8 +9,9 @@ import torch
 from fastspec.parallel.slices import Sizes, divides
 
 # seconds by which each of a layer's two sums lengthens a step of one row, by the number of ranks, on GPUs with NVLink:
-# the sum itself, and what a layer cannot fuse across it (perf/results/tensor_parallel.jsonl; 8 by doubling)
-SUM_SECONDS = {2: 8e-6, 4: 17e-6, 8: 35e-6}
+# the sum itself, and what a layer cannot fuse across it (perf/results/tensor_parallel.jsonl; 4 before sums of few rows
+# went as words, 8 by doubling)
+SUM_SECONDS = {2: 5.6e-6, 4: 17e-6, 8: 35e-6}
 READ_SHARE = 0.9  # share of the rated memory bandwidth that passes over weights reach
 USUAL_RATE = 3.35e12  # bytes per second of an H100, where torch does not tell the memory's own
 

@@ -99,6 +99,27 @@ def sums() -> None:
     world.close()
 
 
+def few_sums() -> None:
+    """Each way of an exchange once: as words, by flags, in two turns."""
+    world = World.of("auto")
+    device = torch.device("cuda", torch.cuda.current_device())
+    over = OverDevices(world, device, LARGEST)
+    assert over._room is not None, over.describe()
+    mine = float(1 + world.rank)
+    for rows, least in ((3, exchange.ALL), (79, exchange.ALL), (79, 1)):
+        x = torch.full((2, rows, 4096), mine, device=device)
+        residual = torch.ones(rows, 4096, device=device, dtype=torch.bfloat16)
+        total = 1 + world.size * (world.size + 1)
+        assert (exchange.exchange_added(x, None, residual, over._room, least) == total).all(), (rows, least)
+    gathered = over.gather(torch.full((70, 1003), mine, device=device))
+    assert (gathered[:, -1] == world.size).all()
+    keys = keys_of(torch.full((5, 100), mine, device=device), 100).view(torch.uint64)
+    ids = torch.full((5,), -1, device=device)
+    over.largest(keys, 100, ids)
+    assert (ids == 100 * (world.size - 1)).all()
+    world.close()
+
+
 def same_on_all(value: Any) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -182,6 +203,7 @@ def one_text() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "sums": sums,
+    "few sums": few_sums,
     "texts": texts,
     "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),
     "texts by NCCL alone": without_peers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,15 @@ def test_the_text_is_that_of_one_gpu() -> None:
     assert len({run(on_devices.TEXT, ranks).partition("text ")[2] for ranks in sizes}) == 1
 
 
+@pytest.mark.slow
+def test_exchanges_touch_no_memory_but_their_own() -> None:
+    """By compute-sanitizer, whose checks make every start much longer."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    tool = ("compute-sanitizer", "--tool", "memcheck", "--kernel-name", "kns=_kernel", "--error-exitcode", "9")
+    run("few sums", 2, before=("--no-python", *tool, sys.executable))
+
+
 def test_models_of_many_kinds() -> None:
     """A head, mixtures, recurrent layers, a quantised target, and requests one by one: one launch checks them all."""
     kinds = ["EAGLE-3", "norms over all heads", "experts in mxfp4", "recurrent layers and experts", "target in int4"]
@@ -52,8 +62,12 @@ def rows_of(kinds: list[str], ranks: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said if line.startswith('{"kind"')]
 
 
-def run(checks: str | list[str], ranks: int, script: str = "on_devices.py") -> str:
-    """What checks on so many ranks write."""
+def run(checks: str | list[str], ranks: int, script: str = "on_devices.py", before: tuple[str, ...] = ()) -> str:
+    """What checks on so many ranks write.
+
+    Args:
+        before: what starts the script.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     surroundings = {
         **os.environ,
@@ -62,7 +76,7 @@ def run(checks: str | list[str], ranks: int, script: str = "on_devices.py") -> s
         "NCCL_NVLS_ENABLE": "0",
     }
     done = subprocess.run(
-        [*command, str(ROOT / "tests/parallel" / script), *([checks] if isinstance(checks, str) else checks)],
+        [*command, *before, str(ROOT / "tests/parallel" / script), *([checks] if isinstance(checks, str) else checks)],
         cwd=ROOT,
         env=surroundings,
         capture_output=True,
