@@ -233,4 +233,6 @@ def test_the_buffer_is_in_the_memory_plan() -> None:
 
     buffer = feature_buffer(Quiet((0, 1)), 2, 3, hidden, torch.float32, torch.device("cpu"))
     assert buffer is not None
-    assert planned((0, 1)) - planned(()) == buffer.nbytes * 3 // 2, "of two rows and the one that prompts pass through"
+    rows = 3  # two, and the one that prompts pass through
+    left = 2 * hidden * 4  # of both layers, of a long prompt's last token
+    assert planned((0, 1)) - planned(()) == buffer.nbytes * rows // 2 + rows * left

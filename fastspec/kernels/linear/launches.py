@@ -186,7 +186,13 @@ def permuted_for(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`permuted_rows` for a product of the TMA kernel with `weight`."""
     split = split_for(weight)
-    return permuted_rows(x, norm, (split.split_k, split.k_tile), GLUON_TYPE[x.dtype], pdl, parts, bias)
+    cut = split.split_k, split.k_tile
+    return permuted_rows(x, norm, cut, GLUON_TYPE[x.dtype], pdl, parts, bias, reads_raised(weight))
+
+
+def reads_raised(weight: Weight) -> bool:
+    """Whether the TMA kernel of this weight reads rows that are 2^64 times as large: it has codes of 8 bits."""
+    return weight.codes is not None and weight.codes.form in quantised.WIDE
 
 
 def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:

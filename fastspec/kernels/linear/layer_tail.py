@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.launches import Call, Norm, launch_tma, permuted_for, split_for, tile_for
+from fastspec.kernels.linear.launches import Call, Norm, launch_tma, permuted_for, reads_raised, split_for, tile_for
 from fastspec.kernels.linear.plan import Tma
 from fastspec.kernels.linear.quantised.launches import launch_wide
 from fastspec.kernels.linear.quantised.launches import tile_for as tile_of_codes
@@ -73,6 +73,8 @@ def attention_out(
     given = attended.reshape(len(x), -1).contiguous()
     if attended.dim() == 3:
         _, given, _ = permuted_for(layer.o, given, None, pdl)
+    else:
+        given = _raised_for(layer.o, given)
     return _added(given, layer.o, layer.o_bias, x, (layer.post_norm, eps), layer.gate_up, pdl, reduce)
 
 
@@ -84,6 +86,7 @@ def mlp(
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
     _launch(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
+    out = _raised_for(layer.down, out)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
     norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
@@ -91,6 +94,11 @@ def mlp(
     call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
     _launch_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
     return x, qkv
+
+
+def _raised_for(weight: Weight, given: Tensor) -> Tensor:
+    """Regrouped rows as the product with `weight` reads them: times 2^64, exactly, for codes of 8 bits."""
+    return given * 2.0**64 if reads_raised(weight) else given
 
 
 def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:

@@ -32,6 +32,7 @@ from fastspec.kernels.linear.epilogue import (
     times_gamma,
 )
 from fastspec.kernels.linear.k_steps import by_groups
+from fastspec.kernels.linear.quantised.conversion import UP
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
@@ -132,6 +133,15 @@ def sum_kernel(
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
 
+@gluon.jit
+def _raised(words, DTYPE: gl.constexpr, RAISE: gl.constexpr):
+    """Words of x times the power of two that codes of 8 bits are smaller by, exactly, where such codes read them."""
+    if RAISE:
+        return times_gamma(words, gl.full_like(words, UP), DTYPE)
+    else:
+        return words
+
+
 @gluon.jit(do_not_specialize=["M"])
 def given_kernel(
     parts_ptr,  # fp32 [SPLITS, M, K], or None: residual is all there is
@@ -140,7 +150,7 @@ def given_kernel(
     residual_ptr,  # [M, K]
     out_ptr,  # [M, K], the sums, or None
     gamma_ptr,  # int32 words [K / 2], or None
-    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped
+    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
     squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product behind; None as gamma_ptr
     M,
     SPLITS: gl.constexpr,  # of the product before
@@ -153,6 +163,7 @@ def given_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
+    RAISE: gl.constexpr,
 ):
     """The part of a row that one split of the next product multiplies."""
     K_TILE: gl.constexpr = KT // 2  # words
@@ -174,10 +185,11 @@ def given_kernel(
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
     words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
     if gamma_ptr is None:
-        gl.store(given_ptr + (words_at + regrouped(place)), words, mask=place < K // 2, eviction_policy=STAYS)
+        given = _raised(words, DTYPE, RAISE)
+        gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
     else:
-        normed = times_gamma(words, gamma, DTYPE)
-        gl.store(given_ptr + (words_at + regrouped(place)), normed, mask=place < K // 2, eviction_policy=STAYS)
+        given = _raised(times_gamma(words, gamma, DTYPE), DTYPE, RAISE)
+        gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -228,6 +240,7 @@ def permuted_rows(
     pdl: bool,
     parts: Parts | None = None,
     bias: Tensor | None = None,
+    raise_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows for a product of the TMA kernel.
 
@@ -237,6 +250,7 @@ def permuted_rows(
         split: number of splits and K tile of the product.
         dtype: of x, in Gluon's terms.
         parts: sums [SPLITS, M, K], with bias [K]: added to x, and all that follows is of the sum.
+        raise_rows: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.
 
     Returns:
         x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
@@ -257,7 +271,7 @@ def permuted_rows(
         *(gamma, given.view(torch.int32), squares, rows),
         **{"SPLITS": 0, "PAIRWISE": 1} if parts is None else {"SPLITS": len(parts.sums), "PAIRWISE": parts.pairwise},
         **{"K": k, "S": splits, "KT": k_tile, "ROOM": room},
-        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype},
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
         **{"SHARED": room if norm is None else max(room, SPREAD[splits * rows > FEW_PROGRAMS])},
         num_warps=warps,
         launch_pdl=pdl,

@@ -101,7 +101,7 @@ def experts(
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
     given = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
     if x.is_cuda or torch.compiler.is_compiling():  # shapes must not depend on values
-        given = _by_pairs(flat, ids, weights, clamp)
+        given = _by_pairs(flat, ids, weights, clamp, inner)
     else:
         pairs = ids.flatten()
         for expert in pairs.unique().tolist():
@@ -133,7 +133,9 @@ def _of_expert(
     ]
 
 
-def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+def _by_pairs(
+    rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, inner: slice | None
+) -> Tensor:
     """[R * chosen, hidden]: a batched product gathers the matrices of each pair, so shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
@@ -145,13 +147,19 @@ def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedG
             out = torch.bmm(stack.values(expert), x[..., None])[..., 0]
             return out if bias is None else out + bias[expert]
 
-        parts.append(_through(block, weights, clamp, product))
+        parts.append(_through(block, weights, clamp, product, inner))
     return torch.cat(parts)[: ids.numel()]
 
 
-def _through(x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor]) -> Tensor:
-    inner = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
-    return product(inner, weights.down, weights.down_bias)
+def _through(
+    x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor], inner: slice | None
+) -> Tensor:
+    between = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
+    if inner is not None:
+        kept = torch.zeros_like(between)
+        kept[..., inner] = between[..., inner]
+        between = kept
+    return product(between, weights.down, weights.down_bias)
 
 
 def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:

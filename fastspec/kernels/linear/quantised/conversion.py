@@ -181,7 +181,7 @@ def ones(S: gl.constexpr, lay: gl.constexpr):
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Words of x, or of codes of 8 bits, times the power of two that these are smaller by; others are as they are."""
+    """Words of x times the power of two that codes are smaller by, exactly; those of 4 bits are raised themselves."""
     if bits_of(FORM) == 4:
         return words
     else:

@@ -6,7 +6,9 @@ of those is added up in the same order by `split_k.sum_kernel`.
 
 One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
 registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
-in `linear.tma_sm90`. Here codes are raised by the power of two that they are smaller by, exactly, and x is as it is.
+in `linear.tma_sm90`. For codes of 8 bits x is raised already (`split_k.permuted_rows`). These codes are subnormal
+numbers, and where the tensor core cuts sums off depends on its operands' exponents as they stand: both operands are
+the numbers that `small_m` multiplies.
 """
 
 # mypy: disable-error-code="assignment"
@@ -42,7 +44,6 @@ from fastspec.kernels.linear.quantised.conversion import (
     ONE,
     joined_halves,
     offset_of,
-    raised,
     units_of,
 )
 from fastspec.kernels.linear.quantised.loads import groups_of, pieces_of
@@ -147,14 +148,14 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
     for p in gl.static_range(len(pieces)):
         pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
         for u in gl.static_range(len(pairs)):
-            found = found + (_left_operand(raised(pairs[u], FORM), like),)
+            found = found + (_left_operand(pairs[u], like),)
     return found
 
 
 @gluon.jit
-def _ones(piece, like: gl.constexpr, FORM: gl.constexpr):
+def _ones(piece, like: gl.constexpr):
     """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
-    one = raised(gl.full_like(piece, ONE), FORM)
+    one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
 
 
@@ -279,7 +280,7 @@ def _multiply(
     zeros = _zeros_of(given.zeros, 0, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
-        ones = _ones(pieces[0], like, FORM)
+        ones = _ones(pieces[0], like)
     sums = gl.zeros([R, BM], gl.float32, like)
     n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
     m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
@@ -315,7 +316,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
 def codes_tma_kernel(
-    x_desc,  # bf16 [M, K] by [BM, 64], regrouped
+    x_desc,  # bf16 [M, K] by [BM, 64], regrouped; raised for codes of 8 bits
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
     given,  # Given of small_m.py, scales and zero points as their own dtypes
     ends,  # WideEnds

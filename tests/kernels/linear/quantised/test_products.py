@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
+from tests.helpers import gluon_simulator
 from tests.helpers.devices import devices
+from tests.helpers.gluon_values import Values, widened
 from tests.helpers.packed_codes import KINDS, magnitudes, modules, on_device, random_codes, stored
 from tests.helpers.products import product_case
 
@@ -114,6 +118,33 @@ def test_bits_of_a_row_among_many(name: str, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(plan, "launch_of", lambda *given, tile=tile: tile)
             ours = run(x, weight, **given, residual=residual, pdl=True)
             assert torch.equal(ours[::3], alone), sizes
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int8 with -128", "int4", "int4 zeros"])
+def test_operands_of_few_and_many_rows_are_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal products are not enough: the tensor core cuts sums off by its operands' exponents, as they stand."""
+    monkeypatch.setattr(plan, "split_of", lambda *given: plan.Split(2, 128))
+    largest: dict[str, set[tuple[float, float]]] = {}
+
+    def watched(multiply: str) -> Callable[..., Values]:
+        real = getattr(gluon_simulator, multiply)
+
+        def run(left: Values, right: Values, *others: Any, **options: Any) -> Values:
+            sizes = [float(np.abs(widened(each.array, each.kind)).max()) for each in (left, right)]
+            largest.setdefault(multiply, set()).add((sizes[0], sizes[1]))
+            return real(left, right, *others, **options)  # type: ignore[no-any-return]
+
+        return run
+
+    for multiply in ("mma", "group_mma"):
+        monkeypatch.setattr(gluon_simulator, multiply, watched(multiply))
+    x, _, weight, given = case(name, 17, 64, 256, "cpu", "norm")
+    x[:] = x[:1]
+    with modules("cpu") as found:
+        for rows in (1, 17):
+            found.dispatch.packed_linear(x[:rows], weight, **given, pdl=True)
+    tops = [tuple(max(pair[i] for pair in largest[multiply]) for i in (0, 1)) for multiply in ("mma", "group_mma")]
+    assert tops[0] == tops[1]
 
 
 @pytest.mark.parametrize("device", devices())
