@@ -344,8 +344,13 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], 
     if probes.system == "darwin":
         yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")
     yield will_not("run Triton kernels on the CPU", "none needed: torch does their work there")
-    yield will_not("spread one generator over several devices", "one process per GPU, each with its own prompts")
-    yield will_not("load quantised checkpoints", "load the original float16, bfloat16 or float32 weights")
+    yield will_not(
+        "cut a hosted model over several GPUs (tensor_parallel)", "one process per GPU, each with its own prompts"
+    )
+    yield will_not(
+        "load weights quantised by bitsandbytes, GGUF, HQQ, EXL3 or torchao",
+        "compressed-tensors, AWQ, GPTQ, FP8 or NVFP4 weights, or 16-bit ones, which `fastspec quantize` rounds",
+    )
 
 
 if __name__ == "__main__":

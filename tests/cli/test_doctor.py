@@ -26,6 +26,7 @@ from fastspec.cli.doctor import (
     release,
 )
 from fastspec.cli.probes import THIS_MACHINE, Check, Gpu, Probes, kernel_difference, self_check
+from fastspec.models.weights.quantised.configs import SUPPORTED, UNSUPPORTED
 from fastspec.output import RowStats, Stats
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton ships for Linux only")
@@ -97,6 +98,16 @@ def test_this_machine_decodes_on_its_cpu() -> None:
     assert "k = auto (" in line(report, "cpu auto").text
     assert line(report, "works").text.endswith("on cpu")
     assert [section.title for section in report.sections] == ["versions", "devices", "triton", "self-check", "in short"]
+
+
+def test_what_it_says_of_quantised_weights_is_so() -> None:
+    (said,) = (each for each in lines(diagnose("cpu"), "will not") if "quantised by" in each.text)
+    named = set(re.split(", | or ", said.text.partition("quantised by ")[2].lower()))
+    assert len(named) == 5
+    assert named <= set(UNSUPPORTED)
+    read = {"compressed-tensors", "awq", "gptq", "fp8"}
+    assert read <= {each.strip() for each in said.fix.lower().partition(" or ")[0].split(",")}
+    assert read <= set(SUPPORTED.split(", "))
 
 
 def test_the_check_leaves_torchs_random_numbers_alone() -> None:
