@@ -67,9 +67,9 @@ class Session:
         several = self.ranks.size > 1
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
         loaded = self.ranks.world.meet if several else lambda: None
-        # for calls that others may join; the loop does not know of this object, which would else outlive its last user
         self.trial = trial
 
+        # for calls that others may join; the loop does not know of this object, which would else outlive its last user
         def make_ready(joining: Joining) -> None:
             call, choice = joining.call, joining.choice
             if trial is not None:
@@ -184,12 +184,12 @@ class Session:
                 self.ranks.world.check()
             turns.end()
 
-    def prepared(self, make: Callable[[], Prepared], submitted: bool, own_tokenizer: bool) -> Prepared:
+    def prepared(self, make: Callable[[], Prepared], submitted: bool, stored_tokenizer: bool) -> Prepared:
         """A call, once all ranks have made it alike; or of this rank alone, where the others follow it.
 
         Args:
             submitted: it is a submit's.
-            own_tokenizer: it brings no tokenizer but the checkpoint's.
+            stored_tokenizer: it brings no tokenizer but the checkpoint's.
 
         Raises:
             UnsupportedOption: it brings one, which the ranks that follow do not have; or as `Ranks.agreed_call`.
@@ -198,7 +198,7 @@ class Session:
             return make()
         if not (submitted or self.leads):
             return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
-        if not own_tokenizer:
+        if not stored_tokenizer:
             raise UnsupportedOption(
                 "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
                 "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"

@@ -32,7 +32,7 @@ from fastspec.kernels.linear.epilogue import (
     times_gamma,
 )
 from fastspec.kernels.linear.k_steps import by_groups
-from fastspec.kernels.linear.quantised.conversion import UP
+from fastspec.kernels.linear.quantised.conversion import raised_rows
 
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
@@ -133,15 +133,6 @@ def sum_kernel(
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
 
 
-@gluon.jit
-def _raised(words, DTYPE: gl.constexpr, RAISE: gl.constexpr):
-    """Words of x times the power of two that codes of 8 bits are smaller by, exactly, where such codes read them."""
-    if RAISE:
-        return times_gamma(words, gl.full_like(words, UP), DTYPE)
-    else:
-        return words
-
-
 @gluon.jit(do_not_specialize=["M"])
 def given_kernel(
     parts_ptr,  # fp32 [SPLITS, M, K], or None: residual is all there is
@@ -184,12 +175,13 @@ def given_kernel(
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
     words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
-    if gamma_ptr is None:
-        given = _raised(words, DTYPE, RAISE)
-        gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
-    else:
-        given = _raised(times_gamma(words, gamma, DTYPE), DTYPE, RAISE)
-        gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
+    given = words
+    if gamma_ptr is not None:
+        given = times_gamma(given, gamma, DTYPE)
+    if RAISE:
+        given = raised_rows(given)
+    gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
+    if gamma_ptr is not None:
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
         lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])

@@ -80,7 +80,6 @@ def experts(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
-    inner: slice | None = None,
 ) -> Tensor:
     """residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
 
@@ -93,7 +92,6 @@ def experts(
         clamp: the clamped gate of gpt-oss; None: silu.
         shared: shape of x, the shared expert's output. shared_logits: fp32 [..., 1], its gate.
         residual: shape of x; None: the sum alone, in fp32.
-        inner: the columns between the experts' products that count; None: all.
 
     Returns:
         Shape and dtype of x. An expert's output is rounded to x's dtype, their sum is in fp32.
@@ -101,12 +99,12 @@ def experts(
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
     given = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
     if x.is_cuda or torch.compiler.is_compiling():  # shapes must not depend on values
-        given = _by_pairs(flat, ids, weights, clamp, inner)
+        given = _by_pairs(flat, ids, weights, clamp)
     else:
         pairs = ids.flatten()
         for expert in pairs.unique().tolist():
             at = (pairs == expert).nonzero()[:, 0]
-            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp, inner)
+            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp)
     given = given.view(-1, chosen, x.shape[-1])
     total = torch.zeros_like(flat, dtype=torch.float32)
     for place in range(chosen):
@@ -117,25 +115,18 @@ def experts(
     return total if residual is None else residual + total.to(x.dtype)
 
 
-def _of_expert(
-    rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None, inner: slice | None
-) -> Tensor:
+def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
     """Rows [R, hidden] through one expert, in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
-    if inner is not None:
-        down, up = down[:, inner], torch.cat([half[inner] for half in up.chunk(2)])
-        up_bias = None if up_bias is None else torch.cat([half[inner] for half in up_bias.chunk(2)])
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % PAIRS)).split(PAIRS)
     return torch.cat([F.linear(gated(F.linear(each, up, up_bias), clamp), down, down_bias) for each in blocks])[
         : len(rows)
     ]
 
 
-def _by_pairs(
-    rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, inner: slice | None
-) -> Tensor:
+def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
     """[R * chosen, hidden]: a batched product gathers the matrices of each pair, so shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
@@ -147,19 +138,13 @@ def _by_pairs(
             out = torch.bmm(stack.values(expert), x[..., None])[..., 0]
             return out if bias is None else out + bias[expert]
 
-        parts.append(_through(block, weights, clamp, product, inner))
+        parts.append(_through(block, weights, clamp, product))
     return torch.cat(parts)[: ids.numel()]
 
 
-def _through(
-    x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor], inner: slice | None
-) -> Tensor:
-    between = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
-    if inner is not None:
-        kept = torch.zeros_like(between)
-        kept[..., inner] = between[..., inner]
-        between = kept
-    return product(between, weights.down, weights.down_bias)
+def _through(x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor]) -> Tensor:
+    inner = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
+    return product(inner, weights.down, weights.down_bias)
 
 
 def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:

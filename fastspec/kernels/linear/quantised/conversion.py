@@ -185,7 +185,13 @@ def raised(words, FORM: gl.constexpr):
     if bits_of(FORM) == 4:
         return words
     else:
-        return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
+        return raised_rows(words)
+
+
+@gluon.jit
+def raised_rows(words):
+    """Words of x times 2^64, as codes of 8 bits are multiplied."""
+    return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
 
 
 @gluon.jit
