@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
@@ -65,6 +66,7 @@ class ParallelDecoder(Decoder):
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
         self._pieces: dict[int, Pieces] = {}
+        self._experts: dict[int, list[ExpertWeights]] = {}  # of a layer, for each part that is this rank's
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
             self._take_apart(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
@@ -88,6 +90,17 @@ class ParallelDecoder(Decoder):
             inner = spec.intermediate_size if whole.experts is None else whole.experts.shared
             self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], inner)
             self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
+        if plan.experts is not None and layer.experts is not None:
+            self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
+
+    def _experts_of(self, weights: ExpertWeights, width: int) -> list[ExpertWeights]:
+        """The experts by the parts of their columns that are this rank's; the bias of all is added once."""
+        if self._share.own_parts == 1:
+            parts = [weights]
+        else:
+            parts = [weights.columns(slice(*cut)) for cut in self._parts_of(width)]
+        first = 1 if self._share.rank == 0 else 0
+        return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
     def _rows_of(self, weight: Weight, total: int) -> Pieces:
         """A weight in pieces of total / parts rows; in one where nothing depends on that."""
@@ -191,13 +204,11 @@ class ParallelDecoder(Decoder):
         shared: list[Tensor | None] = [None] * size.own_parts
         if experts.shared:
             shared[:] = self._partials(self._inner(plan, h, None, None, layer, tiling), layer.mlp[1], tiling)
-        alone, partial = size.own_parts == 1, []
-        unbiased = replace(weights, down_bias=None)
-        for part, cut in enumerate(self._parts_of(experts.width)):
-            mine = weights if size.rank == 0 and part == 0 else unbiased  # a bias is added once
-            more: dict[str, Any] = {} if alone else {"inner": slice(*cut)}
-            if (of_all := shared[part]) is not None:
-                more |= {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
+        partial = []
+        for mine, of_all in zip(self._experts[id(layer)], shared, strict=True):
+            more: dict[str, Any] = {}
+            if of_all is not None:
+                more = {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
             partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
         return self.exchange.added(tree_sum(partial), None, x)
 

@@ -14,7 +14,7 @@ exponent of a bf16 with which codes, bf16 2^126 times too small, are multiplied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,8 @@ class ExpertStack:
     """The same matrix [N, K] of E experts; y = x W^T.
 
     Attributes:
-        data: values [E, N, K], or for mxfp4 int32 words [E, N/16, C, 16, 16] of codes.
+        data: values [E, N, K], or [E, 2, N/2, K] of some rows of a gate and of up, or for mxfp4 int32 words
+            [E, N/16, C, 16, 16] of codes.
         scales: for mxfp4 int32 [E, N/16, C, 16], four exponents a word; None for values.
         dtype: of the values; for mxfp4, of the activations that they multiply.
         width: K.
@@ -73,8 +74,8 @@ class ExpertStack:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
-        count, rows = self.data.shape[:2]
-        return count, rows if self.scales is None else 16 * rows, self.width
+        rows = self.data.shape[1:-1].numel() if self.scales is None else 16 * self.data.shape[1]
+        return len(self.data), rows, self.width
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +111,8 @@ class ExpertStack:
     def values(self, experts: Tensor | int) -> Tensor:
         """The matrix of one expert [N, K], or of an index tensor of experts [..., N, K], in `dtype`."""
         if self.scales is None:
-            return self.data[experts]
+            values = self.data[experts]
+            return values if self.data.dim() == 3 else values.flatten(-3, -2)
         codes = _codes(self.data[experts].transpose(-3, -2))  # [..., N/16, 16, K']
         words = self.scales[experts].transpose(-2, -1)[..., None]  # [..., N/16, 16, C, 1]
         exponents = words.view(torch.uint8).flatten(-2).int() - RAISED
@@ -160,7 +162,7 @@ class ExpertWeights:
     Attributes:
         router: [E, hidden]. router_bias: [E].
         correction: fp32 [E], added to the scores only to choose experts (as in DeepSeek-V3).
-        gate_up: [E, 2 * I, hidden], gate rows first. gate_up_bias: [E, 2 * I].
+        gate_up: [E, 2 * I, hidden], gate rows first. gate_up_bias: [E, 2 * I], or [E, 2, I] of some columns.
         down: [E, hidden, I]. down_bias: [E, hidden].
         shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
     """
@@ -173,6 +175,16 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     shared_gate: Weight | None = None
+
+    def columns(self, cut: slice) -> ExpertWeights:
+        """The same experts with some of the I columns between their products, as views; not of codes."""
+        bias = self.gate_up_bias
+        return replace(
+            self,
+            gate_up=ExpertStack.of(self.gate_up.data.unflatten(1, (2, -1))[:, :, cut]),
+            gate_up_bias=None if bias is None else bias.unflatten(1, (2, -1))[:, :, cut],
+            down=ExpertStack.of(self.down.data[:, :, cut]),
+        )
 
     @property
     def nbytes(self) -> int:

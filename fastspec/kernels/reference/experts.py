@@ -118,7 +118,7 @@ def experts(
 def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
     """Rows [R, hidden] through one expert, in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
-    up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
+    up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert].flatten()
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % PAIRS)).split(PAIRS)
     return torch.cat([F.linear(gated(F.linear(each, up, up_bias), clamp), down, down_bias) for each in blocks])[
@@ -136,7 +136,7 @@ def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedG
 
         def product(x: Tensor, stack: ExpertStack, bias: Tensor | None, expert: Tensor = expert) -> Tensor:
             out = torch.bmm(stack.values(expert), x[..., None])[..., 0]
-            return out if bias is None else out + bias[expert]
+            return out if bias is None else out + bias[expert].flatten(1)
 
         parts.append(_through(block, weights, clamp, product))
     return torch.cat(parts)[: ids.numel()]

@@ -111,16 +111,6 @@ def test_equals_its_definition(count: int, hidden: int, inner: int, form: str, d
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
-def columns_of(weights: ExpertWeights, columns: slice) -> ExpertWeights:
-    """The same experts with some of the columns between their products."""
-    halves = weights.gate_up.data.chunk(2, 1)
-    up = ExpertStack.of(torch.cat([half[:, columns] for half in halves], 1))
-    cut = replace(weights, gate_up=up, down=ExpertStack.of(weights.down.data[:, :, columns].contiguous()))
-    if weights.gate_up_bias is None:
-        return cut
-    return replace(cut, gate_up_bias=torch.cat([half[:, columns] for half in weights.gate_up_bias.chunk(2, 1)], 1))
-
-
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("form", ["plain", "bias"])
 def test_of_a_part_of_the_columns_the_sum_is_in_fp32(form: str, device: str) -> None:
@@ -136,7 +126,7 @@ def test_of_a_part_of_the_columns_the_sum_is_in_fp32(form: str, device: str) -> 
     for compiling in (False, True):
         with mock.patch.object(torch.compiler, "is_compiling", return_value=compiling):
             first, second = (
-                reference.experts(x, ids, factors, columns_of(each, half), CLAMP, residual=None, **more)
+                reference.experts(x, ids, factors, each.columns(half), CLAMP, residual=None, **more)
                 for each, half, more in ((weights, halves[0], shared), (unbiased, halves[1], {}))
             )
         torch.testing.assert_close(residual + first + second, whole, rtol=2e-5, atol=2e-5)
