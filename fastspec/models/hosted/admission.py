@@ -111,9 +111,8 @@ class _Trial:
         limit = max(_TOLERANCE[own.dtype], _TOLERANCE[wanted.dtype])
         if not error <= (_ROUNDED if self._model.rounded else limit):
             raise UnsupportedModel(
-                f"cut by the plan that transformers publishes for it, {cut.share.size} ranks together compute something "
-                f"else than the whole module: hidden states differ by {error:.2g} of their norm; leave tensor_parallel "
-                "out"
+                f"cut by transformers' plan, {cut.share.size} ranks together compute something else than the whole "
+                f"module: hidden states differ by {error:.2g} of their norm; leave tensor_parallel out"
             )
 
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:

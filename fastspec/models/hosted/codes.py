@@ -74,7 +74,8 @@ class ProductCodes:
         self._stored = {parameter(name, known): name for name in quantised}
         self.tensors: QuantisedShards | SlicedTensors = self._whole
         if info.cut is not None:
-            self.tensors = SlicedTensors(self._whole, self._slices(info.cut))
+            slices = self._slices(info.cut)
+            self.tensors = SlicedTensors(self._whole, slices)  # type: ignore[arg-type]  # of which none is released
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
         """What one rank reads of the quantised products that are cut, by their stored names."""

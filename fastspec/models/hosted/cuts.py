@@ -124,7 +124,7 @@ def divided(shell: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, int]:
         elif kind == "experts":
             size = _width(shell.get_submodule(name))
         else:
-            size = shell.get_submodule(name).weight.shape[kind == "columns"]  # type: ignore[index, operator]
+            size = shell.get_parameter(f"{name}.weight").shape[kind == "columns"]
         found.setdefault(size, _pattern(name))
     return {f"width of {name}": size for size, name in found.items()}
 

@@ -6,7 +6,6 @@ Products are multiplied in `Share.own_parts` pieces, so that their shapes do not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import proxy
 
 import torch
