@@ -30,7 +30,7 @@ from fastspec.session import ranks as session_ranks
 from fastspec.shapes import ForwardBatch, Tiling
 from tests.helpers import quantised
 from tests.helpers.hosted import fill
-from tests.helpers.model_table import tiny_config
+from tests.helpers.model_table import PAGE, tiny_config
 from tests.helpers.rank_processes import Processes
 from tests.helpers.ranks import on_each
 from tests.parallel import tasks
@@ -125,6 +125,24 @@ def opened(name: str, path: Path) -> dict[str, Any]:
     config = tiny_config(name)
     fill(hosted_info(config).kind(config)).save_pretrained(path)
     return {"pair": (str(path), str(path)), "dtype": "float32"}
+
+
+@pytest.mark.slow
+def test_as_many_types_are_cut_as_the_guide_says() -> None:
+    rows = [row.split("|")[1:3] for row in PAGE.read_text().splitlines() if row.startswith("| `")]
+    hosted = [name.strip(" `") for name, how in rows if how.strip().startswith("hosted")]
+    fine = []
+    for name in hosted:
+        checkpoint = live(name)
+        try:
+            sizes_to_cut(info_of(checkpoint))
+        except UnsupportedModel:
+            continue
+        (alone,) = logits_on(checkpoint, 1)
+        assert all(torch.equal(found, alone) for found in logits_on(checkpoint, 2)), name
+        fine.append(name)
+    guide = (PAGE.parent / "guides" / "several-gpus.md").read_text()
+    assert f"Of the {len(hosted)} hosted types in\n[the list](../models.md) {len(fine)} are cut so" in guide, fine
 
 
 @pytest.mark.slow
