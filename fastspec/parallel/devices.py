@@ -40,7 +40,7 @@ class OverDevices:
         warm = torch.zeros(world.size, dtype=torch.float32, device=device)
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
-        self._prompts = 0 < prompts <= MOST and exchange.TWO_TURNS[world.size] < MOST  # where that is the faster way
+        self._prompts = 0 < prompts <= MOST and exchange.TWO_SHOT[world.size] < MOST  # where that is the faster way
         largest = max(elements, prompts if self._prompts else 0)
         self._room, self._why = _room_of(world, device, self._group, min(largest, MOST))
 
