@@ -59,8 +59,8 @@ class Room:
         buffers: int64 [size], where each rank's fp32 [2, size, elements] lies.
         flags: int64 [size], where each rank's int32 [size, blocks] lies, zeros at first.
         epochs: int32 [blocks], this rank's own, zeros at first.
-        most_words: elements of the largest tensor that goes as words.
-        words: int64 [size], where each rank's int64 [2, size, most_words] lies, zeros at first.
+        max_words: elements of the largest tensor that goes as words.
+        words: int64 [size], where each rank's int64 [2, size, max_words] lies, zeros at first.
         word_epochs: int32 [blocks of WORD_BLOCK], as epochs.
         held: the memory itself, kept alive.
     """
@@ -71,7 +71,7 @@ class Room:
     buffers: Tensor
     flags: Tensor
     epochs: Tensor
-    most_words: int
+    max_words: int
     words: Tensor
     word_epochs: Tensor
     held: tuple[object, ...] = ()
@@ -149,7 +149,7 @@ def _launch(
     words: bool = False,
 ) -> None:
     pdl = has_pdl(x.device)
-    words = words and x.numel() <= room.most_words
+    words = words and x.numel() <= room.max_words
     block = WORD_BLOCK if words else BLOCK
     memory = (room.words, room.flags, room.word_epochs) if words else (room.buffers, room.flags, room.epochs)
     launch(
@@ -158,7 +158,7 @@ def _launch(
         *tensors,
         memory,
         *(numbers or (x.numel(), x.shape[-1])),
-        *(room.most_words if words else room.elements, len(room.epochs), LIMIT),
+        *(room.max_words if words else room.elements, len(room.epochs), LIMIT),
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=block,
