@@ -95,7 +95,7 @@ class ResultRing:
         return self.launched
 
     def settle(self) -> None:
-        """Puts the count right if a launch was interrupted."""
+        """Corrects the count after an interrupted launch."""
         if self._unsettled:
             self.resync()
 

@@ -33,7 +33,7 @@ def warm_up_for(
     loaded: Callable[[], None] = lambda: None,
     compilers: Executor | None = None,
 ) -> None:
-    """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
+    """Captures and times the steps over up to `rows` rows that a call may need, with a progress bar each.
 
     Args:
         engine: of the generator.
@@ -79,7 +79,7 @@ def _settle_reading(engine: Engine) -> None:
 def compilers_for(
     target: Any, device: Any, graphs: bool | None, sharing: int
 ) -> AbstractContextManager[Executor | None]:
-    """What compiles the kernels of a generator, begun before its arguments are checked; None where nothing does.
+    """Processes that compile a generator's kernels, started before its arguments are checked; None: none are needed.
 
     Args:
         target, device, graphs: of the constructor. sharing: ranks, on one machine.

@@ -1,4 +1,4 @@
-"""The constructor's arguments on their way: which checkpoints they name, and the settings that come of them."""
+"""From the constructor's arguments to checkpoints and settings."""
 
 from __future__ import annotations
 
