@@ -94,7 +94,7 @@ class ResultRing:
         self._unsettled = False
         return self.launched
 
-    def settle(self) -> None:
+    def correct_count(self) -> None:
         """Corrects the count after an interrupted launch."""
         if self._unsettled:
             self.resync()

@@ -109,7 +109,7 @@ class ConfigFields:
         return None if self.get(field) is None else self.positive(field)
 
     def check_positive(self, value: object, field: str) -> float:
-        """The value, which stands under that name, as a positive number."""
+        """The value of the field, as a positive number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
         return float(value)

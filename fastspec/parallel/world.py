@@ -141,7 +141,7 @@ class World:
         if seconds > self.patience:
             self._give_up()
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 

@@ -41,7 +41,7 @@ class HasReadings(Protocol):
         """
 
 
-def settle_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
+def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
     """Chooses the reading with the best first drafts, and says so; does nothing where there is only one.
 
     Waits for the device.

@@ -112,7 +112,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Starts anew after a step was interrupted: what is in rows has ended, what waits goes on waiting."""
         engine = self.engine
-        engine.ring.settle()
+        engine.ring.correct_count()
         engine.state.reset()
         engine.pages.release_all()
         self._intake.reset()

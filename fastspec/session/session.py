@@ -66,7 +66,7 @@ class Session:
         rows, longest = self.rows, (settings.max_length, 0)
         several = self.ranks.size > 1
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
-        loaded = self.ranks.world.meet if several else lambda: None
+        loaded = self.ranks.world.wait_for_all if several else lambda: None
         self.trial = trial
 
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
@@ -321,12 +321,12 @@ class Session:
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
-        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.meet)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.wait_for_all)
 
     def _all_ready(self, loaded: Callable[[], None]) -> None:
         """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
         loaded()
-        self.ranks.world.meet()
+        self.ranks.world.wait_for_all()
 
     @property
     def rows(self) -> int:

@@ -82,7 +82,7 @@ def sums() -> None:
     with torch.cuda.stream(stream):
         body()
         torch.cuda.synchronize()
-        world.meet()
+        world.wait_for_all()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         body()
