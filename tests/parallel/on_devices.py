@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.kernels import exchange
+from fastspec.kernels import exchange, room
 from fastspec.kernels.reference import keys_of
 from fastspec.parallel.devices import OverDevices, _all_gather
 from fastspec.parallel.exchange import add_rounded, tree_sum
@@ -50,7 +50,7 @@ def sums() -> None:
         assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
 
     turns = exchange.TWO_TURNS
-    for least in (1, exchange.ALL):  # all sums in two turns, and none
+    for least in (1, room.ALL):  # all sums in two turns, and none
         exchange.TWO_TURNS = dict.fromkeys(turns, least)
         for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):  # many blocks, each in its own place
             x = torch.randn(ways, rows, 4096, device=device, generator=own)
@@ -106,7 +106,7 @@ def few_sums() -> None:
     over = OverDevices(world, device, LARGEST)
     assert over._room is not None, over.describe()
     mine = float(1 + world.rank)
-    for rows, least in ((3, exchange.ALL), (79, exchange.ALL), (79, 1)):
+    for rows, least in ((3, room.ALL), (79, room.ALL), (79, 1)):
         x = torch.full((2, rows, 4096), mine, device=device)
         residual = torch.ones(rows, 4096, device=device, dtype=torch.bfloat16)
         total = 1 + world.size * (world.size + 1)
