@@ -1,4 +1,4 @@
-"""Two ranks that compile the same kernels at once, into one cache; a line of JSON from each, and what they did together.
+"""Two ranks that compile the same kernels at once, into one cache. Prints JSON lines.
 
 Usage: python -m tests.helpers.compile_ranks 1     with one process each; 0: in their own threads
        python -m tests.helpers.compile_ranks rank 0 1 DIRECTORY     one of them

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as first_of
 from typing import Any, Final
@@ -74,10 +75,10 @@ class Compilers(Executor):
         return future
 
     def all_told(self) -> None:
-        """Nothing else will be queued for now: goes on with the share of others, of which they come to the last last."""
+        """Nothing else is queued for now: goes on with the share of others, beginning where they end."""
         later, self._later = self._later, []
         for future, compiling in reversed(later):
-            self._threads.submit(self._compile_for, future, compiling)
+            self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
 
     def begin(self) -> None:
         """Starts the processes, unless they are; they take jobs when they have imported the kernels."""
@@ -138,14 +139,6 @@ class Compilers(Executor):
                     self._count_living(1)
                     self._places.put(one)
 
-    def _compile_for(self, future: Future[Any], compiling: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(self._compile(compiling))
-        except BaseException as error:  # who waits for the kernel raises it
-            future.set_exception(error)
-
     def _compile(self, compiling: Callable[[], Any]) -> Any:
         place, several = self._places.get(), self._ranks > 1
         job, ended = _job(compiling) if several or place is not None else None, False
@@ -167,6 +160,16 @@ class Compilers(Executor):
     def _count_living(self, more: int) -> None:
         with self._beginning:
             self._living += more
+
+
+def _passed_on(future: Future[Any], done: Future[Any]) -> None:
+    """What one future has, for who waits for the other."""
+    if done.cancelled():
+        future.cancel()
+    elif (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
 
 
 def _job(compiling: Callable[[], Any]) -> bytes | None:
