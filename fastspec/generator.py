@@ -144,7 +144,7 @@ class FastSpecGenerator:
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
         how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
-        with compilers_for(target, device, graphs, ranks.size) as compilers:  # it may take longest
+        with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
             self._target, self._draft, self._settings = checked(target, draft, options, **how)
             announce_synthetic(verification)
             if progress:

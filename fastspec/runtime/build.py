@@ -112,7 +112,7 @@ def build(
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
         "batch": layout.batch,
-        "max_queries": max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+        "max_queries": layout.max_queries,
     }
 
     def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
@@ -176,11 +176,7 @@ def build(
         return made
 
     with runner.on():
-        exchange = None
-        if ranks.asked:
-            widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
-            prompts = layout.chunks_for(length)[-1] * layout.target.hidden_size
-            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"] * widest, prompts)
+        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)

@@ -15,7 +15,7 @@ from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
-from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.ranks import Ranks, check_places, place_of
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
@@ -50,7 +50,12 @@ def agreed_settings(
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
 
-    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
+    def told(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> tuple[int, str]:
+        return made[2].max_length, place_of(made[2].device)
+
+    (target, draft, made), of_each = ranks.agreed(make, of_all, told, starting=True)
+    lengths, places = zip(*of_each, strict=True)
+    check_places(places)
     if (shortest := min(lengths)) < made.max_length:
         shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
         made = replace(shorter, length_reason="what all ranks have room for")
