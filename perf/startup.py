@@ -24,8 +24,8 @@ from perf.pairs import plant
 from perf.records import Row
 from perf.workloads import WORKLOADS
 
-# "make" begins with "build", in which ranks meet and make their exchange, and has "read" beside "compile"; "wait" is for
-# other ranks; "first token" is all from the start of the process
+# "make" begins with "build", in which ranks meet and make their exchange, and has "read" beside "compile"; "wait" is
+# for other ranks; "first token" is all from the start of the process
 PARTS = (
     "start", "import torch", "import", "build", "meet", "exchange", "read", "compile", "wait", "capture", "make",
     "generate", "first token",

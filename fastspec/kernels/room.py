@@ -12,12 +12,12 @@ from torch import Tensor
 # fixed: where a block lies in the room must not depend on the tensor
 BLOCK, WORD_BLOCK = 1024, 512  # WORD_BLOCK: of what goes as words
 ALL = 2**62
-# elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
-# if all ranks get all partial sums, and a second wait. ALL: not timed on so many
-TWO_TURNS = {2: 256 * 4096, 4: ALL, 8: ALL}
+# elements, by the number of ranks, from which a sum is two-shot: fewer bytes than one-shot, where all ranks get all
+# partial sums, but a second wait. ALL: not timed on so many
+TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
 # elements, by the number of ranks, up to which they go as words: as many bytes leave a rank of four and eight as of two
 WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
-MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
+MAX_ELEMENTS = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
 _PIECE = 2 * 2**20  # bytes: the device gives shared memory in whole pieces
 _PAD = 9216  # bytes of torch's own behind each, at most
 
@@ -32,8 +32,8 @@ class Room:
         buffers: int64 [size], where each rank's fp32 [2, size, elements] lies.
         flags: int64 [size], where each rank's int32 [size, blocks] lies, zeros at first.
         epochs: int32 [blocks], this rank's own, zeros at first.
-        most_words: elements of the largest tensor that goes as words.
-        words: int64 [size], where each rank's int64 [2, size, most_words] lies, zeros at first.
+        max_words: elements of the largest tensor that goes as words.
+        words: int64 [size], where each rank's int64 [2, size, max_words] lies, zeros at first.
         word_epochs: int32 [blocks of WORD_BLOCK], as epochs.
         held: the memory itself, kept alive.
     """
@@ -44,7 +44,7 @@ class Room:
     buffers: Tensor
     flags: Tensor
     epochs: Tensor
-    most_words: int
+    max_words: int
     words: Tensor
     word_epochs: Tensor
     held: tuple[object, ...] = ()
@@ -57,13 +57,13 @@ def blocks_of(elements: int) -> int:
 
 def takes_prompts(size: int, prompts: int) -> bool:
     """Whether sums of prompts have a room between so many ranks: where that is faster than NCCL."""
-    return 0 < prompts <= MOST and TWO_TURNS[size] < MOST
+    return 0 < prompts <= MAX_ELEMENTS and TWO_SHOT[size] < MAX_ELEMENTS
 
 
 def elements_of(size: int, step: int, prompts: int) -> int:
     """Elements of a room, in whole blocks, for the largest tensors of a step and of a pass over prompts."""
     largest = max(step, prompts if takes_prompts(size, prompts) else 0)
-    return blocks_of(min(largest, MOST)) * BLOCK
+    return blocks_of(min(largest, MAX_ELEMENTS)) * BLOCK
 
 
 def words_of(size: int, elements: int) -> int:

@@ -129,16 +129,16 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     flag = symmetric.empty(world.size * blocks, dtype=torch.int32, device=device)
     flag.zero_()
     flags = symmetric.rendezvous(flag, group)
-    most_words = words_of(world.size, elements)
-    word = symmetric.empty(2 * world.size * most_words, dtype=torch.int64, device=device)
+    max_words = words_of(world.size, elements)
+    word = symmetric.empty(2 * world.size * max_words, dtype=torch.int64, device=device)
     word.zero_()
     words = symmetric.rendezvous(word, group)
     torch.cuda.synchronize(device)
     world.gather_bytes(b"")  # all flags and words are zero
     lying = [torch.tensor(list(each.buffer_ptrs), dtype=torch.int64, device=device) for each in (buffers, flags, words)]
     epochs, word_epochs = (
-        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-most_words // WORD_BLOCK))
+        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-max_words // WORD_BLOCK))
     )
     held = (buffer, buffers, flag, flags, word, words)
     pushed = (elements, lying[0], lying[1], epochs)
-    return Room(world.rank, world.size, *pushed, most_words, lying[2], word_epochs, held)
+    return Room(world.rank, world.size, *pushed, max_words, lying[2], word_epochs, held)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.kernels.room import BLOCK, MOST, elements_of, room_bytes, takes_prompts
+from fastspec.kernels.room import BLOCK, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel import devices
 from fastspec.parallel.world import World
@@ -41,10 +41,10 @@ def test_the_room_of_an_8b(ranks: int, rows: int, mib: int) -> None:
 
 def test_prompts_have_a_room_between_two_only_and_what_is_larger_goes_by_nccl() -> None:
     assert [takes_prompts(ranks, PROMPT * HIDDEN) for ranks in (2, 4, 8)] == [True, False, False]
-    assert not takes_prompts(2, MOST + 1)
+    assert not takes_prompts(2, MAX_ELEMENTS + 1)
     assert elements_of(2, 1, PROMPT * HIDDEN) == PROMPT * HIDDEN
     assert elements_of(4, 1, PROMPT * HIDDEN) == BLOCK
-    assert elements_of(2, 3 * MOST, 0) == MOST
+    assert elements_of(2, 3 * MAX_ELEMENTS, 0) == MAX_ELEMENTS
 
 
 @pytest.mark.parametrize("given", [of_8b(2, 1), of_8b(2, 32), of_8b(8, 8), (4, 77, 0)])
@@ -65,7 +65,7 @@ def test_what_is_allocated_is_what_is_planned(given: tuple[int, int, int], monke
     monkeypatch.setattr(world, "gather_bytes", lambda data: [data] * ranks)
     elements = elements_of(ranks, step, prompts)
     room = devices._symmetric(world, torch.device("cpu"), None, elements)
-    assert room.elements == elements >= min(step, MOST)
+    assert room.elements == elements >= min(step, MAX_ELEMENTS)
     assert sum(taken) == room_bytes(ranks, step, prompts)
 
 
