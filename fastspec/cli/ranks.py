@@ -82,7 +82,8 @@ def start_ranks(
 def _check(count: int, device: str | None) -> None:
     """Refuses what each rank would refuse, before any is started."""
     refused = None
-    there, on = torch.cuda.device_count(), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    there = torch.cuda.device_count()
+    on = device or ("cuda" if there else "cpu")
     if count not in SIZES:
         refused = f"{count} ranks are not supported; use one of {', '.join(map(str, SIZES))}"
     elif on.startswith("cuda:"):

@@ -35,7 +35,7 @@ def test_ranks_run_the_same_command_line(
         return run
 
     monkeypatch.setattr(api, "elastic_launch", launch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(typer.Exit) as ended:
         start_ranks(2, None, ["demo", "--tensor-parallel", "2"])
     assert ended.value.exit_code == code
@@ -58,7 +58,6 @@ def test_what_every_rank_would_refuse_starts_none(
     count: int, gpus: int, device: str | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "elastic_launch", lambda *given: pytest.fail("started"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(typer.BadParameter, match=re.escape(why)):
         start_ranks(count, device)
