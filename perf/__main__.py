@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from perf import commands, gate, records, report, serving, startup
+from perf import commands, gate, records, report, serving, startup, streams
 from perf.cases import ACCEPTED, SETS
 from perf.records import Row
 from perf.workloads import WORKLOADS
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     _add_pair_options(one, workload="8b+1b")
     one.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first where it has none")
     serving.add_options(command("serving", serving.command_serving))
+    streams.add_options(command("servers", streams.command_servers))
     command("ceiling", commands.command_ceiling)
     gate.add_options(command("gate", gate.command_gate))
     report.add_options(command("report", report.command_report))
