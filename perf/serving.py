@@ -81,9 +81,9 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
     with tempfile.TemporaryDirectory() as scratch, opened(given.workload, **options) as models:
         prompts = models.prompts(given.requests, given.prompt)
         places = Path(scratch) / "target", Path(scratch) / "draft"
-        directories = [written(each, place) for each, place in zip((models.target, models.draft), places, strict=True)]
+        target, draft = written(models.target, places[0]), written(models.draft, places[1])
         texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
-        load = Load(texts, prompts, given.new, given.drafts, *directories, given.device)
+        load = Load(texts, prompts, given.new, given.drafts, target, draft, given.device)
         let_go(models)
         base: float | None = None
         for name, seconds, status in timed(load, given.engines):

@@ -255,7 +255,12 @@ class Service:
         tools: Any = None if body.tool_choice == "none" else body.tools
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **body.chat_template_kwargs or {},
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None
