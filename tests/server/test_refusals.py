@@ -150,8 +150,14 @@ def test_limits(gen: FastSpecGenerator) -> None:
         assert post(server, {**TEXT, "max_tokens": 21})[1]["error"]["param"] == "max_tokens"
         chat = post(server, {name: CHAT[name] for name in ("model", "messages")}, "chat/completions")
         assert chat[1]["usage"]["completion_tokens"] == 20
-        status, answer = post(server, {**TEXT, "n": 4})
+        for field, value in (("n", 4), ("prompt", ["x"] * 4)):  # later would be no better
+            status, answer = post(server, {**TEXT, field: value})
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert "4 answers at once are asked for, and 3 may be" in answer["error"]["message"]
+        server.service._running = 1
+        status, answer = post(server, {**TEXT, "n": 3})
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        server.service._running = 0
         assert post(server, {**TEXT, "n": 3})[0] == 200, "there is room again, and always was"
 
 
