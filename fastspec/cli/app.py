@@ -148,8 +148,8 @@ def demo(
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
-    Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
-    what makes bits independent of the number of rows.
+    Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
+    bits independent of the number of rows.
     """
     start_ranks(tensor_parallel)
     target, draft = map(str, demo_pair())
@@ -172,7 +172,7 @@ def demo(
         # several ranks go by the count alone, for their clocks differ
         while done < repeats and (not done or tensor_parallel or time.monotonic() - start < _ENOUGH):
             done += 1
-            for name, runs in named.items():  # turn and turn about, so that a machine that slows down slows all
+            for name, runs in named.items():  # in turns, so that a machine that slows down slows all alike
                 progress.stage(f"{name}, run {done} of {repeats}")
                 runs.run()
         progress.stage(None)

@@ -15,7 +15,7 @@ from fastspec.parallel.world import World
 if TYPE_CHECKING:  # it needs Triton, which is not everywhere
     from fastspec.kernels.exchange import Room
 
-MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
+MAX_ELEMENTS = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
 
 
 class OverDevices:
@@ -40,9 +40,10 @@ class OverDevices:
         warm = torch.zeros(world.size, dtype=torch.float32, device=device)
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
-        self._prompts = 0 < prompts <= MOST and exchange.TWO_TURNS[world.size] < MOST  # where that is the faster way
+        two_shot_is_faster = exchange.TWO_SHOT[world.size] < MAX_ELEMENTS
+        self._prompts = 0 < prompts <= MAX_ELEMENTS and two_shot_is_faster
         largest = max(elements, prompts if self._prompts else 0)
-        self._room, self._why = _room_of(world, device, self._group, min(largest, MOST))
+        self._room, self._why = _room_of(world, device, self._group, min(largest, MAX_ELEMENTS))
 
     def describe(self) -> str:
         """As in `Exchange`."""
@@ -137,16 +138,16 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     flag = symmetric.empty(world.size * blocks, dtype=torch.int32, device=device)
     flag.zero_()
     flags = symmetric.rendezvous(flag, group)
-    most_words = min(elements, WORDS[world.size])
-    word = symmetric.empty(2 * world.size * most_words, dtype=torch.int64, device=device)
+    max_words = min(elements, WORDS[world.size])
+    word = symmetric.empty(2 * world.size * max_words, dtype=torch.int64, device=device)
     word.zero_()
     words = symmetric.rendezvous(word, group)
     torch.cuda.synchronize(device)
     world.gather_bytes(b"")  # all flags and words are zero
     lying = [torch.tensor(list(each.buffer_ptrs), dtype=torch.int64, device=device) for each in (buffers, flags, words)]
     epochs, word_epochs = (
-        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-most_words // WORD_BLOCK))
+        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-max_words // WORD_BLOCK))
     )
     held = (buffer, buffers, flag, flags, word, words)
     pushed = (elements, lying[0], lying[1], epochs)
-    return Room(world.rank, world.size, *pushed, most_words, lying[2], word_epochs, held)
+    return Room(world.rank, world.size, *pushed, max_words, lying[2], word_epochs, held)

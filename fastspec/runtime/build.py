@@ -55,8 +55,8 @@ from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
-# tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
 _PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+# tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
 _SAME_BITS_FROM = {(9, 0): 64}
 _SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
 _SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel

@@ -111,7 +111,7 @@ class Layout:
         return 1 + self.batch * self.pages_per_row(max_length)
 
     def chunks_for(self, max_length: int) -> tuple[int, ...]:
-        """The chunk sizes that prompts of rows of `max_length` tokens come to."""
+        """The chunk sizes that prompts use in rows of `max_length` tokens."""
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
@@ -188,7 +188,7 @@ class Layout:
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _kernels_bytes(self, max_length: int) -> int:
-        """What the kernels of both models work in."""
+        """Work buffers of the kernels of both models."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]

@@ -27,7 +27,7 @@ class StreamOptions(BaseModel):
 
 
 class Schema(BaseModel):
-    """What an answer of type json_schema follows; `strict` or not, it does."""
+    """The schema of an answer of type json_schema; the answer follows it also without `strict`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,7 +38,7 @@ class Schema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What an answer is written in."""
+    """The format of an answer."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -87,7 +87,7 @@ class Job:
         self._closed = False
 
     def close(self) -> None:
-        """Ends what is still being written, and counts what was. Closing twice is fine."""
+        """Stops what is still being written, and counts tokens. Closing twice is fine."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
@@ -297,5 +297,5 @@ class Service:
         usual = limit if isinstance(body, Chat) else min(limit, COMPLETION_TOKENS)
         defaults = self.generator.generation_config
         if options.get("do_sample") and "top_k" not in options and (defaults is None or defaults.top_k is None):
-            options["top_k"] = 0  # who asks for a temperature in this protocol gets the whole distribution
+            options["top_k"] = 0  # a temperature in this protocol means the whole distribution
         return options | {"max_new_tokens": asked or usual}

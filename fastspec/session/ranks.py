@@ -19,7 +19,7 @@ from fastspec.parallel.ranks import Ranks
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
-def settled(
+def agreed_settings(
     ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
@@ -37,7 +37,7 @@ def settled(
         whole, draft_whole = pair()
         device = device_of(asked["device"], whole)
         on_cpu = device.type == "cpu"
-        _settle_draft(draft_whole, ranks, device, asked["dtype"])
+        _decide_draft(draft_whole, ranks, device, asked["dtype"])
         target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
         if isinstance(draft, Checkpoint):
             draft = _own(draft, ranks, on_cpu=on_cpu)
@@ -61,7 +61,7 @@ def settled(
     return target, draft, replace(made, ranks=ranks.describe(share, splits))
 
 
-def _settle_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
+def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
     """Settles whether the draft is cut: a head never is.
 
     Raises:

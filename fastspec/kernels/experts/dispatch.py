@@ -56,7 +56,7 @@ LAUNCH = {
 }
 CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
-WAYS = 4  # sums that K is split in for mxfp4: it sets the order of sums
+SPLIT_K = 4  # of mxfp4: one warp for each split of K, so it sets the order of sums
 SUM_BLOCK = 512
 
 
@@ -152,8 +152,8 @@ def _product(
         given = Given(x.view(torch.int32), stack.data, stack.scales)
         launch(
             mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), given, of, Ends(bias, out), alpha, limit,
-            N=n, S=WAYS, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
-            **options, PDL=pdl, num_warps=WAYS, launch_pdl=pdl, enable_fp_fusion=False,
+            N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
+            **options, PDL=pdl, num_warps=SPLIT_K, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     width = out.shape[1]

@@ -63,7 +63,7 @@ class Ends(NamedTuple):
 
 @gluon.jit
 def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr):
-    """Codes [S, R, 16] and scales [S, R] of every way's chunk number i."""
+    """Codes [S, R, 16] and scales [S, R] of chunk number i of every split of K."""
     codes = words_at(at[0], of[0] + i * (S * PIECE), inside[0], RAGGED, "evict_first")
     return codes, words_at(at[1], of[1] + i * (S * 16), inside[1], RAGGED, "")
 

@@ -123,7 +123,7 @@ def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: b
 def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
     """Whether CTAs leave sums that another kernel adds up."""
     if isinstance(tile, Wide):
-        return tile.ways < split_for(weight).split_k
+        return tile.splits < split_for(weight).split_k
     return tile.split_k is not None
 
 

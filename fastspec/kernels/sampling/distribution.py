@@ -153,7 +153,7 @@ def _settled(
     top_k,
     top_p,
     min_p,
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     RANKED: tl.constexpr,
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
@@ -166,13 +166,13 @@ def _settled(
     if count <= RANKED:
         key, cut, mass, sound = rank_candidates(
             *(found_ptr, largest, fixed(normaliser), count, count_above, mass_above, kept_above, lower, upper),
-            *(guessed, top_k, top_p, min_p, vocab, MOST, RANKED),
+            *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
         # if candidates that have been ranked did not tell, nor would they now
         key, cut, mass = search(
-            *(source, found_ptr, (count > MOST) | (count <= RANKED), largest, normaliser, count, count_above),
-            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MOST, PIECE, STOPS),
+            *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
+            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
         )
     return key, cut, normaliser_of(mass)
 
@@ -226,7 +226,7 @@ def _distribution_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     EACH: tl.constexpr,  # groups that are described as one
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     LISTED: tl.constexpr,
     RANKED: tl.constexpr,
     PIECE: tl.constexpr,
@@ -266,11 +266,11 @@ def _distribution_kernel(
         read = _draft_at(draft, line_ptr, row_bias, row_q)
         kind, largest, normaliser, best, lower, upper, guessed = described(
             *(at, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
-            *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
+            *(GROUPS // EACH, _GROUP * EACH, MAX_FOUND, STOPS),
         )
         key, cut, num_listed = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
         if kind == SEARCHED:
-            line_found = work.found + line.to(tl.int64) * (2 * MOST)
+            line_found = work.found + line.to(tl.int64) * (2 * MAX_FOUND)
             line_counters = work.counters + line * _COUNTERS
             line_listed = work.listed + line.to(tl.int64) * LISTED
             # without a bound above, or with nothing to look for
@@ -282,12 +282,12 @@ def _distribution_kernel(
             if (number <= LISTED) & alone:
                 if mine:
                     tl.debug_barrier()  # others read what is listed
-                    count = gather(at, line_listed, line_found, number, lower, MOST, STOPS)
-                    num_listed = tl.where(count <= MOST, count, -1)
+                    count = gather(at, line_listed, line_found, number, lower, MAX_FOUND, STOPS)
+                    num_listed = tl.where(count <= MAX_FOUND, count, -1)
             else:
                 mine = noted(
                     *(at, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
-                    *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
+                    *(upper.to(tl.int32), groups, CHUNK, MAX_FOUND, STOPS),
                 )
                 if mine:
                     count = read_off(line_counters, FOUND).to(tl.int32)
@@ -299,7 +299,7 @@ def _distribution_kernel(
                     tl.store(line_counters + word, 0)
                 key, cut, normaliser = _settled(
                     *(at, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
-                    *(lower, upper, guessed, top_k, top_p, min_p, MOST, RANKED, PIECE, STOPS),
+                    *(lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, RANKED, PIECE, STOPS),
                 )
                 kind = tl.zeros([], tl.int32) + KNOWN
         if mine:
@@ -358,7 +358,7 @@ def find_distributions(
     )
     lines = batch * places
     chunks = triton.cdiv(vocab, sampled_parts.CHUNK)
-    most = work.found.shape[2]
+    max_found = work.found.shape[2]
     padded = max(16, triton.next_power_of_2(source.groups))
     launch(
         _distribution_kernel,
@@ -366,10 +366,10 @@ def find_distributions(
         *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), draft_probs),
         *(places, first, drafts, *((0, 0) if draft_probs is None else draft_probs.stride()[:2])),
         GROUPS=padded,
-        EACH=triton.cdiv(padded, bounds.MOST_GROUPS),
-        MOST=most,
+        EACH=triton.cdiv(padded, bounds.MAX_GROUPS),
+        MAX_FOUND=max_found,
         LISTED=work.listed.shape[1],
-        RANKED=min(RANKED, most),
+        RANKED=min(RANKED, max_found),
         PIECE=PIECE,
         CHUNK=sampled_parts.CHUNK,
         **launch_of(lines),

@@ -1,4 +1,4 @@
-"""Weights of a hosted model: transformers reads them, and each is handed over once to what uses it."""
+"""Weights of a hosted model: transformers reads them, and each is moved once to the module that uses it."""
 
 from __future__ import annotations
 

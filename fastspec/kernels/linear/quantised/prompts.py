@@ -140,8 +140,8 @@ def _buffers(device: torch.device) -> _Buffers:
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
     """Rows of a weight [N, K] that are dequantised at a time for `rows` rows of x: those whose products end first."""
-    most = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
-    if n <= most:
+    max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
+    if n <= max_columns:
         return n
 
     def time(size: int) -> float:
@@ -150,7 +150,7 @@ def slice_of(n: int, k: int, rows: int, programs: int) -> int:
     def whole(size: int) -> float:
         return n // size * time(size) + (time(n % size) if n % size else 0.0)
 
-    return min(range(COLUMNS, most + 1, COLUMNS), key=whole)
+    return min(range(COLUMNS, max_columns + 1, COLUMNS), key=whole)
 
 
 def prefill_quantised(

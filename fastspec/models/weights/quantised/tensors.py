@@ -133,7 +133,7 @@ class QuantisedShards:
         """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
 
         Raises:
-            CheckpointError: values that cannot be meant.
+            CheckpointError: impossible values.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -148,7 +148,7 @@ class QuantisedShards:
         """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
 
         Raises:
-            CheckpointError: values that cannot be meant.
+            CheckpointError: impossible values.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
