@@ -220,7 +220,14 @@ class Service:
         Raises:
             Refusal: something in it is not served, or there is no room for it.
         """
-        count = body.n * (len(body.prompts) if isinstance(body, Completion) else 1)
+        prompts = len(body.prompts) if isinstance(body, Completion) else 1
+        count = body.n * prompts
+        if count > self.limits.requests:  # at no time would there be room
+            raise Refusal(
+                f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
+                "--limit requests=",
+                "n" if body.n > 1 else "prompt",
+            )
         self._admit(count)
         try:  # a long text takes a while to tokenize: other requests go on meanwhile
             answers, tokens = await asyncio.to_thread(self._submit, body)
@@ -255,7 +262,12 @@ class Service:
         tools: Any = None if body.tool_choice == "none" else body.tools
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **body.chat_template_kwargs or {},
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None
