@@ -151,6 +151,7 @@ def demo(
     Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
     what makes bits independent of the number of rows.
     """
+    flags.check_values(context.params)
     start_ranks(tensor_parallel)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}

@@ -13,14 +13,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
 import fastspec
 from fastspec.server.errors import Refusal
 from fastspec.server.fields import Body, Chat, Completion, read
-from fastspec.server.service import Job, Service
+from fastspec.server.service import Job, Meters, Service
 from fastspec.server.texts import Answer, Piece
 
 Route = Callable[[Request], Awaitable[Response]]
+_ROUTES = "/health, /metrics, /v1/models, /v1/completions and /v1/chat/completions"
 
 
 class Envelope:
@@ -136,7 +138,20 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
+    app.add_exception_handler(HTTPException, _no_route(meters))
     return app
+
+
+def _no_route(meters: Meters) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What is answered where no route is: an error of the protocol's shape, and counted as all are."""
+
+    async def answered(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        refusal = Refusal(f"there is no {request.method} {request.url.path} here; see {_ROUTES}", status=status)
+        meters.requests.labels(str(status)).inc()
+        return JSONResponse(refusal.body, status)
+
+    return answered
 
 
 def _check_key(request: Request, key: str | None) -> None:
@@ -159,7 +174,9 @@ async def _data(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise Refusal(f"the body has more than {limit} bytes; shorten it, or raise --max-body", status=413)
+            raise Refusal(
+                f"the body has more than {limit} bytes; shorten it, or serve with --limit body=BYTES", status=413
+            )
         parts.append(part)
     return b"".join(parts)
 
