@@ -151,6 +151,7 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
+    flags.check_values(context.params)
     start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}

@@ -12,6 +12,7 @@ import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
+from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
@@ -90,9 +91,11 @@ def build(
         prefix_cache, prefill_budget: of the generator.
 
     Raises:
-        ValueError: a budget out of range.
+        ValueError: a budget out of range, or a flag that is no bool.
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
+    flag("release_source", release_source)
+    flag("nvtx", nvtx)
     if prefill_budget is not None:
         prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
     layout, device, length = settings.layout, settings.device, settings.max_length
@@ -120,7 +123,7 @@ def build(
             return decoder(checkpoint, dtype)
         pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
         model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
-        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source)
+        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
         admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
         return model
 

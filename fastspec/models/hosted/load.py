@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
@@ -28,12 +30,18 @@ if TYPE_CHECKING:
 
 
 def load_hosted(
-    checkpoint: Checkpoint, model: HostedModel, *, dtype: torch.dtype, device: torch.device, release: bool
+    checkpoint: Checkpoint,
+    model: HostedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    release: bool,
+    progress: bool = True,
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
     A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
-    first.
+    first, with its progress bar or without.
 
     Raises:
         CheckpointError: the stored tensors are not what the config says.
@@ -44,12 +52,26 @@ def load_hosted(
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
-        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
+        with _bars(progress):
+            source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
     shell = shell_of(info.kind, copy.deepcopy(info.config))
     with torch.no_grad(), nullcontext() if codes is None else codes.tensors.open():
         rounding = {name: kind for name, (_, kind) in rounding_of(checkpoint, shell).items()}
         _Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
     model.host(shell)
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Whether transformers shows progress bars; the caller's setting comes back."""
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
