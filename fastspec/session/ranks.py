@@ -17,12 +17,12 @@ from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
-from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.ranks import Ranks, check_places, place_of
 from fastspec.parallel.slices import SIZES
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
-def settled(
+def agreed_settings(
     ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
@@ -40,7 +40,7 @@ def settled(
         whole, draft_whole = pair()
         device = device_of(asked["device"], whole)
         on_cpu = device.type == "cpu"
-        _settle_draft(draft_whole, ranks, device, asked["dtype"])
+        _decide_draft(draft_whole, ranks, device, asked["dtype"])
         target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
         if isinstance(draft, Checkpoint):
             draft = _own(draft, ranks, on_cpu=on_cpu)
@@ -53,7 +53,12 @@ def settled(
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
 
-    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
+    def told(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> tuple[int, str]:
+        return made[2].max_length, place_of(made[2].device)
+
+    (target, draft, made), of_each = ranks.agreed(make, of_all, told, starting=True)
+    lengths, places = zip(*of_each, strict=True)
+    check_places(places)
     if (shortest := min(lengths)) < made.max_length:
         shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
         made = replace(shorter, length_reason="what all ranks have room for")
@@ -70,7 +75,7 @@ def settled(
     return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
 
 
-def _settle_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
+def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
     """Settles whether the draft is cut: a head never is.
 
     Raises:

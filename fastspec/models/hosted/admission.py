@@ -1,4 +1,4 @@
-"""Short passes of a hosted model at construction: what they show to be wrong is refused, by the layer's name."""
+"""Short passes of a hosted model at construction: a model whose results differ is refused, with the layer's name."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ class _Trial:
                 f"{what} over K/V in pages differs from transformers' own attention by {float(error):.2g} of the "
                 f"hidden states' norm, more than the {limit} that rounding explains: {reason}"
             ) from reason
-        return torch.cat([feed() for feed in passes], dim=1)  # K/V in pages came from other inputs meanwhile
+        return torch.cat(
+            [feed() for feed in passes], dim=1
+        )  # the comparison has written K/V of other inputs to the pages
 
     def _first_difference(self, first: int, count: int) -> str:
         """The first submodule whose output for token `first` depends on the tokens fed behind it."""

@@ -1,8 +1,8 @@
 """Two passes compared layer by layer, each layer fed the same in both, so that differences do not add up.
 
-Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ by
-much, and so does what comes of them in later layers. What a layer gives for most tokens, and its attention for all of
-them, still differ by rounding alone.
+Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ much,
+and so do those of later layers. A layer's output for most tokens, and its attention for all of them, still differ by
+rounding only.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Weights of a hosted model: transformers reads them, and each is handed over once to what uses it."""
+"""Weights of a hosted model: transformers reads them, and each is moved once to the module that uses it."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
@@ -34,12 +35,18 @@ if TYPE_CHECKING:
 
 
 def load_hosted(
-    checkpoint: Checkpoint, model: HostedModel, *, dtype: torch.dtype, device: torch.device, release: bool
+    checkpoint: Checkpoint,
+    model: HostedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    release: bool,
+    progress: bool = True,
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
     A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
-    first. A rank of several does so, too, and keeps its part.
+    first, with its progress bar or without. A rank of several does so, too, and keeps its part.
 
     Raises:
         CheckpointError: the stored tensors are not what the config says.
@@ -50,7 +57,8 @@ def load_hosted(
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
-        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
+        with _bars(progress):
+            source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
     shell = part_shell(info)
     if info.cut is not None:
         model.wanted, model.rounded = _whole_pass(source, info), checkpoint.rounded is not None
@@ -58,6 +66,19 @@ def load_hosted(
         rounding = {name: kind for name, (_, kind) in rounding_of(checkpoint, shell).items()}
         _Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
     model.host(shell)
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Whether transformers shows progress bars; the caller's setting comes back."""
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What takes the place of a hosted module's matrix products, embedding and experts, so that bits of rows are theirs."""
+"""Replaces a hosted module's matrix products, embedding and experts, so that a row's bits do not depend on others."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
 _REDUCTIONS: Final = (Tensor.mean, torch.mean, Tensor.sum, torch.sum, Tensor.var, torch.var)
 
 
-# functions of single elements that torch computes on a CPU by vectors, and the last few of a tensor one by one, rounded
-# otherwise
+# elementwise functions that torch computes on a CPU by vectors, and the last few elements of a tensor one by one, with
+# other rounding
 _CURVED: Final = (
     *(F.silu, F.gelu, F.softplus, F.mish, F.logsigmoid, F.tanh, F.sigmoid, F.elu),
     *(torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.log, torch.sin, torch.cos),

@@ -161,7 +161,7 @@ def resolve(
 
 @contextmanager
 def _naming(what: object) -> Iterator[None]:
-    """Puts what is refused, a role or a file, in front of the reason."""
+    """Adds to an error the role or the file that it is about, in front of the reason."""
     try:
         yield
     except (CheckpointError, UnsupportedModel) as error:
