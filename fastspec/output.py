@@ -86,7 +86,7 @@ class Stats:
         same_text_on: tuple[int, ...] | None = None,
         draft_format: str | None = None,
     ) -> Stats:
-        """Sums the rows."""
+        """The counts of all rows, summed."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
@@ -124,7 +124,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:
-        """One line."""
+        """The counts in one line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
         alone = (

@@ -36,7 +36,7 @@ def _load_acquire(address):
 
 @triton.jit
 def _now(zero):
-    """Nanoseconds."""
+    """The device's clock in nanoseconds."""
     return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
 
 

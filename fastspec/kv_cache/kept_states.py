@@ -104,6 +104,6 @@ class KeptStates:
             self._free.append(self._kept.pop(key).row)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all kept states."""
         for key in list(self._kept):
             self.forget(key)

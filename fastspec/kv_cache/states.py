@@ -78,7 +78,7 @@ class StatePool:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.rows.states.shape[1]
 
     def of_layer(self, layer: int) -> KeptState:

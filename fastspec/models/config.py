@@ -81,7 +81,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self.plans)
 
     @property

@@ -87,7 +87,7 @@ class ModelSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
 
     @property
     def spec(self) -> ModelInfo:

@@ -45,12 +45,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All uses together."""
+        """Bytes of all uses together."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "free")
 
     @property
     def headroom(self) -> int:
-        """What stays free."""
+        """Bytes that stay free."""
         return self.free - self.total
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ from fastspec.runtime.scheduler import Scheduler
 ENOUGH: Final = 512  # new tokens asked for: for fewer, a trial would take longer than the better draft could save
 NEW: Final = 256  # tokens that each draft makes, in all rows together
 _LEAST: Final = 32  # in a row
-_TURNS: Final = 2  # of each draft, by turns: a machine that slows down slows both
+_TURNS: Final = 2  # of each draft, alternating: a machine that slows down slows both
 _ATTEMPTS: Final = 3  # where texts end before a step could be timed
 _DRAFTS: Final = 4  # of a step, where k is chosen while decoding
 

@@ -64,7 +64,7 @@ class StopWatch:
 
     @property
     def text(self) -> str:
-        """Of the tokens so far, ending with the stop string if there was one."""
+        """The text of the tokens so far; it ends with the stop string if there was one."""
         return "".join(self._pieces) + self._pending
 
     def _end_in(self, new: str) -> int:

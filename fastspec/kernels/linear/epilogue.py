@@ -276,7 +276,7 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    """Layout of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
     spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]

@@ -47,13 +47,13 @@ _boxes = gluon.constexpr_function(boxes)  # what device code can call
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Of sums [R, GROUP] of warp groups."""
+    """Layout of sums [R, GROUP] of warp groups."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
 def pieces_layout(R, warps, pieces=2):
-    """Of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    """Layout of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
     held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
@@ -77,7 +77,7 @@ def _steps_in_all(STEPS, S, pairwise, apart):
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    """In groups of 16 rows, as `_box_size`."""
+    """Where box `index` of a tile begins, in groups of 16 weight rows."""
     return sum(_boxes(OWN)[:index]) // 16
 
 

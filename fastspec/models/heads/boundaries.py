@@ -14,7 +14,7 @@ from typing import Final
 from fastspec.errors import CheckpointError
 
 NORMED: Final = -1
-"""In place of a boundary: the stream behind all layers and the final norm."""
+"""In place of a boundary: the hidden state behind all layers and the final norm."""
 
 Reading = tuple[int, ...]
 
@@ -74,5 +74,5 @@ def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
 
 
 def described(reading: Reading) -> str:
-    """For people."""
+    """A short description, for messages and `explain()`."""
     return ", ".join("final norm" if boundary == NORMED else str(boundary) for boundary in reading)

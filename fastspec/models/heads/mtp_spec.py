@@ -153,7 +153,7 @@ class WithSomeRows:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As of both."""
+        """Opens both sources."""
         opened: list[AbstractContextManager[None]] = [self._layer.open(), self._model.open()]
         with ExitStack() as stack:
             for each in opened:

@@ -57,7 +57,7 @@ class Recognised:
     layout: Layout
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return f"{NAMES[self.kind]} head ({LAYOUTS[self.layout]})"
 
 

@@ -91,12 +91,12 @@ class HeadSpec:
 
     @property
     def family(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return str(self.found)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the target."""
+        """The target's dtype."""
         return self.target.dtype
 
     @property
@@ -111,7 +111,7 @@ class HeadSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return self.decoder.num_layers
 
     @property

@@ -123,7 +123,7 @@ class Layers:
 
 
 def _errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Of each token, the norm of the difference as a share of the mean norm."""
+    """For each token, the norm of the difference as a share of the mean norm."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

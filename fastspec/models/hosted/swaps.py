@@ -101,7 +101,7 @@ _NUMBERS: Final = (torch.tensor, Tensor.to)
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """What torch.tensor or Tensor.to make of one number, if it goes from host memory to a device; else None."""
+    """The result of torch.tensor or Tensor.to for one number that goes from host memory to a device; else None."""
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
         return None

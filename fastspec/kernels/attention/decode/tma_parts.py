@@ -23,7 +23,7 @@ class Pipeline(NamedTuple):
     """Shared memory that the loading warp fills and the multiplying warps read.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K or V, by turns; uint8 as TMA brings those of a cache in 8 bits.
+        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 where TMA brings those of a cache in 8 bits.
         full, free: barriers [STAGES]: a stage's tile has come; it has been read.
         stored: one barrier: new K and V are in the cache.
     """

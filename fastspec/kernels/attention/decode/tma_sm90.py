@@ -75,7 +75,7 @@ WARPS = gl.constexpr(4)  # that multiply
 
 @gluon.constexpr_function
 def _sums_layout(columns):
-    """Of products [ROWS, columns]."""
+    """Layout of products [ROWS, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
 
 

@@ -66,7 +66,7 @@ class Scheme(Protocol):
         """
 
     def describe(self) -> str:
-        """In words."""
+        """The scheme in words."""
 
 
 @dataclass(frozen=True, slots=True)
