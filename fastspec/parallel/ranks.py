@@ -177,8 +177,12 @@ class Ranks:
         """Ends this rank's signs of life."""
         self.world.close()
 
-    def describe(self, share: Share | None, splits_vocab: bool) -> str:
-        """How many ranks there are and what each has, for people; empty without any."""
+    def describe(self, share: Share | None, whole_head: str) -> str:
+        """How many ranks there are and what each has, for people; empty without any.
+
+        Args:
+            whole_head: why the head is not cut; empty: it is.
+        """
         if not self.asked:
             return ""
         draft = "cut, too" if self.split_draft else "whole on every rank"
@@ -189,7 +193,7 @@ class Ranks:
             if self.same_text_on is not None and len(self.same_text_on) > 1
             else "text may differ from that of another number of ranks, by the last bits of sums"
         )
-        head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"
+        head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
 
 

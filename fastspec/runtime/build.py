@@ -122,8 +122,11 @@ def build(
         if not isinstance(checkpoint.spec, HostedInfo):
             return decoder(checkpoint, dtype)
         pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
-        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
+        between = None if checkpoint.spec.cut is None else exchange
+        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, exchange=between, **pages, **sizes)
         load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
+        if between is not None:
+            ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
         return model
 
