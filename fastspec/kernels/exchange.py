@@ -19,7 +19,7 @@ for that one's next push.
 
 Few elements go as words: each travels with its epoch in 8 bytes, which memory writes at once (the LL protocol of NCCL;
 Hu et al. 2025, arXiv 2507.04786). That is twice the bytes, but nothing has to arrive before a flag is set,
-and nothing is loaded behind a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
+and nothing is loaded after a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
 as an epoch.
 
 Many elements are added two-shot: each block has one rank that adds it and sends the others the sum, in 16 bits. Fewer

@@ -33,7 +33,7 @@ class HasReadings(Protocol):
         """A reading as the target's layers, see `Proposer.features`."""
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids.
+        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids.
 
         Args:
             features: [B, Q, layers, hidden] of the positions.

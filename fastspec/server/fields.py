@@ -58,7 +58,7 @@ class ResponseFormat(BaseModel):
 class Body(BaseModel):
     """What both kinds of completion have in common.
 
-    A field that is null is as one that is not there. Fields of other servers that this one shares: `top_k` (-1 is 0),
+    A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
     `min_p`, `repetition_penalty`. Its own: `speculative_tokens`, drafts per step, or "auto".
     """
 

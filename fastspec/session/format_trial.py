@@ -226,7 +226,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """The model that drafts, alone or behind a lookup."""
+    """The model that drafts, alone or after a lookup."""
     proposer = engine.parts.proposer
     proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
     model = proposer.model if isinstance(proposer, DraftModel) else None

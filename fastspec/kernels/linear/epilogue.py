@@ -226,7 +226,7 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Column of the output that a weight row's sums go to, for a tile behind tile_id others."""
+    """Column of the output that a weight row's sums go to, for a tile after tile_id others."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:

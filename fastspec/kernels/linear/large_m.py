@@ -158,7 +158,7 @@ def _passed(
             here = shared[i % len(shared)]
             for j in gl.static_range(len(here)):
                 here[j].store(rows[j])
-            # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is read
+            # this waits for all warps: after it x and everyone's copies are there, and what is filled next is read
             async_copy.wait_group(D - 2)
             _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, K_TILE, S)
             async_copy.commit_group()

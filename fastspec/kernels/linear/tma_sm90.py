@@ -160,7 +160,7 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one behind the other."""
+    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one after the other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -172,7 +172,7 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """One pass over K: the step behind it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+    """One pass over K: the step after it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
 
     Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
     """

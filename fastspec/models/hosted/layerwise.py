@@ -27,7 +27,7 @@ class Seen:
     """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
 
     Attributes:
-        inputs: of each layer, as they came, and the last hidden states behind them.
+        inputs: of each layer, as they came, and the last hidden states after them.
         attended: what its attention module returned.
     """
 
