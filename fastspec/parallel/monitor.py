@@ -82,14 +82,14 @@ class Monitor:
         return self.cause
 
     def slowest(self) -> str:
-        """Of the other ranks that have begun the fewest exchanges, in words."""
+        """The ranks that have begun the fewest exchanges, this one left out, in words."""
         if not self._seen:
             return "another rank"
         rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))
         return f"rank {rank}, which is {status.doing}, at exchange {status.exchanges}"
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread that exchanges signs of life."""
         self._closed.set()
         self._thread.join(LOST)
 

@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One process, and nobody asked for more."""
+        """One process, without `tensor_parallel`."""
         return cls(World.alone())
 
     @classmethod
@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return self.world.size
 
     @property

@@ -122,7 +122,7 @@ class Delivery:
         woken = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop has been closed: no one waits in it any more
                 loop.call_soon_threadsafe(woken.set)
 
         with self._changed:

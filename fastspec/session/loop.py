@@ -17,7 +17,7 @@ from fastspec.session.messages import Joining, Leaving, Message
 
 
 class _Caught:
-    """A context that keeps the error that ends it: whoever waits for the work gets it, in another thread."""
+    """A context that keeps the error that ends it, for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -113,7 +113,7 @@ class Loop:
         with self.turn:
             self._take_over()
         while True:
-            while not self._messages.empty():  # nobody else takes from it
+            while not self._messages.empty():  # only this thread takes from it
                 messages.append(self._messages.get_nowait())
             with _Caught() as caught:
                 self.before_turn(messages)

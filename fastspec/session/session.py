@@ -330,7 +330,7 @@ class Session:
 
     @property
     def rows(self) -> int:
-        """At once."""
+        """Rows that decode at once."""
         return self.settings.layout.batch
 
     def stats(self, call: Prepared, start: float, end: float) -> Stats:
