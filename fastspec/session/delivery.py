@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from fastspec.errors import RankFailed
 from fastspec.runtime.request import Request
 
 
@@ -76,7 +77,9 @@ class Delivery:
             wake()
 
     def check(self) -> None:
-        """Raises RuntimeError where an error has ended the requests."""
+        """Raises RuntimeError where an error has ended the requests: RankFailed where no other can begin."""
+        if isinstance(self.error, RankFailed):
+            raise RankFailed(str(self.error)) from self.error
         if self.error is not None:
             raise RuntimeError(
                 f"a step failed, and with it all requests that were there: {self.error}. Submit them again"
