@@ -77,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     one = command("startup", startup.command_startup)
     _add_pair_options(one, workload="8b+1b")
     one.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first where it has none")
+    one.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the target, a GPU each")
     serving.add_options(command("serving", serving.command_serving))
     streams.add_options(command("servers", streams.command_servers))
     command("ceiling", commands.command_ceiling)

@@ -106,7 +106,7 @@ def generate(
     flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
-    start_ranks(tensor_parallel)
+    start_ranks(tensor_parallel, device)
     asked = flags.options_of(context.params)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
     options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
@@ -151,7 +151,8 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
-    start_ranks(tensor_parallel)
+    flags.check_values(context.params)
+    start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
     rounded = flags.given(draft_quantization=draft_quantization)

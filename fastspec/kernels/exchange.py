@@ -30,56 +30,15 @@ A program that waits for longer than LIMIT stops the device with an error, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.exchange_kernels import _gather_kernel, _largest_kernel, _one_shot_kernel, _two_shot_kernel
+from fastspec.kernels.room import BLOCK, TWO_SHOT, WORD_BLOCK, Room
 
-# fixed: where a block lies in the room must not depend on the tensor
-BLOCK, WORD_BLOCK, NUM_WARPS = 1024, 512, 4  # WORD_BLOCK: of what goes as words
+NUM_WARPS = 4
 LIMIT = 120_000_000_000  # nanoseconds
-ALL = 2**62
-# elements, by the number of ranks, from which a sum is two-shot: fewer bytes than one-shot, where all ranks get all
-# partial sums, but a second wait. ALL: not timed on so many
-TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
-# elements, by the number of ranks, up to which they go as words: as many bytes leave a rank of four and eight as of two
-WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory that the ranks of a host share.
-
-    Attributes:
-        rank, size: of this process.
-        elements: of 4 bytes, of the largest tensor.
-        buffers: int64 [size], where each rank's fp32 [2, size, elements] lies.
-        flags: int64 [size], where each rank's int32 [size, blocks] lies, zeros at first.
-        epochs: int32 [blocks], this rank's own, zeros at first.
-        max_words: elements of the largest tensor that goes as words.
-        words: int64 [size], where each rank's int64 [2, size, max_words] lies, zeros at first.
-        word_epochs: int32 [blocks of WORD_BLOCK], as epochs.
-        held: the memory itself, kept alive.
-    """
-
-    rank: int
-    size: int
-    elements: int
-    buffers: Tensor
-    flags: Tensor
-    epochs: Tensor
-    max_words: int
-    words: Tensor
-    word_epochs: Tensor
-    held: tuple[object, ...] = ()
-
-
-def blocks_of(elements: int) -> int:
-    """Blocks of a tensor."""
-    return -(-elements // BLOCK)
 
 
 def exchange_added(

@@ -61,7 +61,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 zeros, of the pick: one for each row and one more.
+        argmax: int64 zeros, of `argmax`: one for each row and one more.
     """
 
     attend: AttendWork
@@ -102,7 +102,7 @@ def attend(
 ) -> Tensor:
     """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can.
 
-    `tiling` has no say here: kernels have tiles of their own.
+    `tiling` is ignored: kernels have tiles of their own.
     """
     positions: Tensor = tensors[6]
     regroup = product is not None and runs_on_tma([product], positions.numel())
@@ -129,7 +129,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
         if prompt and (bias is None or not options.get("gated")):
             product = prefill_quantised if quantised else prefill_linear
             if options.pop("gelu", False) and options.pop("gated", False):
-                return gelu.gelu_tanh_mul(product(x, weight, **options), in_turn=True, pdl=has_pdl(x.device))
+                return gelu.gelu_tanh_mul(product(x, weight, **options), interleaved=True, pdl=has_pdl(x.device))
             return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
@@ -222,10 +222,10 @@ def argmax(
     work: Workspace,
     out: Tensor,
 ) -> None:
-    """As `reference.pick`, which defines it."""
+    """As `reference.argmax`, which defines it."""
     if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
-    elif out.dtype == torch.uint64:  # keys, which the other kernel of a pick does not give
+    elif out.dtype == torch.uint64:  # keys, which the other kernel of an argmax does not give
         logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
         out.view(torch.int64).copy_(reference.keys_of(logits, limit))
     elif tiling.rows is None:

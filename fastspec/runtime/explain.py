@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
+from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
@@ -229,5 +230,5 @@ def _ranks(settings: Settings, engine: Engine) -> list[str]:
     if not settings.ranks:
         return []
     target = engine.parts.target
-    between = target.exchange.describe() if isinstance(target, ParallelDecoder) else "none"
+    between = target.exchange.describe() if isinstance(target, ParallelDecoder | HostedModel) else "none"
     return [f"ranks      {settings.ranks}", f"exchange   {between}"]

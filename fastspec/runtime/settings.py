@@ -123,6 +123,7 @@ def settings_of(
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         keeps_prefixes=caches.prefix_cache,
+        ranks=target.ranks,
     )
     layout = replace(layout, kv_dtypes=_kv_dtypes(caches.kv_dtype, layout, target, draft, on, compile))
     read, kept = _features(target, draft, proposer, drafts)

@@ -77,19 +77,19 @@ def _choose_reading(engine: Engine) -> None:
 
 
 def compilers_for(
-    target: Any, device: Any, graphs: bool | None, sharing: int
+    target: Any, device: Any, graphs: bool | None, rank: int, ranks: int
 ) -> AbstractContextManager[Executor | None]:
     """Processes that compile a generator's kernels, started before its arguments are checked; None: none are needed.
 
     Args:
-        target, device, graphs: of the constructor. sharing: ranks, on one machine.
+        target, device, graphs: of the constructor. rank, ranks: this one of so many, on one machine.
     """
     there = torch.cuda.is_available() and graphs is not False
     if there and device is None and isinstance(target, torch.nn.Module):
         there = any(parameter.is_cuda for parameter in islice(target.parameters(), 1))
     elif there and device is not None:
         there = str(device).startswith("cuda")
-    return compilers(sharing) if there else nullcontext()
+    return compilers(rank, ranks) if there else nullcontext()
 
 
 @contextmanager

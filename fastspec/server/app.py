@@ -136,6 +136,7 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is called for nothing else"
         refusal = no_such(error.status_code, request.method, request.url.path)
+        meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
 
     app.add_exception_handler(HTTPException, elsewhere)
@@ -168,7 +169,9 @@ async def _data(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise Refusal(f"the body has more than {limit} bytes; shorten it, or raise --limit body=", status=413)
+            raise Refusal(
+                f"the body has more than {limit} bytes; shorten it, or serve with --limit body=BYTES", status=413
+            )
         parts.append(part)
     return b"".join(parts)
 

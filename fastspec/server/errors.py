@@ -65,6 +65,7 @@ def failed(error: Exception) -> Refusal:
 def too_late(seconds: float) -> Refusal:
     """The time of a request is over."""
     message = (
-        f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or raise --limit seconds="
+        f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
+        "--limit seconds=TIME"
     )
     return Refusal(message, status=504, kind="timeout", code="timeout")

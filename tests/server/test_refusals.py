@@ -67,7 +67,7 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("top_p", 1.1, "top_p"),
         ("logprobs", 21, "logprobs"),
         ("logit_bias", {"x": 1}, "logit_bias"),
-        ("logit_bias", {"100000": 1}, "logit_bias must be"),
+        ("logit_bias", {"100000": 1}, "logit_bias: an id must be"),
         ("stop", "", "stop"),
         ("stop", ["x"] * 17, "stop"),
         ("seed", 2**63, "seed"),
@@ -146,7 +146,7 @@ def test_limits(gen: FastSpecGenerator) -> None:
     with running(gen, limits=Limits(body=2000, tokens=20, requests=3, seconds=60)) as server:
         status, answer = post(server, {**TEXT, "user": "x" * 2000})
         assert (status, "more than 2000 bytes" in answer["error"]["message"]) == (413, True)
-        assert "--limit body=" in answer["error"]["message"]
+        assert "--limit body=BYTES" in answer["error"]["message"]
         assert post(server, {**TEXT, "max_tokens": 21})[1]["error"]["param"] == "max_tokens"
         chat = post(server, {name: CHAT[name] for name in ("model", "messages")}, "chat/completions")
         assert chat[1]["usage"]["completion_tokens"] == 20
@@ -176,7 +176,7 @@ def test_time_is_limited(gen: FastSpecGenerator) -> None:
         server.service.start = hurried  # type: ignore[method-assign]
         status, answer = post(server, {**TEXT, "max_tokens": 300})
         assert (status, answer["error"]["type"]) == (504, "timeout")
-        assert "--limit seconds=" in answer["error"]["message"]
+        assert "--limit seconds=TIME" in answer["error"]["message"]
         assert server.service._running == 0
 
 
@@ -203,6 +203,9 @@ def test_metrics(server: Running) -> None:
     assert after[0] - before[0] == answer["usage"]["completion_tokens"]
     assert after[1] - before[1] == 3, "this one, and those for metrics before and after it"
     assert value("fastspec_answers_running") == 0
+    unknown = value('fastspec_requests_total{status="404"}')
+    get(server, "/v1/nothing")
+    assert value('fastspec_requests_total{status="404"}') == unknown + 1
     assert value("fastspec_first_token_seconds_count") > 0
 
 

@@ -106,7 +106,8 @@ class Checkpoint:
     @property
     def ranks(self) -> int:
         """Processes that share it."""
-        return 1 if self.sliced is None else self.sliced.share.size
+        held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
+        return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:

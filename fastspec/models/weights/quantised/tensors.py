@@ -171,8 +171,8 @@ class QuantisedShards:
         shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
-        most = matrix.shape["NK".index(axis)]
-        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, most))
+        stop = matrix.shape["NK".index(axis)]
+        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
 
     def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
         """Of a stored part what stands for these rows and columns."""
