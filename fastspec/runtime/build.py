@@ -56,8 +56,8 @@ from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
-# tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
 _PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+# tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
 _SAME_BITS_FROM = {(9, 0): 64}
 _SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
 _SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
@@ -115,15 +115,18 @@ def build(
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
         "batch": layout.batch,
-        "max_queries": max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+        "max_queries": layout.max_queries,
     }
 
     def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
         if not isinstance(checkpoint.spec, HostedInfo):
             return decoder(checkpoint, dtype)
         pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
-        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
+        between = None if checkpoint.spec.cut is None else exchange
+        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, exchange=between, **pages, **sizes)
         load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
+        if between is not None:
+            ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
         return model
 
@@ -179,11 +182,7 @@ def build(
         return made
 
     with runner.on():
-        exchange = None
-        if ranks.asked:
-            widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
-            prompts = layout.chunks_for(length)[-1] * layout.target.hidden_size
-            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"] * widest, prompts)
+        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)

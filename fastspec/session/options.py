@@ -1,4 +1,4 @@
-"""The constructor's arguments on their way: which checkpoints they name, and the settings that come of them."""
+"""From the constructor's arguments to checkpoints and settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Caches, Settings, settings_of
 from fastspec.sampling.rules import Verification
 from fastspec.session.draft_format import with_format
-from fastspec.session.ranks import settled
+from fastspec.session.ranks import agreed_settings
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import PreTrainedModel
@@ -87,6 +87,6 @@ def checked(
         return one, with_format(one, other, **choice, ours=alone and not how.get("compile")) if auto else other
 
     if ranks is not None and ranks.asked:
-        return settled(ranks, pair, **sizes, **how)
+        return agreed_settings(ranks, pair, **sizes, **how)
     one, other = pair()
     return one, other, settings_of(one, other, **sizes, **how)
