@@ -12,7 +12,7 @@ from typing import Any
 
 from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.session.delivery import Delivery
+from fastspec.session.delivery import FORKED, Delivery
 from fastspec.session.messages import Joining, Leaving, Message
 
 
@@ -69,6 +69,11 @@ class Loop:
     def running(self) -> bool:
         """Whether the thread makes the steps."""
         return self._thread is not None
+
+    def check_here(self) -> None:
+        """Raises RuntimeError where the thread was left behind by a fork: a child has its parent's objects alone."""
+        if self._thread is not None and not self._thread.is_alive():
+            raise RuntimeError(FORKED)
 
     @property
     def idle(self) -> bool:
