@@ -94,13 +94,13 @@ class ResultRing:
         self._unsettled = False
         return self.launched
 
-    def settle(self) -> None:
-        """Puts the count right if a launch was interrupted."""
+    def correct_count(self) -> None:
+        """Corrects the count after an interrupted launch."""
         if self._unsettled:
             self.resync()
 
     def resync(self) -> None:
-        """Waits for the device and takes over its count, after steps ran that nobody counted."""
+        """Waits for the device and takes over its count, after steps that were not counted here."""
         self.launched = int(self.outbox.counter)
         self._unsettled = False
 

@@ -17,7 +17,7 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that takes connections; port 0 is any free one.
 
     Raises:
-        ValueError: the address is not to be had.
+        ValueError: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -27,7 +27,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then none come in, and those there come to their ends.
+    """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then it takes no more, and finishes those it has.
 
     Args:
         service: what is served.
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
     def serve_on(self, *sockets: socket.socket) -> None:
         """Serves until the end."""
         if threading.current_thread() is threading.main_thread():
-            # once all is drained uvicorn raises a signal again for whoever was there before it: that is this server
+            # after draining, uvicorn raises the signal again for the handler that was there before: this server's
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, self.handle_exit)
         self.run(sockets=list(sockets))

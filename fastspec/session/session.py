@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 from fastspec.errors import UnsupportedOption
 from fastspec.output import Stats
@@ -35,7 +34,7 @@ Emitted = dict[int, list[int]]
 class Session:
     """Runs calls on one scheduler, from the making of a generator to its close.
 
-    A call that is there alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
+    A call that is alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
     call that comes while another one runs, a thread makes all steps (`Loop`), and calls and handles go on together.
 
     Args:
@@ -66,7 +65,7 @@ class Session:
         rows, longest = self.rows, (settings.max_length, 0)
         several = self.ranks.size > 1
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
-        loaded = self.ranks.world.meet if several else lambda: None
+        loaded = self.ranks.world.wait_for_all if several else lambda: None
         self.trial = trial
 
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
@@ -74,12 +73,14 @@ class Session:
             call, choice = joining.call, joining.choice
             if trial is not None:
                 _try_formats(trial, scheduler, call, choice, drafting)
-            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):  # what joins while rows run finds steps
+            for lengths in dict.fromkeys(
+                (lengths_of(call.requests), longest)
+            ):  # so that a call that joins while rows run finds its steps captured
                 _make_ready(scheduler, rows, choice, lengths, progress, loaded)
 
         self.loop = Loop(scheduler, make_ready)
         if several:
-            self.loop.guarded = partial(self.ranks.guarded, "stepping")
+            self.loop.guarded = self.ranks.stepping
         if self._leader is not None:
             self.loop.before_turn, self.loop.forget = self._leader.tell, self._leader.numbers.forget
         self._joining = threading.Lock()  # nothing joins while the session is being closed
@@ -97,9 +98,10 @@ class Session:
         return self.running
 
     def check_open(self) -> None:
-        """Raises RuntimeError where the session is closed."""
+        """Raises RuntimeError where the session is closed, or its thread is in another process."""
         if self.running is None:
             raise RuntimeError("this generator is closed; make a new one")
+        self.loop.check_here()
 
     @property
     def engine(self) -> Engine:
@@ -113,7 +115,7 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """The scheduler, for who needs the device alone.
+        """The scheduler, for work that needs the device for itself.
 
         Raises:
             RuntimeError: a call or a handle goes on, the session is closed, or other ranks follow this one.
@@ -171,11 +173,12 @@ class Session:
         """
         if self.ranks.size == 1 or self.ranks.first:
             raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+        self.ranks.world.check()
         numbers = Numbers()
         with self._joining, self.alone():
             turns = Turns(self.ranks.world)
             self.loop.forget = numbers.forget
-        with self.ranks.guarded("following rank 0"):
+        with closing(turns), self.ranks.guarded("following rank 0"):
             turns.begin()
             messages: list[Message] = []
             while None not in messages:
@@ -237,7 +240,7 @@ class Session:
         loaded: Callable[[], None] = lambda: None,
         compilers: Executor | None = None,
     ) -> None:
-        """Captures the steps that calls with such drafts may come to.
+        """Captures the steps that calls with such drafts may need.
 
         Args:
             choice: drafts of the calls.
@@ -319,16 +322,16 @@ class Session:
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
-        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.meet)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.wait_for_all)
 
     def _all_ready(self, loaded: Callable[[], None]) -> None:
         """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
         loaded()
-        self.ranks.world.meet()
+        self.ranks.world.wait_for_all()
 
     @property
     def rows(self) -> int:
-        """At once."""
+        """Rows that decode at once."""
         return self.settings.layout.batch
 
     def stats(self, call: Prepared, start: float, end: float) -> Stats:

@@ -87,7 +87,7 @@ def padded_dim(dim: int) -> int:
 # --- which kernel ---
 
 MMA_DIMS = (64, 128)  # head_dim that decode/mma.py and decode/tma_sm90.py are used for
-# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block behind 4096, so that with
+# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block after 4096, so that with
 # max_length 4096 the drafts of a last step are early, too
 LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
@@ -272,10 +272,10 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
     return LaunchPlan("fragment_kernel", (tiles, splits), constants, options)
 
 
-def even_groups(num_rows: int, most: int) -> int:
-    """Groups of 8 rows in a tile, at most `most`: tiles of about the same size."""
+def even_groups(num_rows: int, max_groups: int) -> int:
+    """Groups of 8 rows in a tile, at most `max_groups`: tiles of about the same size."""
     groups = cdiv(num_rows, ROW_GROUP)
-    return cdiv(groups, cdiv(groups, most))
+    return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
@@ -335,8 +335,8 @@ GATHER_REGISTERS = 255  # of warps that load two sets of partial sums at a time
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
     """CTAs that share the splits of a tile, by how many times the device fills with `resident` CTAs."""
-    most = max(resident // tiles, MAX_CTAS_PER_TILE)
-    return min(range(1, most + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
+    max_ctas = max(resident // tiles, MAX_CTAS_PER_TILE)
+    return min(range(1, max_ctas + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
 
 
 def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
@@ -354,7 +354,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
 
 
 def gather_plan(sizes: Pass) -> LaunchPlan:
-    """The launch of `gather_kernel` behind `late_plan`."""
+    """The launch of `gather_kernel` after `late_plan`."""
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
     options = {"num_warps": GATHER_WARPS, "maxnreg": GATHER_REGISTERS}
     return LaunchPlan("gather_kernel", (sizes.pairs * sizes.num_rows,), constants, options)

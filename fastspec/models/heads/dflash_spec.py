@@ -48,7 +48,7 @@ class DFlashSpec(HeadSpec):
         mask_id: the token that masks are embedded as.
         causal: of each layer, whether a row of the block sees only the rows before it and itself. In the others every
             row sees every row.
-        sample_from_anchor: every row predicts the token behind it, the last token's as well; else every mask predicts
+        sample_from_anchor: every row predicts the token after it, the last token's as well; else every mask predicts
             the token in its own place.
         sinks: every query head has one more key, of value zero.
         value_scale: factor on values.
@@ -182,10 +182,10 @@ class _Settings:
             self.refuse(name, "a positive number")
         return float(value)
 
-    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int:
+    def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
         value = self.get(name, default)
-        if type(value) is not int or not least <= value <= most:
-            self.refuse(name, f"a whole number from {least} to {most}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            self.refuse(name, f"a whole number from {minimum} to {maximum}")
         return value
 
 

@@ -28,7 +28,7 @@ class Pass(Protocol):
 
 
 def attach(module: nn.Module, owner: Pass) -> None:
-    """Makes `owner`, which is kept by who calls this, handle the calls of all submodules of `module`."""
+    """Makes `owner` handle the calls of all submodules of `module`; the caller keeps it alive."""
     for part in module.modules():
         part.__dict__[_PASS] = proxy(owner)
 
@@ -67,7 +67,7 @@ class NoCache:
     is_sliding: tuple[bool, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Gives back the keys and values of the fed tokens alone."""
+        """Returns the keys and values of the fed tokens only."""
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -79,7 +79,7 @@ class NoCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Of the fed tokens alone, for masks of a probe."""
+        """Sizes of the fed tokens only, for masks of a probe."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:

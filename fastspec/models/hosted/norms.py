@@ -1,4 +1,4 @@
-"""RMSNorm modules of hosted models, run by our op: told by what they compute, not by what they are called."""
+"""RMSNorm modules of hosted models, run by our op: recognised by what they compute, not by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KnownNorm(NamedTuple):
     """What an RMSNorm does with its weight w.
 
     Attributes:
-        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded behind it, as Helium's.
+        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded after it, as Helium's.
             "plus_one": likewise, the factor is 1 + w, as Gemma's.
         eps: epsilon.
     """

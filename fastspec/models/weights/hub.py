@@ -30,7 +30,7 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
         check: raises where the config of a directory is not supported.
 
     Raises:
-        CheckpointError: it is no Hub id, or could not be had.
+        CheckpointError: it is no Hub id, or could not be downloaded.
     """
     name = os.fspath(source)
     if os.path.isfile(source) or name.endswith(OF_FILES):
@@ -94,8 +94,8 @@ def _way_out(repo: str, error: Exception) -> str:
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
     """A commit's files in the cache, or None where they are not all there.
 
-    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
-    answers. A commit never changes, so what is there is what was asked for.
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and fail without a
+    network. A commit never changes, so what is there is what was asked for.
     """
     try:
         found = Path(fetch(local_files_only=True))

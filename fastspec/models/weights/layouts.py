@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastspec.shapes import DeltaRule
 
 
-def turned_heads(spec: ModelSpec, heads: int) -> list[int] | None:
+def rotary_order(spec: ModelSpec, heads: int) -> list[int] | None:
     """The order of the rows of `heads` heads that rope needs; None: as they are stored."""
     if spec.head_order is None:
         return None
@@ -18,7 +18,7 @@ def turned_heads(spec: ModelSpec, heads: int) -> list[int] | None:
 
 
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The order of the rows of q, k and v, which are stored one behind the other; None: as they are stored.
+    """The order of the rows of q, k and v, which are stored one after the other; None: as they are stored.
 
     With an output gate the stored q rows are, head by head, query and gate; the fused matrix has all gates last.
     """

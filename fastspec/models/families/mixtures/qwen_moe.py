@@ -66,5 +66,5 @@ QWEN3_VL_MOE = replace(
     architecture="Qwen3VLMoeForConditionalGeneration",
     plans=_vl_plans,
     text_part=True,
-    turned_experts=True,
+    transposed_experts=True,
 )

@@ -1,6 +1,6 @@
 """`quantization_config` of a checkpoint, as its tools write it: how each of its matrices is stored.
 
-Which matrices are quantised is seen from the tensors themselves; the config says how those that are were made.
+The tensors themselves show which matrices are quantised; the config says how.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Fields:
         return value[0], value[1]
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The lists of names in these fields, one behind the other; None is an empty one."""
+        """The lists of names in these fields, one after the other; None is an empty one."""
         found: list[str] = []
         for field in fields:
             value = self.values.get(field) or []

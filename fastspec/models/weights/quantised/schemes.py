@@ -53,7 +53,7 @@ class Scheme(Protocol):
     """One way to store a matrix."""
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """Its tensors, by what stands behind the module's name and a dot."""
+        """Its tensors, by what stands after the module's name and a dot."""
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
         """What its `Codes` are."""
@@ -62,11 +62,11 @@ class Scheme(Protocol):
         """The matrix [N, K] of these tensors, on their device.
 
         Raises:
-            ValueError: values that cannot be meant; says which.
+            ValueError: impossible values; says which.
         """
 
     def describe(self) -> str:
-        """In words."""
+        """The scheme in words."""
 
 
 @dataclass(frozen=True, slots=True)
