@@ -62,6 +62,11 @@ def failed(error: Exception) -> Refusal:
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
+def going_down() -> Refusal:
+    """The server ends before the answer does."""
+    return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
+
+
 def too_late(seconds: float) -> Refusal:
     """The time of a request is over."""
     message = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
+from fastspec.server.errors import too_late
 from fastspec.server.service import Limits
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
@@ -170,7 +171,7 @@ def test_time_is_limited(gen: FastSpecGenerator) -> None:
 
         async def hurried(body: Any) -> Any:
             job = await start(body)
-            job._stop()
+            job.stop(too_late(1))
             return job
 
         server.service.start = hurried  # type: ignore[method-assign]
