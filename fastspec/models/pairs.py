@@ -58,7 +58,7 @@ _PREFIX: Final = {
 def _group(
     name: str, tokenizer: str, types: str, sizes: tuple[int, ...], marker: tuple[int, str] | None, models: str
 ) -> TokenizerGroup:
-    """A row of the table: `models` are names, each with its billions behind a blank."""
+    """A row of the table: `models` are names, each followed by a blank and its billions of parameters."""
     words = models.split()
     named = [(f"{_PREFIX.get(name, '')}{one}", float(size)) for one, size in zip(words[::2], words[1::2], strict=True)]
     return TokenizerGroup(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
