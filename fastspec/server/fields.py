@@ -136,6 +136,10 @@ class Body(BaseModel):
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
         if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:
+            if self.min_tokens:
+                raise Refusal(
+                    "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+                )
             options["json_schema"] = schema
         return options
 

@@ -126,6 +126,12 @@ def test_a_field_of_a_chat_is_named(server: Running, field: str, value: Any, say
     assert re.search(says, answer["error"]["message"]), answer["error"]["message"]
 
 
+def test_a_schema_may_end_before_the_least_tokens(server: Running) -> None:
+    status, answer = post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "json_object"}})
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    assert post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "text"}})[0] == 200
+
+
 def test_bodies_that_are_none(server: Running) -> None:
     assert post(server, b"{")[0] == 400
     assert post(server, b"[]")[0] == 400
