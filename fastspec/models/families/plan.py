@@ -237,6 +237,7 @@ class ModelFamily:
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
         text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
         partial_rope: a config may ask that only the first part of a head is rotated.
+        transposed_experts: a tensor with all experts of a layer may be stored transposed.
         read_as: the `model_type` whose config class reads this family's configs, where transformers has no class for
             it; code that its checkpoints name is not run. Empty: the family's own.
         interleaved: rope rotates neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what it rotates.
@@ -255,6 +256,7 @@ class ModelFamily:
     interleaved: bool = False
     partial_rope: bool = False
     text_part: bool = False
+    transposed_experts: bool = False
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:
