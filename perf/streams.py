@@ -278,7 +278,8 @@ def summary(turns: Sequence[Turn], base: Sequence[Turn] | None) -> Row:
             for mine, other in zip(turns, base, strict=True)
             for pair in zip(mine.answers, other.answers, strict=True)
         ]
-        row["texts_as_peer"] = f"{sum(mine.text == other.text for mine, other in pairs)} of {len(pairs)}"
+        same = sum(mine.text.strip() == other.text.strip() for mine, other in pairs)
+        row["texts_as_peer"] = f"{same} of {len(pairs)}"
     return row
 
 
