@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from fastspec.errors import RankFailed
 from fastspec.runtime.request import Request
 
 FORKED = (
@@ -83,7 +84,9 @@ class Delivery:
             wake()
 
     def check(self) -> None:
-        """Raises RuntimeError where an error has ended the requests."""
+        """Raises RuntimeError where an error has ended the requests: RankFailed where no other can begin."""
+        if isinstance(self.error, RankFailed):
+            raise RankFailed(str(self.error)) from self.error
         if self.error is not None:
             raise RuntimeError(
                 f"a step failed, and with it all requests that were there: {self.error}. Submit them again"
@@ -96,7 +99,7 @@ class Delivery:
             TimeoutError: nothing came for so many seconds.
             RuntimeError: nothing can come, for this process was forked from the one that steps.
         """
-        if not self.done and os.getpid() != self._process:  # before a lock that a thread may have held meanwhile
+        if not self.done and os.getpid() != self._process:  # before any lock, which a thread may have held then
             raise RuntimeError(FORKED)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
@@ -132,7 +135,7 @@ class Delivery:
         woken = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop has been closed: no one waits in it any more
                 loop.call_soon_threadsafe(woken.set)
 
         with self._changed:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitNormalization
+from transformers import GenerationConfig, GenerationMixin, LogitNormalization, LogitsProcessorList
 
 from fastspec.errors import UnsupportedOption
 from fastspec.grammar.spec import KINDS, GrammarSpec
@@ -318,6 +319,18 @@ def test_what_no_distribution_shows_is_taken(name: str) -> None:
         assert resolve(seed=1, **{name: value}) == resolve(seed=1)
 
 
+def test_arguments_of_theirs_that_ask_for_nothing_are_taken() -> None:
+    """Wrappers around `generate` hand them on whether they are set or not."""
+    for name in set(signature(GenerationMixin.generate).parameters) - {
+        *("self", "inputs", "generation_config", "streamer", "kwargs"),
+    }:
+        assert resolve(seed=1, **{name: None}) == resolve(seed=1), name
+    assert resolve(seed=1, logits_processor=LogitsProcessorList(), synced_gpus=False) == resolve(seed=1)
+    for name, says in {"logits_processor": "use logit_bias", "stopping_criteria": "use stop_strings"}.items():
+        with pytest.raises(UnsupportedOption, match=f"{name} is not supported; {says}"):
+            resolve(**{name: [len]})
+
+
 def test_sampler_kinds() -> None:
     """Only rows that take the largest logit as it is run the greedy kind; everything else is the full one."""
     assert resolve().plain
@@ -360,6 +373,12 @@ def test_seeds() -> None:
     assert len(seeds) == 2500
 
 
+def test_a_cache_that_is_turned_off_changes_no_text() -> None:
+    """Many checkpoints say use_cache=false, as it was in training."""
+    wanted = resolve(seed=1)
+    assert resolve(GenerationConfig(use_cache=False), seed=1) == resolve(use_cache=False, seed=1) == wanted
+
+
 def test_unknown_options_are_named() -> None:
     for name in (
         "logits_processor",
@@ -379,7 +398,6 @@ CHANGES: dict[str, Any] = {
     "max_time": 1.0,
     "num_beams": 2,
     "use_mtp": True,
-    "use_cache": False,
     "cache_implementation": "quantized",
     "top_h": 0.4,
     "typical_p": 0.5,
