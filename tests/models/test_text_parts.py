@@ -97,6 +97,15 @@ def test_three_positions_for_each_token_are_one_where_all_is_text(model_type: st
     assert texts(tmp_path, prompt, 24) == wanted
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "mistral3", "gemma4"])
+def test_sizes_of_the_text_model_are_checked_before_transformers_sees_them(model_type: str, tmp_path: Path) -> None:
+    """It makes a list of as many layers as a config asks for."""
+    raw = {"model_type": model_type, "text_config": {"num_hidden_layers": 5000}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    refused = checkpoints.refusal(tmp_path, CheckpointError)
+    assert "text_config: num_hidden_layers=5000, wanted a whole number from 1 to 4096" in refused
+
+
 @NAMED
 def test_experts_that_a_publisher_stores_transposed_are_turned_back(tmp_path: Path) -> None:
     model = with_vision("qwen3_vl_moe", tmp_path)
