@@ -114,7 +114,8 @@ class ExpertTensors:
         self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
         self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
-        self._may_be_transposed = FAMILIES[spec.family].transposed_experts
+        may_be_transposed = FAMILIES[spec.family].transposed_experts
+        self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
         self._names: dict[str, str] = {}
         self._parts: dict[str, Part] = {}
         self._infos: dict[str, TensorInfo] = {}
@@ -130,6 +131,17 @@ class ExpertTensors:
     def quantised(self) -> bool:
         """Whether experts are stored as mxfp4."""
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
+
+    def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
+        """Whether a stack has the shape of its transpose: square ones do not tell, and of no layer all are square."""
+        plan, sizes = self._plan, {}
+        sizes["experts.gate_up_proj"] = (plan.count, 2 * plan.width, self._hidden)
+        sizes["experts.down_proj"] = (plan.count, self._hidden, plan.width)
+        for stored, info in infos.items():
+            wanted = sizes.get(found[3]) if (found := PLACE.fullmatch(stored)) else None
+            if wanted is not None and info.shape != wanted and info.shape == (wanted[0], wanted[2], wanted[1]):
+                return True
+        return False
 
     def _take(self, stored: str, info: TensorInfo) -> None:
         """Registers a stored tensor under the names that its contents have here."""
@@ -163,9 +175,7 @@ class ExpertTensors:
             return
         plan, up = self._plan, kind == "gate_up_proj"
         rows, width = (2 * plan.width, self._hidden) if up else (self._hidden, plan.width)
-        plain = not blocks and not bias
-        straight, other = (plan.count, rows, width), (plan.count, width, rows)
-        transposed = plain and (self._interleaved or (self._may_be_transposed and info.shape == other != straight))
+        transposed = self._transposed and not blocks and not bias
         self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
         step = 2 if self._interleaved else 1
         halves = {
