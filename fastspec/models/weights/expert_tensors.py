@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
+_STACKS = ("gate_up_proj", "down_proj")
 _CODES_OF_BLOCK = 16  # bytes, of 32 values
 
 
@@ -134,14 +135,19 @@ class ExpertTensors:
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
         """Whether a stack has the shape of its transpose: square ones do not tell, and of no layer all are square."""
-        plan, sizes = self._plan, {}
-        sizes["experts.gate_up_proj"] = (plan.count, 2 * plan.width, self._hidden)
-        sizes["experts.down_proj"] = (plan.count, self._hidden, plan.width)
         for stored, info in infos.items():
-            wanted = sizes.get(found[3]) if (found := PLACE.fullmatch(stored)) else None
-            if wanted is not None and info.shape != wanted and info.shape == (wanted[0], wanted[2], wanted[1]):
+            name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
+            if name not in _STACKS:
+                continue
+            rows, width = self._size(name)
+            if rows != width and info.shape == (self._plan.count, width, rows):
                 return True
         return False
+
+    def _size(self, kind: str) -> tuple[int, int]:
+        """Rows and columns of one expert's matrix in one of `_STACKS`."""
+        width = self._plan.width
+        return (2 * width, self._hidden) if kind == "gate_up_proj" else (self._hidden, width)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
         """Registers a stored tensor under the names that its contents have here."""
@@ -170,11 +176,11 @@ class ExpertTensors:
             return  # registered with its blocks
         blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
         kind = name.removesuffix(BLOCKS).removesuffix("_bias")
-        if kind not in ("gate_up_proj", "down_proj"):
+        if kind not in _STACKS:
             self._enter(f"{experts}.{name}", stored, info)
             return
         plan, up = self._plan, kind == "gate_up_proj"
-        rows, width = (2 * plan.width, self._hidden) if up else (self._hidden, plan.width)
+        rows, width = self._size(kind)
         transposed = self._transposed and not blocks and not bias
         self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
         step = 2 if self._interleaved else 1
