@@ -39,7 +39,7 @@ _COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "p
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One k.
+    """What one k brought.
 
     Attributes:
         k: drafts of a step; 0 is plain decoding.
@@ -49,7 +49,7 @@ class Trial:
         score_seconds: of the target's pass over k + 1 tokens a row.
         tokens: emitted by a step a row, measured with this k.
         predicted_tokens: the same, predicted from acceptance at the largest k.
-        predicted: speed-up over plain decoding, as this module's docstring says.
+        predicted: speed-up over plain decoding, from predicted_tokens and the times of the parts.
         measured: speed-up over plain decoding: tokens / step_seconds over the same of k = 0.
     """
 
