@@ -167,14 +167,14 @@ class Calibration:
 
 
 @dataclass(slots=True)
-class Fixed:
+class FixedPolicy:
     """A policy that stays at k and records what the steps did."""
 
     k: int
     steps: list[Observation] = field(default_factory=list)
     few: int | None = None
 
-    def choose(self, outlook: StepContext) -> int:
+    def choose(self, context: StepContext) -> int:
         """Drafts of every step: k."""
         return self.k
 
@@ -206,7 +206,7 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
         ValueError: the texts end too early to time a step.
     """
     engine = scheduler.engine
-    runs = {k: Fixed(k) for k in choice.ks}
+    runs = {k: FixedPolicy(k) for k in choice.ks}
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
             trial = again(requests)
@@ -274,7 +274,9 @@ def _forget(part: Callable[[], object]) -> None:
     part()
 
 
-def _summary(runs: dict[int, Fixed], parts: dict[int, tuple[float, float]], bucket: int, device: str) -> Calibration:
+def _summary(
+    runs: dict[int, FixedPolicy], parts: dict[int, tuple[float, float]], bucket: int, device: str
+) -> Calibration:
     deepest = max(runs)
     counts = runs[deepest].accepted
     survival = tuple(sum(count >= j for count in counts) / len(counts) for j in range(1, deepest + 1))
