@@ -15,7 +15,7 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 EARLY_BLOCKS = 17
 DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, on a grid from position 0 on
 LONG_PROMPT = 1024  # tokens: the first token of a longer prompt comes from its last pass, and the draft reads it later
-PASS = 128  # cost of a pass besides its tokens, in prompt tokens: about the time of reading the weights
+_PASS_COST = 128  # of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts
 GRAMMARS = BESIDE, ALONE = "beside", "alone"
@@ -289,4 +289,4 @@ def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 def _cost(chunks: list[int]) -> int:
     """The estimated cost of passes, in prompt tokens."""
-    return sum(chunks) + PASS * len(chunks)
+    return sum(chunks) + _PASS_COST * len(chunks)

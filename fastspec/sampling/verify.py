@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.sampling.rules import SyntheticAcceptance
 
-RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state adds one for idle rows
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state has more
 
 
 class Draws(Protocol):
