@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
+from fastspec.kernels.common.compile_jobs import settle_key
 from fastspec.kernels.common.compilers import Compilers
 
 # what has been compiled, within `compiling()`; None: outside of it
@@ -72,12 +73,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     """
     options = {"enable_fp_fusion": True, **options}
     begun = _compiling.get()
+    settle_key(kernel)
     if begun is None:
         divide(kernel[grid](*args, **options), least_shared)
         return
     kind = id(kernel), _kind(args), _kind(tuple(options.items()))
     if kind not in begun:  # Triton would look for it anew in all layers, at a cost, until the first is compiled
         begun.add(kind)
+        for each in options.values():
+            settle_key(each)
         kernel.warmup(*args, grid=grid, **options)
 
 
@@ -116,6 +120,8 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
     own = ThreadPoolExecutor() if executor is None else nullcontext(executor)
     try:
         with own as pool, triton.AsyncCompileMode(pool):
+            if isinstance(pool, Compilers):
+                pool.prepared()
             try:
                 yield
             finally:  # also after an error, for all that was begun is waited for

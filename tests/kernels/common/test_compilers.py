@@ -22,6 +22,8 @@ def test_every_launch_comes_back_from_its_text(arch: int) -> None:
     (read,) = module_output("tests.helpers.compile_jobs", "keys", str(arch))
     assert read["jobs"] > 300
     assert read["other"] == []
+    assert read["unclear"] == []
+    assert read["launchers"] < read["jobs"] / 2, "kernels share them"
 
 
 def test_processes_compile_and_this_one_only_reads() -> None:
