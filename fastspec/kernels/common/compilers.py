@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as first_of
+from pathlib import Path
 from typing import Any, Final
 
 from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_of
@@ -23,6 +24,7 @@ from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_o
 HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
 SLOW: Final = 0.1  # seconds; what lies in the cache takes a tenth of it
 LOOK: Final = 0.01  # seconds between two looks at whether another process has compiled a kernel
+_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores together, in a period of so many
 LONGEST: Final = 60.0  # seconds that it may take: then it hangs, and this one compiles it as well
 _BEGIN: Final = """
 import ast, sys
@@ -255,8 +257,14 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Processes worth having where so many ranks share the machine: one for each core that this process may use."""
+    """Processes worth having where so many ranks share the machine: one for each core that this process may use.
+
+    A container may see all cores of its machine, and have the time of a few of them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit, period = map(int, Path(_LIMIT).read_text().split())
+        cores = max(min(cores, limit // period), 1)
     return cores // sharing
 
 

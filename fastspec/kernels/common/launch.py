@@ -17,6 +17,7 @@ from fastspec.kernels.common.compilers import Compilers
 
 # what has been compiled, within `compiling()`; None: outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
+_brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
 @cache
@@ -85,10 +86,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         kernel.warmup(*args, grid=grid, **options)
 
 
-def is_compiling() -> bool:
-    """Whether kernels are compiled and none is launched: within `compiling()`."""
+def is_brief() -> bool:
+    """Whether a pass may leave out what launches nothing new: within `compiling()` or `brief()`."""
     # a pass that torch.compile traces is none of those, and asking a ContextVar breaks its graph
-    return not torch.compiler.is_dynamo_compiling() and _compiling.get() is not None
+    return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
+
+
+@contextmanager
+def brief() -> Iterator[None]:
+    """Within it a model's pass has one layer of each kind: it loads all kernels, and what it computes is of no use."""
+    token = _brief.set(True)
+    try:
+        yield
+    finally:
+        _brief.reset(token)
 
 
 def _kind(value: Any) -> Hashable:

@@ -87,6 +87,21 @@ def test_without_processes_this_one_compiles() -> None:
     assert "another" in no_text["error"] or "something else" in no_text["error"]
 
 
+@pytest.mark.parametrize(
+    ("limit", "processes"),
+    [("800000 100000\n", 8), ("50000 100000\n", 1), ("max 100000\n", 32), ("9900000 100000\n", 32), (None, 32)],
+)
+def test_a_container_has_as_many_processes_as_it_has_time_for(
+    limit: str | None, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(compilers, "_LIMIT", str(tmp_path / "cpu.max"))
+    monkeypatch.setattr(compilers.os, "sched_getaffinity", lambda pid: set(range(32)), raising=False)
+    assert compilers.of_this_machine() == processes
+    assert compilers.of_this_machine(2) == processes // 2
+
+
 def test_another_program_than_python_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers.sys, "executable", "/opt/app/serving")
     monkeypatch.setattr(compilers.subprocess, "Popen", lambda *given, **options: pytest.fail("started"))
