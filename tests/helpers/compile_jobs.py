@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -140,9 +141,14 @@ def broken() -> Iterator[dict[str, Any]]:
     with Compilers(1, now=True) as executor:
         asked = executor._places.get()  # when it is ready
         assert executor._process is not None
+        maps = Path(f"/proc/{executor._process.pid}/maps").read_text()
         os.killpg(executor._process.pid, signal.SIGKILL)
         executor._places.put(asked)
-        yield {"what": "killed when it was ready", "hits": compile_all(executor, found)}
+        yield {
+            "what": "killed when it was ready",
+            "hits": compile_all(executor, found),
+            "mapped": ["libtriton" in maps, "libtorch" in maps],
+        }
     try:
         job_of(lambda: None)
     except NotSendable as error:

@@ -84,6 +84,7 @@ def test_who_waits_for_a_kernel_that_another_compiles_has_it_when_that_one_ends(
 def test_without_processes_this_one_compiles() -> None:
     killed, later, no_text = module_output("tests.helpers.compile_jobs", "broken")
     assert killed["hits"] == later["hits"] == [False] * 4
+    assert later["mapped"] == [True, False], "what compiles has Triton and no torch"
     assert "another" in no_text["error"] or "something else" in no_text["error"]
 
 
