@@ -85,6 +85,7 @@ def settle_key(kernel: Any) -> None:
 
 
 def _settle(function: Any, begun: set[int]) -> None:
+    """As `settle_key`; `begun` keeps functions that call each other from going on for ever."""
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
     scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
