@@ -69,11 +69,11 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     source = Source(kernel, signature, None, attrs)
     source.constants.update(constants)
     for each in (kernel, *constants.values()):
-        settle_key(each)
+        hash_in_order(each)
     return source, target, options, settings
 
 
-def settle_key(kernel: Any) -> None:
+def hash_in_order(kernel: Any) -> None:
     """Has Triton compute the keys of all functions that a kernel calls before its own, unless it has that.
 
     Triton's cache on the disk is looked up by a kernel's key. What Triton 3.6 puts into it, of the constants that those
@@ -81,17 +81,17 @@ def settle_key(kernel: Any) -> None:
     launches, would not find what is in the cache. With this a key depends on the kernel alone.
     """
     if getattr(kernel, "hash", "") is None:
-        _settle(kernel, set())
+        _hash_in_order(kernel, set())
 
 
-def _settle(function: Any, begun: set[int]) -> None:
-    """As `settle_key`; `begun` keeps functions that call each other from going on for ever."""
+def _hash_in_order(function: Any, begun: set[int]) -> None:
+    """As `hash_in_order`; `begun` keeps functions that call each other from going on for ever."""
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
     scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
     for each in _called(function.fn.__code__, scope):
         if each.hash is None and id(each) not in begun:
-            _settle(each, begun)
+            _hash_in_order(each, begun)
     _ = function.cache_key
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
-from fastspec.kernels.common.compile_jobs import settle_key
+from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
 
 # what has been compiled, within `compiling()`; None: outside of it
@@ -74,7 +74,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     """
     options = {"enable_fp_fusion": True, **options}
     begun = _compiling.get()
-    settle_key(kernel)
+    hash_in_order(kernel)
     if begun is None:
         divide(kernel[grid](*args, **options), least_shared)
         return
@@ -82,7 +82,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     if kind not in begun:  # Triton would look for it anew in all layers, at a cost, until the first is compiled
         begun.add(kind)
         for each in options.values():
-            settle_key(each)
+            hash_in_order(each)
         kernel.warmup(*args, grid=grid, **options)
 
 
