@@ -125,6 +125,10 @@ def processes() -> Iterator[dict[str, Any]]:
     for each in found:
         each.kernel.device_caches.clear()
     yield {"what": "once more", "hits": compile_all(later := Compilers(2), found), "begun": later._process is not None}
+    found[0].kernel.device_caches.clear()
+    triton.knobs.cache.dir += "/another"
+    compile_all(missed := Compilers(1), found[:1])
+    yield {"what": "not there", "begun": missed._process is not None}
 
 
 def broken() -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -52,6 +53,20 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
         raise NotSendable(f"this Triton compiles from something else: {error}") from error
     gluon = type(source).__name__ == "GluonASTSource"
     return json.dumps([gluon, *map(_told, (*parts, target, options, settings))]).encode()
+
+
+def is_cached(compiling: Callable[[], Any]) -> bool:
+    """Whether Triton's cache on the disk has what such a call compiles; also where that cannot be known."""
+    from triton.compiler import get_cache_key, make_backend
+    from triton.runtime.cache import get_cache_manager
+
+    held = getclosurevars(compiling).nonlocals
+    with suppress(AttributeError, KeyError, OSError, TypeError):
+        source = held["src"]
+        key = get_cache_key(source, make_backend(held["target"]), held["options"], held["env_vars"])
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return manager.get_file(f"{source.name[:150]}.json") is not None
+    return True
 
 
 def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:

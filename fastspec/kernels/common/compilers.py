@@ -19,10 +19,9 @@ from multiprocessing.connection import wait as first_of
 from pathlib import Path
 from typing import Any, Final
 
-from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_of
+from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
-SLOW: Final = 0.1  # seconds; what lies in the cache takes a tenth of it
 LOOK: Final = 0.01  # seconds between two looks at whether another process has compiled a kernel
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores together, in a period of so many
 LONGEST: Final = 60.0  # seconds that it may take: then it hangs, and this one compiles it as well
@@ -155,11 +154,9 @@ class Compilers(Executor):
             with _alone(job) if several and job is not None else nullcontext():
                 if place is not None and job is not None:
                     ended = not _asked(place, job, self._first_with(launcher_of(job)))
-                start = time.perf_counter()
-                compiled = compiling()
-            if place is None and time.perf_counter() - start > SLOW:
-                self.begin()
-            return compiled
+                if place is None and not is_cached(compiling):
+                    self.begin()
+                return compiling()
         finally:
             if ended:
                 self._count_living(-1)

@@ -27,12 +27,13 @@ def test_every_launch_comes_back_from_its_text(arch: int) -> None:
 
 
 def test_processes_compile_and_this_one_only_reads() -> None:
-    empty, compiled, ended, again = module_output("tests.helpers.compile_jobs", "processes")
+    empty, compiled, ended, again, missed = module_output("tests.helpers.compile_jobs", "processes")
     assert empty["empty"]
     assert not compiled["empty"]
     assert compiled["hits"] == [True] * 4  # each once, though each was launched twice
     assert ended["status"] is not None
     assert (again["hits"], again["begun"]) == ([True] * 4, False)
+    assert missed["begun"]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(0, marks=pytest.mark.slow)])
