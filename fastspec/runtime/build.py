@@ -261,6 +261,7 @@ def build(
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
+        sharing=(ranks.world.rank, ranks.size),
     )
     return engine, pending
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,5 +131,15 @@ def test_who_has_compilers(
     gpu: bool, target: Any, device: Any, graphs: bool | None, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(warmup, "compilers", lambda *sharing: ("begun", *sharing))
+    monkeypatch.setattr(warmup, "kernel_compilers", lambda *sharing: ("begun", *sharing))
     assert (warmup.compilers_for(target, device, graphs, 1, 2) == ("begun", 1, 2)) == begun
+
+
+@pytest.mark.parametrize("given", [None, "those of the constructor"])
+def test_what_a_later_call_lacks_is_compiled_by_processes_too(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "kernel_compilers", lambda *sharing: nullcontext(("begun", *sharing)))
+    monkeypatch.setattr(warmup, "_choose_reading", lambda engine: None)
+    engine, choice = mock.MagicMock(sharing=(1, 2)), mock.MagicMock(controller=None)
+    engine.missing.return_value = [(1, "a step")]
+    warmup.warm_up_for(engine, 1, choice, 9, 0, progress=False, compilers=given)
+    assert engine.compile.call_args.kwargs["compilers"] == (given or ("begun", 1, 2))
