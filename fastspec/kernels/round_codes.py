@@ -24,7 +24,7 @@ from fastspec.kernels.common.rounding import LARGEST, SHRINK
 
 _TRIED = len(SHRINK)
 TRIED = tl.constexpr(_TRIED)
-LEAST = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
+LEAST = tl.constexpr(2.0**-126)  # the smallest normal bf16; kernels are also imported where torch is not
 NARROW, WIDE = 32, 2  # groups to a program: of up to 128 values, and of whole rows
 COLUMNS = 1024  # of a row that are read at a time
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.launch import is_compiling
+from fastspec.kernels.common.launch import is_brief
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Reduce
@@ -91,7 +91,7 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in one_of_each(self.spec.plans, layers) if is_compiling() and not features else range(len(layers)):
+        for index in one_of_each(self.spec.plans, layers) if is_brief() and not features else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:

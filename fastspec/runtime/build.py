@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fastspec.graphs.results import ResultRing
-from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
+from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
 from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
@@ -105,8 +106,8 @@ def build(
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
     ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
-    warm_ups = 1 if ours else WARM_UPS
-    runner: Runner = GraphRunner(device, nvtx=nvtx, warm_ups=warm_ups) if settings.graphs else EagerRunner(device)
+    warming: dict[str, Any] = {"warm_ups": 1, "warming": brief} if ours else {}
+    runner: Runner = GraphRunner(device, nvtx=nvtx, **warming) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
     with runner.on():
@@ -171,6 +172,7 @@ def build(
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
+        sharing=(ranks.world.rank, ranks.size),
     )
     return engine, made.pending
 

@@ -65,6 +65,7 @@ class Engine:
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
         threads: how many work on a step, on the CPU; None: not chosen.
+        sharing: this rank, and how many ranks share the machine and capture the same.
         prefill_batch_tokens: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
         slots: the prefill slots, by how many prompts share a pass.
     """
@@ -86,6 +87,7 @@ class Engine:
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
+    sharing: tuple[int, int] = (0, 1)
     prefill_batch_tokens: int = 0
     slots: dict[int, PrefillSlot] = field(init=False)
 

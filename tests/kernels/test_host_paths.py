@@ -115,7 +115,7 @@ def test_one_layer_of_each_kind_launches_what_all_launch(
     for cut in (True, False):
         launched.clear()
         launched.kinds = set()
-        monkeypatch.setattr(decoder, "is_compiling", lambda cut=cut: cut)
+        monkeypatch.setattr(decoder, "is_brief", lambda cut=cut: cut)
         compile_all(directory, torch.bfloat16, (0, 2), 2, 300)
         kinds.append(launched.kinds)
         counts.append(len(launched))
