@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
-from fastspec.kernels.reference.linear import norm
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.reference.linear import linear, norm
 from fastspec.kernels.reference.recurrent import sigmoid
-from fastspec.shapes import ClampedGate, RoutingRule
+from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, Tiling
 
 PAIRS = 8  # (token, expert) pairs of one product
 
@@ -24,13 +25,15 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     """The experts of each row, in the order in which they are chosen, and their factors.
 
     Args:
-        logits: fp32 [R, E], of the router.
+        logits: fp32 [R, E + rule.gates], of the router.
         rule: `RoutingRule` has the formulas.
         correction: fp32 [E], added to the scores only to choose experts.
 
     Returns:
-        Ids int32 [R, chosen] and factors fp32 [R, chosen].
+        Ids int32 [R, rule.held] and factors fp32 [R, rule.held].
     """
+    if rule.shared is not None:
+        return _with_shared(logits, rule, correction)
     scores = logits
     if rule.scores == "softmax":
         scores = torch.softmax(logits, dim=-1)
@@ -46,6 +49,23 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     if rule.normed:
         factors = factors / factors.cumsum(-1)[:, -1:]  # in their order, whatever the number of rows
     return ids.int(), factors * rule.scale
+
+
+def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `route`, of a rule with a shared expert."""
+    experts = logits.shape[1] - rule.gates
+    ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
+    gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])
+    last = torch.full_like(ids[:, :1], experts)
+    return torch.cat((ids, last), dim=-1), torch.cat((factors, gate), dim=-1)
+
+
+def normed_logits(
+    x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
+) -> tuple[Tensor, Tensor]:
+    """`norm` of x [..., K], and its fp32 product [..., N] with a router [N, K], which is stored as rows."""
+    h = norm(x, weight, eps)
+    return h, linear(h, router, bias, tiling, out_dtype=torch.float32)
 
 
 def route_normed(
