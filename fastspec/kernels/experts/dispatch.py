@@ -58,6 +58,9 @@ CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1),
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
 WAYS = 4  # sums that K is split in for mxfp4: it sets the order of sums
 SUM_BLOCK = 512
+# of the product of pairs in 16 bits: pairs and bytes of an expert's rows for which a program loads all of its weights
+# ahead, and bytes of them that a warp has registers for
+AHEAD_ROWS, AHEAD_BYTES, WARP_BYTES = 8, 2048, 1024
 
 
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -156,10 +159,12 @@ def _product(
             **options, PDL=pdl, num_warps=WAYS, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip
         return out
-    width = out.shape[1]
+    width, size = out.shape[1], x.element_size()
+    ahead = not gated and size == 2 and tile.rows <= AHEAD_ROWS and k * size <= AHEAD_BYTES
+    num_warps = triton.next_power_of_2(triton.cdiv(k * size, WARP_BYTES)) if ahead else tile.num_warps
     launch(
         expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
-        WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[x.element_size()],
-        **options, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], AHEAD=ahead,
+        **options, num_warps=num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out

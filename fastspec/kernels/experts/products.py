@@ -73,6 +73,30 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
+def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """All weight rows, in blocks of K: loads that are under way while a program waits. some: whether it has pairs."""
+    k = tl.arange(0, BLOCK_K)
+    blocks = ()
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = some & (at + k < K) if at + BLOCK_K > K else some & (k >= 0)
+        blocks = blocks + (tl.load(weight_at + at + k[None, :], mask=inside[None, :], other=0.0),)
+    return blocks
+
+
+@triton.jit
+def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As `_values_product`, of what `_weights_ahead` gave: the same chain over k."""
+    k = tl.arange(0, BLOCK_K)
+    xs = ()
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = here[None, :] & (at + k < K)[:, None] if at + BLOCK_K > K else here[None, :] & (k >= 0)[:, None]
+        xs = xs + (tl.load(x_at + at + k[:, None], mask=inside, other=0.0),)
+    for i in tl.static_range(len(blocks)):
+        out = tl.dot(blocks[i], xs[i], out, input_precision="ieee")
+    return out
+
+
+@triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements behind the gate rows."""
     k = tl.arange(0, BLOCK_K)
@@ -107,12 +131,13 @@ def expert_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     OF_PAIRS: tl.constexpr,  # x has a row for each pair
+    AHEAD: tl.constexpr,  # with OF_PAIRS: all weights are loaded before x is there
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    The product of pairs loads which they are before it waits for the one of rows, which writes x alone: that one lets
-    it start only once what lists pairs has ended.
+    The product of pairs loads which they are, and with AHEAD their weights, before it waits for the one of rows, which
+    writes x alone: that one lets it start only once what lists pairs has ended.
     """
     if PDL:
         if not OF_PAIRS:
@@ -120,21 +145,25 @@ def expert_kernel(
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert, pair, valid = _pairs_of(chosen, tl.program_id(1), ROWS)
+    ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    some = tl.max(valid.to(tl.int32), axis=0) > 0
+    last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
+    weight_at = given.weight + last[:, None] * K
+    if AHEAD:
+        blocks = _weights_ahead(weight_at, some, K, BLOCK_K)
     if PDL and OF_PAIRS:
         gdc_wait()
-    if tl.max(valid.to(tl.int32), axis=0) > 0:
-        ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    if some:
         row = pair if OF_PAIRS else pair // CHOSEN
         x_at = given.x + tl.where(valid, row, 0).to(tl.int64)[None, :] * K
-        last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
         out = tl.zeros((BLOCK_N, ROWS), tl.float32)
         up = out
         if GATED:
-            out, up = _gated_values_product(
-                x_at, given.weight + last[:, None] * K, valid, WIDTH * K, out, up, K, BLOCK_K
-            )
+            out, up = _gated_values_product(x_at, weight_at, valid, WIDTH * K, out, up, K, BLOCK_K)
+        elif AHEAD:
+            out = _product_of_loaded(x_at, blocks, valid, out, K, BLOCK_K)
         else:
-            out = _values_product(x_at, given.weight + last[:, None] * K, valid, out, K, BLOCK_K)
+            out = _values_product(x_at, weight_at, valid, out, K, BLOCK_K)
         if given.bias is not None:
             out += tl.load(given.bias + last).to(tl.float32)[:, None]
             if GATED:
