@@ -181,7 +181,7 @@ class Decoder:
         x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
         ids, factors, h = self._routed(plan, x, layer, tiling)
         shared: dict[str, Tensor] = {}
-        if plan.experts.shared:
+        if plan.experts.shared and not layer.experts.joined:
             gate_up, down = layer.mlp
             shared["shared"] = linear(linear(h, gate_up, None, tiling, gated=True), down, None, tiling)
         if (gate := layer.experts.shared_gate) is not None:
@@ -195,8 +195,12 @@ class Decoder:
         assert weights is not None
         assert layer.post_norm is not None
         router, linear = (weights.router, weights.router_bias, tiling), self.ops.linear
+        norm = (layer.post_norm, self.spec.rms_eps)
+        if weights.joined:
+            h, logits = self.ops.normed_logits(x, *norm, *router)
+            rule = experts.routing._replace(shared="gated" if experts.shared_gate else "whole")
+            return *self.ops.route(logits.flatten(0, -2), rule, weights.correction), h
         if plan.fused_norm:
-            norm = (layer.post_norm, self.spec.rms_eps)
             logits = linear(x, *router, norm=norm, out_dtype=torch.float32)
             return self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
         h = self._norm(plan, x, layer.post_norm)

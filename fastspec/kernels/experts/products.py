@@ -8,6 +8,9 @@ is one chain over k, whatever the number of rows and wherever a row lies. fp32 h
 mxfp4 have a kernel of their own, in `mxfp4`.
 """
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
