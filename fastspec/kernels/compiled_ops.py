@@ -147,6 +147,7 @@ def compiled(ops: Ops) -> Ops:
         route=reference.route,
         route_normed=reference.route_normed,
         experts=reference.experts,
+        experts_normed=reference.experts_normed,
         attend=attend,
         argmax=reference.argmax,
     )

@@ -63,6 +63,7 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor]]
     route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
+    experts_normed: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., Tensor]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     store_heads: Callable[..., Tensor]
@@ -108,6 +109,7 @@ TORCH_OPS = Ops(
     route=reference.route,
     route_normed=reference.route_normed,
     experts=reference.experts,
+    experts_normed=reference.experts_normed,
     attend=reference.attend,
     rotate=reference.rotate,
     store_heads=reference.store_heads,

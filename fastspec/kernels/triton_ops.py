@@ -232,6 +232,11 @@ def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
     return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
 
 
+def experts_normed(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """As `reference.experts_normed`, which defines it."""
+    return mixtures.experts_normed(x, *given, pdl=has_pdl(x.device), **options)
+
+
 def argmax(
     x: Tensor,
     weight: Weight,
@@ -276,6 +281,7 @@ TRITON_OPS = Ops(
     route=route,
     route_normed=route_normed,
     experts=experts,
+    experts_normed=experts_normed,
     attend=attend,
     rotate=rotate,
     store_heads=store_heads,

@@ -8,7 +8,7 @@ import torch
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.experts.dispatch import experts
+from fastspec.kernels.experts.dispatch import experts, experts_normed
 from fastspec.kernels.experts.route import route, route_normed
 from fastspec.kernels.experts.router import normed_logits
 from fastspec.shapes import ClampedGate, RoutingRule
@@ -22,7 +22,7 @@ ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sor
 
 def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, pdl: bool) -> object:
     """One mixture; `form`: "plain", with a shared expert "shared", one rank's part of that "part", with biases and
-    clamped "bias", or "mxfp4".
+    clamped "bias", "mxfp4", or with the norm of the sum "normed".
     """
     count, chosen, hidden, inner = sizes
     made = []
@@ -45,6 +45,9 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
         shared = {"shared": on_meta((rows, hidden), F32), "shared_logits": on_meta((rows, 1), F32)}
     ids, factors = on_meta((rows, chosen), I32), on_meta((rows, chosen), F32)
     clamp = ClampedGate(1.702, 7.0) if biased else None
+    if form == "normed":
+        norm = on_meta((hidden,), F32), 1e-6
+        return experts_normed(x, ids, factors, weights, clamp, residual=x, norm=norm, pdl=pdl)
     return experts(x, ids, factors, weights, clamp, residual=None if form == "part" else x, pdl=pdl, **shared)
 
 
@@ -68,7 +71,7 @@ def mixtures(arch: int) -> Calls:
         router = Weight(on_meta((rows, hidden), torch.bfloat16))
         yield f"router {hidden}", partial(normed_logits, x, gamma, 1e-6, router, None, pdl=arch >= 90)
     for rows in (1, 5):
-        yield f"joined {rows}", partial(mixture, rows, JOINED, "plain", torch.bfloat16, arch >= 90)
+        yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16, arch >= 90)
     for rows in ROWS:
         for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
             yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.norm import normed_row
+
 
 class Chosen(NamedTuple):
     """Which pairs each program has.
@@ -32,6 +34,18 @@ class Chosen(NamedTuple):
     ids: Any
     order: Any
     tiles: Any
+
+
+class Norm(NamedTuple):
+    """The norm of a sum; None: there is none.
+
+    Attributes:
+        weight: [K]. out: [R, K]. eps: epsilon.
+    """
+
+    weight: Any
+    out: Any
+    eps: Any
 
 
 class Stack(NamedTuple):
@@ -188,18 +202,24 @@ def sum_kernel(
     shared_logits_ptr,  # fp32 [R]
     residual_ptr,  # [R, K]
     out_ptr,  # [R, K]
+    norm,  # Norm
     K: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output]."""
+    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output].
+
+    With a norm a program has a whole row.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < K
+    kind: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(CHOSEN):
         given = tl.load(given_ptr + (row * CHOSEN + i) * K + k, mask=inside, other=0.0).to(tl.float32)
@@ -211,4 +231,7 @@ def sum_kernel(
         total += shared
     if residual_ptr is not None:
         total += tl.load(residual_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * K + k, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * K + k, total.to(kind), mask=inside)
+    if norm.weight is not None:
+        normed = normed_row(total.to(kind).to(tl.float32), norm.weight, k, inside, K, norm.eps, ROUND_FIRST, kind)
+        tl.store(norm.out + row * K + k, normed.to(kind), mask=inside)

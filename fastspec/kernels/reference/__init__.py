@@ -1,7 +1,7 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, rotate, store_heads
-from fastspec.kernels.reference.experts import experts, normed_logits, route, route_normed
+from fastspec.kernels.reference.experts import experts, experts_normed, normed_logits, route, route_normed
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     add_norm,
@@ -33,6 +33,7 @@ __all__ = [
     "delta_rule",
     "embed",
     "experts",
+    "experts_normed",
     "feed_rows",
     "gated_norm",
     "gelu_tanh",

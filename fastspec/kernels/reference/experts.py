@@ -7,6 +7,7 @@ experts are added up in the order in which they were chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.reference.linear import linear, norm
+from fastspec.kernels.reference.linear import linear
+from fastspec.kernels.reference.linear import norm as norm_of
 from fastspec.kernels.reference.recurrent import sigmoid
 from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, Tiling
 
@@ -64,7 +66,7 @@ def normed_logits(
     x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
 ) -> tuple[Tensor, Tensor]:
     """`norm` of x [..., K], and its fp32 product [..., N] with a router [N, K], which is stored as rows."""
-    h = norm(x, weight, eps)
+    h = norm_of(x, weight, eps)
     return h, linear(h, router, bias, tiling, out_dtype=torch.float32)
 
 
@@ -73,7 +75,7 @@ def route_normed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route`, and beside it `norm` of x [..., K], whose rows the experts multiply."""
     ids, factors = route(logits, rule, correction)
-    return ids, factors, norm(x, weight, eps)
+    return ids, factors, norm_of(x, weight, eps)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -133,6 +135,12 @@ def experts(
     if shared is not None:
         total = total + (shared.float() if shared_logits is None else sigmoid(shared_logits) * shared.float())
     return total if residual is None else residual + total.to(x.dtype)
+
+
+def experts_normed(*given: Any, residual: Tensor, norm: tuple[Tensor, float], **options: Any) -> tuple[Tensor, Tensor]:
+    """`experts` of the same arguments, and the `norm` of what that gives, by weight [hidden] and epsilon."""
+    out = experts(*given, residual=residual, **options)
+    return out, norm_of(out, *norm)
 
 
 def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
