@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fastspec.models.weights.load import DecoderWeights, load_weights
 from fastspec.models.weights.sliced import local_spec
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel.slices import share_of
+from fastspec.runtime.explain import shared_expert
 from fastspec.shapes import ClampedGate, RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import VOCAB, config_of, decoder, logits_of, make_family
@@ -124,3 +126,18 @@ def test_a_shared_expert_of_another_width_stays_beside_the_others() -> None:
         _, joined, _ = joined_and_apart(model)
         assert not any(layer.experts.joined for layer in joined.layers if layer.experts)
         assert all(layer.gate_up is not None for layer in joined.layers)
+
+
+def test_what_is_told_of_a_shared_expert() -> None:
+    def told(family: str, which: int, ops: str = "triton", dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+        spec, *weights = joined_and_apart(make_family(family, **changes))
+        parts = SimpleNamespace(target=decoder(spec, weights[which]), ops=SimpleNamespace(name=ops))
+        settings: Any = SimpleNamespace(ranks=0, layout=SimpleNamespace(target_dtype=dtype))
+        engine: Any = SimpleNamespace(parts=parts)
+        return shared_expert(settings, engine)
+
+    assert told("glm4_moe", 0).endswith("the last of those that a token has: no launches of its own")
+    assert told("glm4_moe", 1).endswith("in fp32")
+    assert told("glm4_moe", 1, "torch").endswith("computed by torch")
+    assert told("qwen2_moe", 1, dtype=torch.bfloat16).endswith("80 wide, the others 48")
+    assert told("qwen3_moe", 0) == ""
