@@ -12,7 +12,7 @@ import torch
 from fastspec.kernels.common.rounding import FORMATS, kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
+from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
@@ -21,6 +21,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
+from fastspec.kernels.room import BLOCK, Room
 from fastspec.kernels.rotate import rotate
 from fastspec.kernels.round_codes import rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of

@@ -5,7 +5,7 @@
 | logits     | [R, N] fp32    | contiguous; of E experts, and a gate     |
 | correction | [E] fp32       | or None: added to scores to choose alone |
 
-E is up to `MOST_EXPERTS`. The order of a sum over all experts depends on E alone; scores of chosen experts are added in
+E is up to `MAX_EXPERTS`. The order of a sum over all experts depends on E alone; scores of chosen experts are added in
 the order of choice.
 """
 
@@ -24,7 +24,7 @@ from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.kernels.norm import normed_row
 from fastspec.shapes import RoutingRule
 
-MOST_EXPERTS = 4096  # logits that one program holds
+MAX_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 ONE_WARP = 2048  # experts, or elements of a norm, up to which a program is one warp: no sum waits for others
 LEAST = tl.constexpr(-(2**31))  # below the keys of all scores
@@ -234,8 +234,8 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, experts = logits.shape[0], logits.shape[1] - rule.gates
     check("logits", logits, (rows, experts + rule.gates), torch.float32)
-    if not rule.chosen <= experts <= MOST_EXPERTS:
-        raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MOST_EXPERTS}")
+    if not rule.chosen <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MAX_EXPERTS}")
     if correction is not None:
         check("correction", correction, (experts,), torch.float32)
     ids = new_ids(rows * rule.held, logits.device, torch.int32).view(rows, rule.held)

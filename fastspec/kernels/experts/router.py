@@ -2,7 +2,7 @@
 
 | argument | shape, dtype                      | notes                                            |
 |----------|-----------------------------------|--------------------------------------------------|
-| x        | [..., K] bf16, fp16 or fp32       | any number of rows, K up to `MOST_WIDTH`         |
+| x        | [..., K] bf16, fp16 or fp32       | any number of rows, K up to `MAX_WIDTH`         |
 | weight   | [K], x's dtype or fp32            | contiguous; see `reference.norm` for its meaning |
 | router   | `Weight` [N, K] in x's dtype      | stored as rows                                   |
 | bias     | [N], x's dtype                    | or None                                          |
@@ -24,7 +24,7 @@ from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.norm import normed_row
 
-MOST_WIDTH = 8192
+MAX_WIDTH = 8192
 BLOCK_N = 8
 PROGRAMS = 1024  # from here on a program has several rows of x
 
@@ -89,10 +89,10 @@ def normed_logits(
         ValueError: a tensor is not as above.
     """
     (n, k), flat = router.shape, x.reshape(-1, x.shape[-1]).contiguous()
-    if router.format != "rows" or router.dtype != x.dtype or x.shape[-1] != k or not k <= MOST_WIDTH:
+    if router.format != "rows" or router.dtype != x.dtype or x.shape[-1] != k or not k <= MAX_WIDTH:
         raise ValueError(
             f"x is {told(x)}, the router {router.dtype} {[n, k]} stored as {router.format}; wanted [..., K] and rows "
-            f"[N, K] of one dtype, K up to {MOST_WIDTH}"
+            f"[N, K] of one dtype, K up to {MAX_WIDTH}"
         )
     check("weight", weight, (k,))
     if bias is not None:
