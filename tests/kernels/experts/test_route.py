@@ -94,6 +94,7 @@ def test_rows_that_are_no_numbers_name_experts_that_are_there(device: str) -> No
     for name in ("qwen", "gpt-oss"):
         ids, _ = route(nan, RULES[name])
         assert bool(((ids >= 0) & (ids < EXPERTS)).all())
+        assert all(len(set(row)) == RULES[name].chosen for row in ids.tolist())
 
 
 @pytest.mark.parametrize("device", devices())
