@@ -65,9 +65,11 @@ def _few(
     ids = tl.load(ids_ptr + p, mask=there, other=E)
     same, earlier = ids[None, :] == ids[:, None], p[None, :] < p[:, None]
     ahead = (ids[None, :] < ids[:, None]) | (same & earlier)
-    rank = tl.sum(ahead.to(tl.int32), axis=1)
-    within = tl.sum((same & earlier).to(tl.int32), axis=1)
-    left = tl.sum(same.to(tl.int32), axis=1) - within
+    # three numbers of up to PART each in one sum: those ahead, those of the same expert ahead, those of the same expert
+    packed = ahead.to(tl.int32) + ((same & earlier).to(tl.int32) << 8) + (same.to(tl.int32) << 16)
+    sums = tl.sum(packed, axis=1)
+    rank, within = sums & 0xFF, (sums >> 8) & 0xFF
+    left = (sums >> 16) - within
     tl.store(order_ptr + rank, p, mask=there)
     # a tile begins at every EACH-th pair of an expert; how many others begin ahead of it is its number
     begins = there & (within % EACH == 0)
