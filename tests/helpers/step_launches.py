@@ -171,7 +171,8 @@ def recurrent(arch: int) -> Calls:
     """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
     for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
         for dtype in (BF16, F32):
-            for rows, tokens in ((BATCH, 5), (1, 64)):
+            plain = ((1, 1),) if rule.key_dim == 128 else ()
+            for rows, tokens in (*plain, (BATCH, 5), (1, 64)):
                 yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
