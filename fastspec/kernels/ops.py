@@ -69,6 +69,7 @@ class Ops:
     store_heads: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
+    gated: Callable[[Tensor, Tensor], Tensor]
     argmax: Callable[..., None]
     verify_commit: Callable[..., None]
     sampled_work: Callable[[int, int, int, torch.device], Any]
@@ -115,6 +116,7 @@ TORCH_OPS = Ops(
     store_heads=reference.store_heads,
     delta_rule=reference.delta_rule,
     gated_norm=reference.gated_norm,
+    gated=reference.gated,
     argmax=reference.argmax,
     verify_commit=reference.verify_commit,
     sampled_work=lambda batch, max_drafts, vocab, device: None,

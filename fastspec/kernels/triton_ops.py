@@ -40,7 +40,7 @@ from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.rotate import rotate as rotate_heads
 from fastspec.kernels.round_codes import rounded
@@ -289,6 +289,7 @@ TRITON_OPS = Ops(
     store_heads=store_heads,
     delta_rule=delta_rule,
     gated_norm=gated_norm,
+    gated=gated,
     argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,

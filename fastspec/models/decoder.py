@@ -318,7 +318,7 @@ class Decoder:
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
             qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)
-            return self._attended(index, layer, qkv, rows) * reference.sigmoid(gate)
+            return self.ops.gated(self._attended(index, layer, qkv, rows), gate)
         return self._attended(index, layer, qkv, rows)
 
     def _attended(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:

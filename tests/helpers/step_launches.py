@@ -18,7 +18,7 @@ from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -177,6 +177,7 @@ def recurrent(arch: int) -> Calls:
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
             yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+            yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
 
 
 def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:

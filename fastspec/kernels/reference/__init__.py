@@ -20,7 +20,7 @@ from fastspec.kernels.reference.linear import (
     tile_argmax,
     tile_linear,
 )
-from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
+from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
 
@@ -35,6 +35,7 @@ __all__ = [
     "experts",
     "experts_normed",
     "feed_rows",
+    "gated",
     "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",

@@ -17,7 +17,7 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
@@ -267,6 +267,17 @@ def test_the_gated_norm_is_its_definition(dtype: torch.dtype, device: str) -> No
     assert torch.equal(one[0, 0], found[1, 2])
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_gate_is_its_definition(dtype: torch.dtype, device: str) -> None:
+    product = torch.randn(2, 3, 2 * 1500, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    x, gate = product[..., :1500].contiguous(), 3 * product[..., 1500:]
+    found = gated(x, product[..., 1500:])
+    close(found, reference.gated(x, product[..., 1500:]), dtype)
+    assert not torch.equal(found, gated(x, gate))
+    assert torch.equal(gated(x[1:, 2:].contiguous(), product[1:, 2:, 1500:])[0, 0], found[1, 2])
+
+
 def test_what_it_cannot_take_is_refused() -> None:
     case, one = a_case(F32, "cpu", rows=1), torch.ones(1, 1, dtype=torch.bool)
     good: dict[str, Any] = {"product": a_product(1, 1, F32, "cpu"), "positions": placed([0], 1, "cpu"), "mask": one}
@@ -284,3 +295,5 @@ def test_what_it_cannot_take_is_refused() -> None:
         gated_norm(x.contiguous(), x.to(BF16), case.layer.norm, 1e-6)
     with pytest.raises(ValueError, match="x is"):
         gated_norm(x[..., 1:], x[..., 1:], case.layer.norm, 1e-6)
+    with pytest.raises(ValueError, match="gate is"):
+        gated(x.contiguous(), x[..., 1:])
