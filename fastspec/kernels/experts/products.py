@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.norm import normed_row
+from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
@@ -215,10 +215,13 @@ def sum_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < K
+    if norm.weight is not None:
+        norm_weight = weight_of(norm.weight, k, inside)
+    if PDL:
+        gdc_wait()
     kind: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(CHOSEN):
@@ -233,5 +236,5 @@ def sum_kernel(
         total += tl.load(residual_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * K + k, total.to(kind), mask=inside)
     if norm.weight is not None:
-        normed = normed_row(total.to(kind).to(tl.float32), norm.weight, k, inside, K, norm.eps, ROUND_FIRST, kind)
+        normed = normed_row(total.to(kind).to(tl.float32), norm_weight, K, norm.eps, ROUND_FIRST, kind)
         tl.store(norm.out + row * K + k, normed.to(kind), mask=inside)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
-from fastspec.kernels.norm import normed_row
+from fastspec.kernels.norm import normed_row, weight_of
 from fastspec.shapes import RoutingRule
 
 MAX_EXPERTS = 4096  # logits that one program holds
@@ -113,9 +113,10 @@ def route_kernel(
         )  # fmt: skip
     elif beside.x is not None:
         at = tl.arange(0, WIDE)
+        weight = weight_of(beside.weight, at, at < K)
         x = tl.load(beside.x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         kind: tl.constexpr = beside.normed.dtype.element_ty
-        normed = normed_row(x, beside.weight, at, at < K, K, beside.eps, ROUND_FIRST, kind)
+        normed = normed_row(x, weight, K, beside.eps, ROUND_FIRST, kind)
         tl.store(beside.normed + row * K + at, normed.to(kind), mask=at < K)
 
 

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.norm import normed_row
+from fastspec.kernels.norm import normed_row, weight_of
 
 MAX_WIDTH = 8192
 BLOCK_N = 8
@@ -55,6 +55,9 @@ def router_kernel(
     inside = k < K
     last = tl.minimum(n, N - 1)
     router = tl.load(router_ptr + last[:, None] * K + k[None, :], mask=inside[None, :], other=0.0)
+    weight = weight_of(weight_ptr, k, inside)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + last).to(tl.float32)
     if PDL:
         gdc_wait()
     first = tl.program_id(1) * each
@@ -65,11 +68,11 @@ def router_kernel(
     logits_ptr += first.to(tl.int64) * N
     for _row in range(first, tl.minimum(first + each, rows)):
         x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
-        normed = normed_row(x, weight_ptr, k, inside, K, eps, ROUND_FIRST, kind).to(kind)
+        normed = normed_row(x, weight, K, eps, ROUND_FIRST, kind).to(kind)
         tl.store(normed_ptr + k, normed, mask=keeps)
         logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
         if bias_ptr is not None:
-            logits += tl.load(bias_ptr + last).to(tl.float32)
+            logits += bias
         tl.store(logits_ptr + n, logits, mask=n < N)
         x_ptr += K
         normed_ptr += K
