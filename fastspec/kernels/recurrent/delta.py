@@ -141,7 +141,7 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
     """Tokens that are convolved at once: the one of a plain step, else as many as a step may have; a power of two."""
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
-    return max(1, least, 1 if tokens == 1 else int(triton.next_power_of_2(slots)))
+    return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
