@@ -107,6 +107,7 @@ class RoutingRule(NamedTuple):
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
             with `normed`; times `scale`
+        with `shared` behind them expert E, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
 
     Attributes:
         chosen: experts of a token.
@@ -115,6 +116,7 @@ class RoutingRule(NamedTuple):
         scale: factor on all of them.
         groups: number of groups of experts, all of one size; 1: no groups.
         kept_groups: number of groups from which experts are chosen.
+        shared: an expert that every token has behind the chosen ones; None: there is none.
     """
 
     chosen: int
@@ -123,6 +125,17 @@ class RoutingRule(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    shared: Literal["whole", "gated"] | None = None
+
+    @property
+    def held(self) -> int:
+        """Experts of a token, with the shared one."""
+        return self.chosen + (self.shared is not None)
+
+    @property
+    def gates(self) -> int:
+        """Logits behind those of the experts."""
+        return int(self.shared == "gated")
 
 
 class ClampedGate(NamedTuple):

@@ -21,6 +21,7 @@ from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.experts import dispatch as mixtures
+from fastspec.kernels.experts import router as routers
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.experts.route import route_normed as route_normed_rows
@@ -39,7 +40,7 @@ from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.rotate import rotate as rotate_heads
 from fastspec.kernels.round_codes import rounded
@@ -199,6 +200,25 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return gelu.gelu_tanh_mul(gate_up, pdl=has_pdl(gate_up.device))
 
 
+def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
+    """As `Ops.joins_shared`: in 16 bits, of which one launch norms and multiplies with the router."""
+    return dtype.itemsize == 2 and hidden <= routers.MAX_WIDTH
+
+
+def normed_logits(
+    x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
+) -> tuple[Tensor, Tensor]:
+    """As `reference.normed_logits`, which defines it; a prompt's many rows are multiplied by tiles.
+
+    `tiling` has no say here: a row's bits are the same beside any others, in steps and in prompts, each for itself.
+    """
+    pdl = has_pdl(x.device)
+    if x.shape[1] <= MAX_SPLIT_QUERIES:
+        return routers.normed_logits(x, weight, eps, router, bias, pdl=pdl)
+    h = norm(x, weight, eps)
+    return h, tile_linear(h, router.data, bias, out_dtype=torch.float32, pdl=pdl)
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
@@ -212,6 +232,11 @@ def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
     """As `reference.experts`, which defines it; a row's bits are the same in steps and prompts."""
     return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
+
+
+def experts_normed(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """As `reference.experts_normed`, which defines it."""
+    return mixtures.experts_normed(x, *given, pdl=has_pdl(x.device), **options)
 
 
 def argmax(
@@ -244,6 +269,7 @@ TRITON_OPS = Ops(
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     keeps_experts=keeps_experts,
+    joins_shared=joins_shared,
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,
@@ -253,14 +279,17 @@ TRITON_OPS = Ops(
     gelu_tanh_mul=gelu_tanh_mul,
     linear=linear,
     layer_tail=layer_tail,
+    normed_logits=normed_logits,
     route=route,
     route_normed=route_normed,
     experts=experts,
+    experts_normed=experts_normed,
     attend=attend,
     rotate=rotate,
     store_heads=store_heads,
     delta_rule=delta_rule,
     gated_norm=gated_norm,
+    gated=gated,
     argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,

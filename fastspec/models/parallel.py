@@ -188,12 +188,13 @@ class ParallelDecoder(Decoder):
             made.append(self.ops.linear(columns, piece, None, tiling, out_dtype=torch.float32))
         return made
 
-    def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+    def _mixture(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
 
         What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
         """
-        experts, weights, size = plan.experts, layer.experts, self._share
+        plan, layer, size = self.spec.plans[index], self.weights.layers[index], self._share
+        experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
         x = self._joined(plan, attended, layer.o, layer.o_bias, x, None, tiling)
@@ -210,7 +211,7 @@ class ParallelDecoder(Decoder):
             if of_all is not None:
                 more = {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
             partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
-        return self.exchange.added(tree_sum(partial), None, x)
+        return self.exchange.added(tree_sum(partial), None, x), None  # the norm is of what all ranks add
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
         """As `Decoder`; a norm over the heads of all ranks gathers them first."""

@@ -359,8 +359,11 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
     held = [getattr(part, each.name) for part in parts for each in fields(part)]
-    # of fewer rows a product is by tiles, whatever the number of tokens
-    yield from (each for each in (*held, *others) if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS)
+    # by tiles, whatever the number of tokens: products of few rows, and of routers that have a shared expert's gate
+    by_tiles = {id(layer.experts.router) for layer in decoder.layers if layer.experts and layer.experts.joined}
+    for each in (*held, *others):
+        if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS and id(each) not in by_tiles:
+            yield each
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:

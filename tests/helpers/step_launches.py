@@ -18,7 +18,7 @@ from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -171,11 +171,13 @@ def recurrent(arch: int) -> Calls:
     """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
     for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
         for dtype in (BF16, F32):
-            for rows, tokens in ((BATCH, 5), (1, 64)):
+            plain = ((1, 1),) if rule.key_dim == 128 else ()
+            for rows, tokens in (*plain, (BATCH, 5), (1, 64)):
                 yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
             yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+            yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
 
 
 def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:

@@ -139,6 +139,17 @@ class Loader:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
+    def joins_shared(self, *names: str) -> bool:
+        """Whether ops want the named matrices of a shared expert and a router among those of all experts.
+
+        Of codes they stay apart, and where ranks share matrices.
+        """
+        plain = all(self._source.kind(name) is None for name in names)
+        rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
+        hidden = self._infos[names[0]].shape[1]
+        wanted = self._ops.joins_shared(self.dtype, hidden, self._device)
+        return wanted and plain and not rounded and self._whole is None
+
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
         """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
 
