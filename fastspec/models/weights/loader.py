@@ -20,8 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
+from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.weights.shards import TensorInfo
@@ -233,10 +235,10 @@ class Loader:
             place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
             self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
             return
-        if order is None and place.codes is not None:
-            place.codes.fill_in_runs(self._rounded(run, kind) for _, run in self._runs(names, place, staging))
-            return
-        place.fill_codes(self._rounded(self._rows(names, place, order, staging), kind))
+        assert place.codes is not None, "made by `Weight.empty_codes`"
+        whole = order is not None
+        runs = [(0, self._rows(names, place, order, staging))] if whole else self._runs(names, place, staging)
+        place.codes.fill_rounded(runs, self._pack_rounded)
 
     def _fill_weight(
         self,
@@ -249,7 +251,7 @@ class Loader:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         plain = all(self._source.kind(name) is None for name in names)
         if kind is not None and plain:
-            place.fill(self._rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
+            place.fill(rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
         elif place.format == "rows":
             self._fill_tensor(names, place.data, order, 0.0, staging)
         elif order is None and plain:
@@ -258,9 +260,9 @@ class Loader:
         else:
             place.fill(self._rows(names, place, order, staging))
 
-    def _rounded(self, rows: Tensor, kind: CodesKind) -> Codes:
+    def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
         with self._launching:  # a kernel that is compiled by its first launch is compiled once
-            return self._ops.rounded(rows, kind)
+            return self._ops.pack_rounded(place, tile, rows)
 
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastspec.kernels.common import rounding
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 
@@ -41,6 +42,28 @@ def test_what_is_representable_stays_as_it_is(form: str) -> None:
     exact = torch.full((16, 128), 0.5)
     exact[:, 0] = 3.5 if form == "int4" else 63.5 if form == "int8" else 224.0
     assert torch.equal(rounded(exact, kind).dequantise(torch.float32), exact)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_scales_do_not_depend_on_the_order_of_values(form: str) -> None:
+    """Sums of squares are exact: so kernels, which add up in another order, choose the same scales."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 128, generator=generator)
+    order = torch.randperm(128, generator=generator)
+    kind = kind_for(form, (64, 128))
+    one, other = rounded(values, kind), rounded(values[:, order], kind)
+    assert torch.equal(one.scales, other.scales)
+    assert torch.equal(one.codes[:, order], other.codes)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_squares_are_counted_in_whole_numbers_of_fp32(form: str) -> None:
+    """The largest square that there can be is below 2^23 steps, and values as large as all others are not cut off."""
+    furthest = rounding.LARGEST[form] * (1 / (min(rounding.SHRINK) * (1 - 2**-8)) - 1)
+    assert furthest**2 * rounding.STEPS[form] < 2**23
+    values = torch.randn(16, 128).sign()
+    codes = rounded(values, kind_for(form, (16, 128)))
+    assert bool(((codes.dequantise(torch.float32) - values).abs() < 2**-8).all())
 
 
 def test_slices_do_not_change_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
