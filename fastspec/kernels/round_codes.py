@@ -5,6 +5,9 @@
 | values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles, of a gated matrix the gate's rows first   |
 | halves   | int16 [N/16, K/C, 16, 32]   | written: words as `code_packing` has them, C = 64, of int4 128     |
 | scales   | fp32 [N, K / group]         | written: a group is a row of fp8 and int8                          |
+| part     | number                      | rows of a gate, or all                                             |
+| height   | number                      | rows of a tile that lie in one part: 8 or 16                       |
+| chunks   | number                      | K/C                                                                |
 
 A program of int4 has some groups in registers. One of fp8 and int8 has some rows, which it reads from DRAM once and
 then out of its caches: for the largest magnitude, for the squares of all scales that are tried, and for the codes.
@@ -12,7 +15,7 @@ then out of its caches: for the largest magnitude, for the squares of all scales
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,21 +31,6 @@ TRIED = tl.constexpr(_TRIED)
 LEAST = tl.constexpr(rounding.LEAST)
 WITHIN = 4096  # values of a program of groups
 ROWS, COLUMNS = 2, 1024  # of a program of rows: how many, and values of each at a time
-
-
-class Places(NamedTuple):
-    """Where the codes of rows go.
-
-    Attributes:
-        halves: int16, of the words from the run's first tile on.
-        part: rows of a gate, or all. height: rows of a tile that lie in one part, 8 or 16.
-        chunks: of a row, those of words.
-    """
-
-    halves: Any
-    part: Any
-    height: Any
-    chunks: Any
 
 
 @triton.jit
@@ -127,24 +115,27 @@ def _packed(codes, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store(halves, places, row, chunk, there, NARROW: tl.constexpr):
+def _store(halves_ptr, halves, part, height, chunks, row, chunk, there, NARROW: tl.constexpr):
     """Stores halves [n, 32] of chunks of rows."""
-    inner = row % places.part
-    tile, line = inner // places.height, row // places.part * places.height + inner % places.height
+    inner = row % part
+    tile, line = inner // height, row // part * height + inner % height
     column = tl.arange(0, 32)
     place = column
     if NARROW:
         place = column % 16 // 4 * 8 + column // 16 * 4 + column % 4
-    at = ((tile.to(tl.int64) * places.chunks + chunk) * 16 + line) * 32
-    tl.store(places.halves + at[:, None] + place[None, :], halves, mask=there[:, None])
+    at = ((tile.to(tl.int64) * chunks + chunk) * 16 + line) * 32
+    tl.store(halves_ptr + at[:, None] + place[None, :], halves, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "part", "height", "chunks"])
 def round_groups_kernel(
     values_ptr,
+    halves_ptr,
     scales_ptr,
-    places,
     rows,
+    part,
+    height,
+    chunks,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -154,7 +145,7 @@ def round_groups_kernel(
     GROUPS: tl.constexpr = CHUNKS * 128 // GROUP
     first = tl.program_id(0) * CHUNKS
     group = first * (128 // GROUP) + tl.arange(0, GROUPS)
-    there = group < rows * places.chunks * (128 // GROUP)
+    there = group < rows * chunks * (128 // GROUP)
     at = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(values_ptr + at, mask=there[:, None], other=0.0).to(tl.float32)
     top = tl.max(tl.abs(x), axis=1) * INVERSE
@@ -167,17 +158,20 @@ def round_groups_kernel(
     tl.store(scales_ptr + group, chosen, mask=there)
     codes = _bits(_divided(x, chosen), "int4")
     chunk = first + tl.arange(0, CHUNKS)
-    row = chunk // places.chunks
+    row = chunk // chunks
     halves = _packed(tl.reshape(codes, [CHUNKS, 4, 32]), "int4")
-    _store(halves, places, row, chunk % places.chunks, row < rows, GROUP == 32)
+    _store(halves_ptr, halves, part, height, chunks, row, chunk % chunks, row < rows, GROUP == 32)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "part", "height", "chunks"])
 def round_rows_kernel(
     values_ptr,
+    halves_ptr,
     scales_ptr,
-    places,
     rows,
+    part,
+    height,
+    chunks,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -185,7 +179,7 @@ def round_rows_kernel(
     INVERSE: tl.constexpr,
 ):
     """ROWS rows in fp8 or int8, COLUMNS values of each at a time."""
-    size = places.chunks * 64
+    size = chunks * 64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     line = values_ptr + row.to(tl.int64)[:, None] * size
@@ -208,15 +202,16 @@ def round_rows_kernel(
     chosen = _shrunk(top, tl.argmin(tl.where(place < TRIED, errors, float("inf")), axis=1))
     tl.store(scales_ptr + row, chosen, mask=there)
     PARTS: tl.constexpr = COLUMNS // 64
-    part = tl.arange(0, ROWS * PARTS)
-    of_part = tl.program_id(0) * ROWS + part // PARTS
+    piece = tl.arange(0, ROWS * PARTS)
+    of_piece = tl.program_id(0) * ROWS + piece // PARTS
     for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
         x = tl.load(line + column, mask=there[:, None] & (column < size), other=0.0).to(tl.float32)
         codes = _bits(_divided(x, chosen), FORM)
         halves = _packed(tl.reshape(codes, [ROWS * PARTS, 2, 32]), FORM)
-        chunk = start // 64 + part % PARTS
-        _store(halves, places, of_part, chunk, (of_part < rows) & (chunk < places.chunks), False)
+        chunk = start // 64 + piece % PARTS
+        inside = (of_piece < rows) & (chunk < chunks)
+        _store(halves_ptr, halves, part, height, chunks, of_piece, chunk, inside, False)
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
@@ -225,15 +220,14 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
     group = place.group or k
     scales = torch.empty((n, k // group), dtype=torch.float32, device=rows.device)
     halves = place.words[tile : tile + n // 16].view(torch.int16)
-    height = 8 if place.gated else 16
-    places = Places(halves, n * height // 16, height, place.words.shape[1])
+    height, chunks = 8 if place.gated else 16, place.words.shape[1]
+    given = (rows, halves, scales, n, n * height // 16, height, chunks)
     numbers = {"STEPS": rounding.STEPS[form], "INVERSE": 1 / rounding.LARGEST[form]}
     options: dict[str, Any] = {**numbers, "enable_fp_fusion": False, "num_warps": 4}
     if form == "int4":
-        chunks = WITHIN // 128
-        grid = (triton.cdiv(n * places.chunks, chunks),)
-        launch(round_groups_kernel, grid, rows, scales, places, n, GROUP=group, CHUNKS=chunks, **options)
+        grid = (triton.cdiv(n * chunks, WITHIN // 128),)
+        launch(round_groups_kernel, grid, *given, GROUP=group, CHUNKS=WITHIN // 128, **options)
     else:
         sizes = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-        launch(round_rows_kernel, (triton.cdiv(n, ROWS),), rows, scales, places, n, FORM=form, **sizes, **options)
+        launch(round_rows_kernel, (triton.cdiv(n, ROWS),), *given, FORM=form, **sizes, **options)
     return scales
