@@ -33,6 +33,7 @@ from fastspec.session import calls
 from fastspec.session.following import Reader
 from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
+from fastspec.session.one_process import OfOneProcess
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
@@ -44,12 +45,12 @@ if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory n
     from typing_extensions import Unpack
 
 
-class FastSpecGenerator:
+class FastSpecGenerator(OfOneProcess):
     """Generates text of a target model, faster with a draft model's help, and with the target's exact distribution.
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer, a learned drafter, or "mtp" (the target's layer); None: no drafts.
+        draft: the same, with the target's tokenizer; a learned drafter; "mtp" (the target's layer); None: no drafts.
         proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
         verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
             text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
@@ -70,10 +71,10 @@ class FastSpecGenerator:
         feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
         draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
         release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
-        prefix_cache: keep pages of prompts while no row needs them: prompts that begin alike compute only the rest, and
-            have the text of a fresh generator to the bit. It takes no memory of its own (docs/guides/chat.md).
-        prefill_budget: prompt tokens that rows of other calls wait for in a step while a prompt is taken in, or one
-            pass where that has more; None: prompts are taken in whole.
+        prefix_cache: keep pages of prompts until a row needs them: a prompt that begins like an earlier one computes
+            only the rest, with the same text, bit for bit. It takes no extra memory (docs/guides/chat.md).
+        prefill_budget: prompt tokens that are prefilled between two steps of other calls' rows (one pass at least);
+            None: a prompt is prefilled at once, and these rows wait.
         exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
@@ -144,7 +145,7 @@ class FastSpecGenerator:
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
         how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
-        with compilers_for(target, device, graphs, ranks.size) as compilers:  # it may take longest
+        with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
             self._target, self._draft, self._settings = checked(target, draft, options, **how)
             announce_synthetic(verification)
             if progress:
@@ -317,7 +318,7 @@ class FastSpecGenerator:
     ) -> Calibration:
         """Tries every k on these prompts, plain decoding included, and says what limits the speed-up.
 
-        The ks are those that "auto" chooses from; what is missing of their steps is captured first. "auto" learns
+        The ks are those that "auto" chooses from; their steps are captured first where they are not yet. "auto" learns
         from the trial.
 
         Args:
@@ -334,17 +335,17 @@ class FastSpecGenerator:
         return self._open().calibrate(self._prepare(*given))
 
     def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
-        """Captures the steps that calls with this many drafts, or none, may come to; those there are stay.
+        """Captures the steps that calls with this many drafts, or none, may need; steps captured before stay.
 
-        With "auto" that is every k it chooses from, and what their steps take is measured. The constructor does this
+        With "auto" that is every k it chooses from, and the time of their steps is measured. The constructor does this
         for greedy decoding with its own num_speculative_tokens; a call that needs others captures them before its
         first step. Without graphs there is nothing to capture.
 
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
-            length: tokens of the longest row, prompt and output. With a step's drafts, up to 1024 share a kind of step,
-                up to 4096 another, and so on; prompts of 4354 and more have one of their own, captured as well.
+            length: tokens of the longest row, prompt and output. Lengths up to 1024, with a step's drafts, share one
+                kind of step, up to 4096 the next, and so on; prompts of 4354 tokens and more add one more kind.
 
         Raises:
             RuntimeError: a step could not be captured; the message says which.

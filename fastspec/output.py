@@ -17,7 +17,7 @@ class RowStats:
         drafted: tokens proposed.
         accepted: drafts accepted, also those that a stop or the cap then cut off.
         emitted: tokens returned.
-        dropped: accepted or picked tokens cut off by a stop id or the cap.
+        dropped: tokens behind a stop id or the limit, accepted or sampled but not returned.
         histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
         steps_at: how many steps were made with k = 0, 1, ..; sums to steps.
         cached_tokens: tokens of the prompt whose K/V were there from an earlier one, see `prefix_cache`.

@@ -138,7 +138,7 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What is fixed on the host before a step is launched; one captured graph per value later.
+    """What is fixed on the host before a step is launched; each value has a captured graph of its own.
 
     Attributes:
         num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
@@ -150,7 +150,7 @@ class StepShape:
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
         grammars: one of GRAMMARS where some rows follow a grammar; None: no row does.
-        first: the step is `first_step`: of rows whose prompts have just been passed, and without a pass of its own.
+        first: the step is `first_step`: first tokens of rows whose prompts were just prefilled, without a pass.
     """
 
     num_drafts: int
@@ -187,7 +187,7 @@ class ForwardBatch:
     Attributes:
         ids: int64 [B, Q], tokens within the model's vocabulary.
         positions: int64 [B, Q], absolute positions, >= 0 also for rows that do not count.
-        writes: bool [B, Q], whose K/V is kept: not that of padding, of finished rows, of what stands before a prompt.
+        write_mask: bool [B, Q], whose K/V is kept: False for padding, finished rows, and positions before a prompt.
         block_table: int64 [B, P], pages of each row.
         num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
         tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
@@ -211,7 +211,7 @@ def keep_draft_probs(shape: StepShape) -> bool:
 
 
 def purpose_of(shape: StepShape) -> int:
-    """Which numbers a draft is drawn with: numbers of its own, or the ones that the target will pick with."""
+    """The purpose that keys a draft's random numbers: its own, or the target's (coupled verification)."""
     return TARGET if shape.verification == COUPLED else DRAFT
 
 

@@ -27,12 +27,12 @@ from fastspec.state import IDLE, PASSED, PAUSED, RUNNING, DecodeState, Outbox
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """What the last pass over a long prompt leaves of its last token, for `first_step`; of every row.
+    """What the last pass over a long prompt leaves for `first_step`, for every row.
 
     Attributes:
         hidden: [B, hidden] of the target, in its dtype.
         features: [B, layers, hidden] that the proposer reads; None: it reads none.
-        above: tokens; longer prompts are long ones.
+        above: tokens; a prompt with more of them is long.
     """
 
     hidden: Tensor
@@ -122,8 +122,8 @@ def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify
 def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """The first token of each row that is PASSED; all other rows are left as they are.
 
-    Its logits are those of what the last pass over the prompt left, so no weights but the head's are read. Which
-    prompts that goes for depends on their length alone: the same text comes beside any rows, with any drafts.
+    Its logits come from the hidden state that the last pass over the prompt left, so only the head's weights are read.
+    Which prompts take this step depends on their length alone, so neighbours and drafts do not change the text.
     """
     ends = parts.ends
     assert ends is not None, "the passes left something"
@@ -183,7 +183,7 @@ def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> Fo
 
 
 def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-    """The target's hidden states of rows, and what the proposer reads of it."""
+    """The target's hidden states of the fed rows, and those that the proposer reads."""
     layers = features_of(parts.proposer)
     if not layers:
         return parts.target.hidden(rows), None

@@ -93,7 +93,7 @@ class _Algorithms:
             with self._lock:
                 self._inside -= 1
                 deterministic, warn_only = self._asked
-                # who has set it meanwhile keeps what they set
+                # if the caller has set it meanwhile, that stays
                 if not self._inside and deterministic and not torch.are_deterministic_algorithms_enabled():
                     torch.use_deterministic_algorithms(True, warn_only=warn_only)
 

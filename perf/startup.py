@@ -1,9 +1,10 @@
 """From the start of a process to the first token, checkpoints on the local disk, kernel caches empty and full.
 
-    python -m perf startup [--workload 8b+1b] [--pair DIRECTORY]
+    python -m perf startup [--workload 8b+1b] [--pair DIRECTORY] [--tensor-parallel 2]
 
 The first run finds empty kernel caches ("cold"), the second what the first left in them ("warm"). Every part of a start
-is a row of its own. A pair that was just written may be read from memory and not from disk.
+is a row of its own; of several ranks, which torch's launcher starts, that of the slowest. A pair that was just written
+may be read from memory and not from disk.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from perf.pairs import plant
 from perf.records import Row
 from perf.workloads import WORKLOADS
 
-# "make" begins with "build" and has "read" beside "compile"; "first token" is all from the start of the process
-PARTS = ("start", "import torch", "import", "build", "read", "compile", "capture", "make", "generate", "first token")
+# "make" begins with "build", in which ranks meet and make their exchange, and has "read" beside "compile"; "wait" is
+# for other ranks; "first token" is all from the start of the process
+PARTS = (
+    "start", "import torch", "import", "build", "meet", "exchange", "read", "compile", "wait", "capture", "make",
+    "generate", "first token",
+)  # fmt: skip
 CHILD = """
 import json, sys, time
 times = {"begun": time.time()}
@@ -32,41 +37,53 @@ import torch
 times["torch"] = time.time()
 from fastspec import FastSpecGenerator
 from fastspec.models.weights.loader import Loader
+from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.world import World
 from fastspec.runtime.engine import Engine
 times["imported"] = time.time()
-took = {"read": 0.0, "compile": 0.0, "capture": 0.0}
-def timed(owner, name, part):
+took = dict.fromkeys(("meet", "exchange", "read", "compile", "wait", "capture"), 0.0)
+def timed(owner, name, part, builds=False):
     inner = getattr(owner, name)
     def outer(*args, **options):
         start = time.time()
-        times.setdefault("built", start)
-        inner(*args, **options)
+        if not builds:
+            times.setdefault("built", start)
+        made = inner(*args, **options)
         took[part] += time.time() - start
+        return made
     setattr(owner, name, outer)
+timed(Ranks, "of", "meet", builds=True)
+timed(Ranks, "exchange", "exchange", builds=True)
 timed(Loader, "fill", "read")
 timed(Engine, "compile", "compile")
+timed(World, "meet", "wait")
 timed(Engine, "capture", "capture")
 timed(Engine, "capture_prompts", "capture")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
 sizes |= {"draft_quantization": None}
+if sys.argv[4] != "1":
+    sizes["tensor_parallel"] = int(sys.argv[4])
 generator = FastSpecGenerator(sys.argv[1], sys.argv[2], **sizes)
 times["made"] = time.time()
 next(iter(generator.stream([list(range(100, 228))], max_new_tokens=64, eos_token_id=None, pad_token_id=0)))
 times["first"] = time.time()
-print(json.dumps([times, took]))
+sys.stdout.write(json.dumps([times, took]) + "\\n")
 """
 
 
-def started(pair: Path, caches: Path, device: str) -> dict[str, float]:
-    """Seconds of each part of one fresh process, whose kernel caches lie in `caches`.
+def started(pair: Path, caches: Path, device: str, ranks: int = 1) -> dict[str, float]:
+    """Seconds of each part of one fresh process, or of so many ranks, whose kernel caches lie in `caches`.
 
     Raises:
         RuntimeError: the process failed.
     """
     env = {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
-    launched = time.time()
+    launched, command = time.time(), [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+        command.append(sys.executable)
     run = subprocess.run(
-        [sys.executable, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device],
+        [*command, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device, str(ranks)],
         env=env,
         cwd=records.ROOT,
         capture_output=True,
@@ -75,7 +92,8 @@ def started(pair: Path, caches: Path, device: str) -> dict[str, float]:
     )
     if run.returncode:
         raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
-    at, took = json.loads(run.stdout.splitlines()[-1])
+    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[{")]
+    at, took = ({name: max(each[part][name] for each in told) for name in told[0][part]} for part in range(2))
     taken = {
         "start": at["begun"] - launched,
         "import torch": at["torch"] - at["begun"],
@@ -99,6 +117,8 @@ def command_startup(given: argparse.Namespace) -> Iterator[list[Row]]:
         size = sum(file.stat().st_size for file in pair.rglob("*.safetensors"))
         fixed: Row = {"bench": "startup", "workload": given.workload, "status": "ok"}
         fixed["gib_on_disk"] = round(size / 2**30, 3)
+        if (ranks := given.tensor_parallel) > 1:
+            fixed["ranks"] = ranks
         for kernels in ("cold", "warm"):
-            taken = started(pair, Path(caches), given.device)
+            taken = started(pair, Path(caches), given.device, ranks)
             yield [{**fixed, "kernels": kernels, "part": part, "seconds": took} for part, took in taken.items()]

@@ -30,7 +30,7 @@ REPEATABLE = 4  # drafts of a step whose text must be the same every time
 
 _BETTER = 1.03  # starting to draft must promise so much
 _FASTER = 1.01  # and any other change so much: it costs next to nothing
-_HORIZON = 256  # tokens of a row over which the cost of coming back is spread, at most
+_HORIZON = 256  # tokens of a row over which the cost of resuming drafts is spread, at most
 _SHARE = 0.015  # of the time that may go to probes
 _START = 0.03  # of the first call's time that a first look may cost
 _PATIENCE = 4.0  # times as long the next probe waits at most, after some that changed nothing
@@ -100,7 +100,7 @@ class _Probe:
         k: of the steps.
         rows, steps: results of rows, and steps, that are still to come.
         few: rows that draft in it; None: all.
-        spent: seconds lost on it so far, and those that coming back from it will take.
+        spent: seconds lost on it so far, and those that catching up behind it will take.
     """
 
     k: int

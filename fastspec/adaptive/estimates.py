@@ -100,7 +100,7 @@ class StepTimes:
         scale: by bucket.
         own: by (bucket, k).
         first: the first samples by (bucket, k), as what `scale` or `own` should be.
-        coming_back: how much longer a pass of catching up takes than a draft pass.
+        coming_back: how much longer a catch-up pass takes than a draft pass.
     """
 
     measured: dict[tuple[int, int], float] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def generate(
     flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
-    start_ranks(tensor_parallel)
+    start_ranks(tensor_parallel, device)
     asked = flags.options_of(context.params)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
     options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
@@ -148,10 +148,11 @@ def demo(
 ) -> None:
     """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
 
-    Speculative decoding is judged by the faster of the two plain ways: the exact one, and exact=False, which skips
-    what makes bits independent of the number of rows.
+    Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
+    bits independent of the number of rows.
     """
-    start_ranks(tensor_parallel)
+    flags.check_values(context.params)
+    start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
     rounded = flags.given(draft_quantization=draft_quantization)
@@ -172,7 +173,7 @@ def demo(
         # several ranks go by the count alone, for their clocks differ
         while done < repeats and (not done or tensor_parallel or time.monotonic() - start < _ENOUGH):
             done += 1
-            for name, runs in named.items():  # turn and turn about, so that a machine that slows down slows all
+            for name, runs in named.items():  # in turns, so that a machine that slows down slows all alike
                 progress.stage(f"{name}, run {done} of {repeats}")
                 runs.run()
         progress.stage(None)

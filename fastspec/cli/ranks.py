@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 import typer
 
 from fastspec.generator import FastSpecGenerator
+from fastspec.parallel.slices import SIZES
 
 
 def this_rank() -> int:
@@ -25,21 +28,31 @@ def follow(generator: FastSpecGenerator) -> None:
     generator.follow()
 
 
-def start_ranks(count: int | None, arguments: Sequence[str] | None = None, *, ends_by_signal: bool = False) -> None:
+def start_ranks(
+    count: int | None,
+    device: str | None = None,
+    arguments: Sequence[str] | None = None,
+    *,
+    ends_by_signal: bool = False,
+) -> None:
     """Returns in a rank, and where there is to be one process alone; else starts the ranks, and ends with them.
 
     What rank 0 prints is shown; it names what other ranks failed of.
 
     Args:
         count: of ranks; None: one process without ranks.
+        device: that the command was asked to use.
         arguments: of the command line; default: those of this process.
         ends_by_signal: a signal is how the command ends; the ranks get it, and have 30 seconds.
 
     Raises:
+        typer.BadParameter: a number that nothing divides into, or of more ranks than there are GPUs.
         typer.Exit: all ranks have ended: 0, or 1 where one failed or a signal ended them.
     """
-    if count in (None, 1) or dist.is_torchelastic_launched():
+    if count is None or count == 1 or dist.is_torchelastic_launched():
         return
+    _check(count, device)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # below is said what they would say
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -64,3 +77,18 @@ def start_ranks(count: int | None, arguments: Sequence[str] | None = None, *, en
     except SignalException:
         raise typer.Exit(0 if ends_by_signal else 1) from None
     raise typer.Exit(0)
+
+
+def _check(count: int, device: str | None) -> None:
+    """Refuses what each rank would refuse, before any is started."""
+    refused = None
+    there = torch.cuda.device_count()
+    on = device or ("cuda" if there else "cpu")
+    if count not in SIZES:
+        refused = f"{count} ranks are not supported; use one of {', '.join(map(str, SIZES))}"
+    elif on.startswith("cuda:"):
+        refused = f"{count} ranks need a GPU each, and --device {device} names one: use --device cuda, or leave it out"
+    elif on == "cuda" and there < count:
+        refused = f"{count} ranks need a GPU each, and torch sees {there}: use fewer, or --device cpu"
+    if refused is not None:
+        raise typer.BadParameter(refused, param_hint="--tensor-parallel")

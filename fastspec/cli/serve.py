@@ -56,7 +56,7 @@ def serve(
     source, drafter = flags.pair_of(target, draft)
     flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
-    start_ranks(tensor_parallel, ends_by_signal=True)
+    start_ranks(tensor_parallel, device, ends_by_signal=True)
     options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
     options["num_speculative_tokens"] = num_speculative_tokens
     options |= flags.given(tensor_parallel=tensor_parallel, draft_quantization=draft_quantization, kv_dtype=kv_dtype)

@@ -94,8 +94,8 @@ class ResultRing:
         self._unsettled = False
         return self.launched
 
-    def settle(self) -> None:
-        """Puts the count right if a launch was interrupted."""
+    def correct_count(self) -> None:
+        """Corrects the count after an interrupted launch."""
         if self._unsettled:
             self.resync()
 

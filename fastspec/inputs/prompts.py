@@ -143,7 +143,7 @@ def _array_rows(array: Any) -> list[list[int]]:
 
 
 def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
-    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got dtype {tensor.dtype}")
     if tensor.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [B, T] or [T], got {list(tensor.shape)}")

@@ -7,7 +7,7 @@
 | argument | shape, dtype                             | notes                                                    |
 |----------|------------------------------------------|----------------------------------------------------------|
 | x        | [M, N] of 4 bytes an element             | contiguous, at most `Room.elements` in all               |
-|          | [WAYS, M, N] fp32, of added alone        | ways are added first, as a tree; 1, 2 or 4 of them       |
+|          | [PARTS, M, N] fp32, for `added` only     | split-K parts: added first, as a tree; 1, 2 or 4 of them |
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
@@ -21,64 +21,24 @@ Hu et al. 2025, arXiv 2507.04786). That is twice the bytes, but nothing has to a
 and nothing is loaded behind a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
 as an epoch.
 
-Many elements go in two turns: each block has one rank that adds it and gives the others what it comes to, in 16 bits.
-In every way no rank ends an exchange of a block before all others have begun it, which is what the halves stand on.
+Many elements are added two-shot: each block has one rank that adds it and sends the others the sum, in 16 bits. Fewer
+are added one-shot: every rank gets every other rank's part. Either way no rank ends an exchange of a block before all
+others have begun it; the two halves of the room rely on that.
 
 A program that waits for longer than LIMIT stops the device with an error, so that nothing spins for ever.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl, launch
-from fastspec.kernels.exchange_kernels import _added_kernel, _gather_kernel, _handed_kernel, _largest_kernel
+from fastspec.kernels.exchange_kernels import _gather_kernel, _largest_kernel, _one_shot_kernel, _two_shot_kernel
+from fastspec.kernels.room import BLOCK, TWO_SHOT, WORD_BLOCK, Room
 
-# fixed: where a block lies in the room must not depend on the tensor
-BLOCK, WORD_BLOCK, NUM_WARPS = 1024, 512, 4  # WORD_BLOCK: of what goes as words
+NUM_WARPS = 4
 LIMIT = 120_000_000_000  # nanoseconds
-ALL = 2**62
-# elements of a sum, by the number of ranks, from which each rank adds a part and hands it out rounded: fewer bytes than
-# if all ranks get all partial sums, and a second wait. ALL: not timed on so many
-TWO_TURNS = {2: 256 * 4096, 4: ALL, 8: ALL}
-# elements, by the number of ranks, up to which they go as words: as many bytes leave a rank of four and eight as of two
-WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory that the ranks of a host share.
-
-    Attributes:
-        rank, size: of this process.
-        elements: of 4 bytes, of the largest tensor.
-        buffers: int64 [size], where each rank's fp32 [2, size, elements] lies.
-        flags: int64 [size], where each rank's int32 [size, blocks] lies, zeros at first.
-        epochs: int32 [blocks], this rank's own, zeros at first.
-        most_words: elements of the largest tensor that goes as words.
-        words: int64 [size], where each rank's int64 [2, size, most_words] lies, zeros at first.
-        word_epochs: int32 [blocks of WORD_BLOCK], as epochs.
-        held: the memory itself, kept alive.
-    """
-
-    rank: int
-    size: int
-    elements: int
-    buffers: Tensor
-    flags: Tensor
-    epochs: Tensor
-    most_words: int
-    words: Tensor
-    word_epochs: Tensor
-    held: tuple[object, ...] = ()
-
-
-def blocks_of(elements: int) -> int:
-    """Blocks of a tensor."""
-    return -(-elements // BLOCK)
 
 
 def exchange_added(
@@ -86,24 +46,29 @@ def exchange_added(
 ) -> Tensor:
     """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
 
-    x has residual's shape, or an axis of 1, 2 or 4 ways in front, which are added as a tree first. From `least`
-    elements on the sum goes in two turns; default: TWO_TURNS.
+    x has residual's shape, or an axis of 1, 2 or 4 split-K parts in front, which are added as a tree first. From
+    `least` elements on the sum is two-shot; default: TWO_SHOT.
 
     Raises:
         ValueError: x is not contiguous fp32, or has no room.
     """
-    ways = len(x) if residual is not None and x.dim() > residual.dim() else 1
-    some = x[0] if ways > 1 else x
+    parts = len(x) if residual is not None and x.dim() > residual.dim() else 1
+    some = x[0] if parts > 1 else x
     _check(some, room)
     out = torch.empty_like(some if residual is None else residual)
     residual = None if residual is None else residual.contiguous()
-    turns = (
+    two_shot = (
         residual is not None
         and out.element_size() == 2
-        and some.numel() >= (TWO_TURNS[room.size] if least is None else least)
+        and some.numel() >= (TWO_SHOT[room.size] if least is None else least)
     )
     _launch(
-        _handed_kernel if turns else _added_kernel, some, (x, bias, residual, out), room, ways=ways, words=not turns
+        _two_shot_kernel if two_shot else _one_shot_kernel,
+        some,
+        (x, bias, residual, out),
+        room,
+        parts=parts,
+        words=not two_shot,
     )
     return out
 
@@ -139,11 +104,11 @@ def _launch(
     tensors: tuple[Tensor | None, ...],
     room: Room,
     numbers: tuple[int, ...] | None = None,
-    ways: int = 1,
+    parts: int = 1,
     words: bool = False,
 ) -> None:
     pdl = has_pdl(x.device)
-    words = words and x.numel() <= room.most_words
+    words = words and x.numel() <= room.max_words
     block = WORD_BLOCK if words else BLOCK
     memory = (room.words, room.flags, room.word_epochs) if words else (room.buffers, room.flags, room.epochs)
     launch(
@@ -152,12 +117,12 @@ def _launch(
         *tensors,
         memory,
         *(numbers or (x.numel(), x.shape[-1])),
-        *(room.most_words if words else room.elements, len(room.epochs), LIMIT),
+        *(room.max_words if words else room.elements, len(room.epochs), LIMIT),
         RANK=room.rank,
         SIZE=room.size,
         BLOCK=block,
         PDL=pdl,
-        WAYS=ways,
+        PARTS=parts,
         WORDS=words,
         num_warps=NUM_WARPS,
         launch_pdl=pdl,

@@ -10,12 +10,12 @@ from fastspec.kernels.flags import arrived, awaited, signalled, word_of
 
 
 @triton.jit
-def _pushed(
+def _push(
     value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Gives a block to all other ranks, and waits for theirs where they are no words.
+    """Sends a block to all other ranks and, unless it goes as words, waits for theirs.
 
-    Returns where this rank's room has them, a rank's behind the other's, and the epoch.
+    Returns where theirs lie in this rank's room, one rank's behind another's, and the epoch.
     """
     buffers_ptr, flags_ptr, epochs_ptr = room
     pid = tl.program_id(0)
@@ -40,8 +40,8 @@ def _pushed(
 
 
 @triton.jit
-def _from(mine, at, there, elements, epoch, limit, rank: tl.constexpr, WORDS: tl.constexpr):
-    """What a peer has pushed of a block."""
+def _load_pushed(mine, at, there, elements, epoch, limit, rank: tl.constexpr, WORDS: tl.constexpr):
+    """The block that a peer has pushed here; words are waited for."""
     theirs = mine + rank * elements.to(tl.int64)
     if WORDS:
         return arrived(theirs + at, there, epoch, limit)
@@ -50,7 +50,7 @@ def _from(mine, at, there, elements, epoch, limit, rank: tl.constexpr, WORDS: tl
 
 
 @triton.jit
-def _tree(
+def _sum_ranks(
     own, mine, at, there, elements, epoch, limit,
     FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -59,37 +59,37 @@ def _tree(
         if FIRST == RANK:
             return own
         else:
-            return _from(mine, at, there, elements, epoch, limit, FIRST, WORDS)
+            return _load_pushed(mine, at, there, elements, epoch, limit, FIRST, WORDS)
     else:
-        left = _tree(own, mine, at, there, elements, epoch, limit, FIRST, COUNT // 2, RANK, WORDS)
-        right = _tree(own, mine, at, there, elements, epoch, limit, FIRST + COUNT // 2, COUNT // 2, RANK, WORDS)
+        left = _sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST, COUNT // 2, RANK, WORDS)
+        right = _sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST + COUNT // 2, COUNT // 2, RANK, WORDS)
         return left + right
 
 
 @triton.jit
-def _way(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of COUNT ways from FIRST on: 1, 2 or 4 of them."""
+def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of COUNT split-K parts from FIRST on: 1, 2 or 4 of them."""
     if COUNT == 1:
         return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
     else:
-        left = _way(x_ptr, at, there, count, FIRST, COUNT // 2)
-        right = _way(x_ptr, at, there, count, FIRST + COUNT // 2, COUNT // 2)
+        left = _sum_parts(x_ptr, at, there, count, FIRST, COUNT // 2)
+        right = _sum_parts(x_ptr, at, there, count, FIRST + COUNT // 2, COUNT // 2)
         return left + right
 
 
 @triton.jit
-def _begun(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr):
-    """Once x is there: a block's places, whether there is something, and what this rank has."""
+def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
+    """Waits until x is written. Returns a block's places, which of them are in x, and this rank's values."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    return at, at < count, _way(x_ptr, at, at < count, count, 0, WAYS)
+    return at, at < count, _sum_parts(x_ptr, at, at < count, count, 0, PARTS)
 
 
 @triton.jit
-def _beside(bias_ptr, residual_ptr, at, there, width):
-    """What is added to the sum of ranks; loaded early, for it does not depend on them."""
+def _load_addends(bias_ptr, residual_ptr, at, there, width):
+    """Bias and residual of a block; loaded early, because they do not depend on other ranks."""
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
@@ -99,16 +99,16 @@ def _beside(bias_ptr, residual_ptr, at, there, width):
 
 
 @triton.jit
-def _added_kernel(
+def _one_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of the sum."""
-    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
-    bias, residual = _beside(bias_ptr, residual_ptr, at, there, width)
-    mine, epoch = _pushed(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
-    total = _tree(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, WORDS)
+    """One block of the sum, one-shot: every rank adds all parts."""
+    at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
+    bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
+    mine, epoch = _push(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
+    total = _sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, WORDS)
     if bias_ptr is not None:
         total += bias
     if residual_ptr is not None:
@@ -118,24 +118,24 @@ def _added_kernel(
 
 @triton.jit
 def _narrow(room_ptr, out_ptr, at, BLOCK: tl.constexpr):
-    """Where a block's 16-bit results lie: within the place of its own fp32 elements, for others lie beside it."""
+    """Where a block's 16-bit results lie: at the start of the place of its own fp32 elements."""
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(out_ptr.dtype) + (at - first)
 
 
 @triton.jit
-def _handed_out(
+def _reduce_block(
     own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This rank adds the block, and gives the others what it comes to."""
+    """This rank owns the block: it adds all parts, and sends the others the sum."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
     mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
-    total = _tree(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
+    total = _sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
     total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
@@ -152,11 +152,11 @@ def _handed_out(
 
 
 @triton.jit
-def _handed_in(
+def _send_block(
     own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Another rank adds the block; this one gives it its part, and gets what it comes to."""
+    """Another rank owns the block: this one sends it its part, and gets the sum."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
     theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, own, mask=there)
@@ -170,24 +170,24 @@ def _handed_in(
 
 
 @triton.jit
-def _handed_kernel(
+def _two_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of the sum, in two turns: one rank adds it, by the block's number, and hands it out rounded."""
-    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
+    """One block of the sum, two-shot: the rank that owns it, by the block's number, adds it and sends it rounded."""
+    at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     pid = tl.program_id(0)
     epoch = tl.load(room[2] + pid) + 1
     half = (epoch % 2).to(tl.int64) * SIZE * elements
     owner = pid % SIZE
     if owner == RANK:
-        _handed_out(
+        _reduce_block(
             own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
             RANK, SIZE, BLOCK,
         )  # fmt: skip
     else:
-        _handed_in(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK, BLOCK)
+        _send_block(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK, BLOCK)
     tl.debug_barrier()
     tl.store(room[2] + pid, epoch)
 
@@ -195,15 +195,15 @@ def _handed_kernel(
 @triton.jit
 def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     """One block of every rank's part."""
-    at, there, own = _begun(x_ptr, count, BLOCK, PDL, WAYS)
-    mine, epoch = _pushed(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
+    at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
+    mine, epoch = _push(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
     for rank in tl.static_range(SIZE):
-        part = own if rank == RANK else _from(mine, at, there, elements, epoch, limit, rank, WORDS)
+        part = own if rank == RANK else _load_pushed(mine, at, there, elements, epoch, limit, rank, WORDS)
         tl.store(out_ptr + place + rank * width, part, mask=there)
 
 
@@ -215,7 +215,7 @@ def _low(value):
 
 @triton.jit
 def _key(low, high, rank: tl.constexpr, width):
-    """A rank's key in the order of all ids, of its halves; 0 for none."""
+    """A rank's key, given as two halves, in the order of all ranks' ids; 0 for none."""
     key = (_low(high) << 32) | _low(low)
     return tl.where(key > 0, key - rank * width, 0)
 
@@ -223,19 +223,19 @@ def _key(low, high, rank: tl.constexpr, width):
 @triton.jit
 def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, blocks, limit,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The best of half a block of keys, which travel as two elements each, low half first."""
-    at, entered, own = _begun(keys_ptr, count, BLOCK, PDL, WAYS)
-    mine, epoch = _pushed(own, at, entered, room, elements, limit, blocks, RANK, SIZE, WORDS)
+    """The largest keys of half a block of rows: a key travels as two elements, low half first."""
+    at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
+    mine, epoch = _push(own, at, entered, room, elements, limit, blocks, RANK, SIZE, WORDS)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     there = row < count // 2
     low = tl.load(keys_ptr + 2 * row, mask=there, other=0.0)
     best = _key(low, tl.load(keys_ptr + 2 * row + 1, mask=there, other=0.0), RANK, width)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            low = _from(mine, 2 * row, there, elements, epoch, limit, rank, WORDS)
-            high = _from(mine, 2 * row + 1, there, elements, epoch, limit, rank, WORDS)
+            low = _load_pushed(mine, 2 * row, there, elements, epoch, limit, rank, WORDS)
+            high = _load_pushed(mine, 2 * row + 1, there, elements, epoch, limit, rank, WORDS)
             best = tl.maximum(best, _key(low, high, rank, width))
     tl.store(out_ptr + row.to(tl.int64) * stride, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=there)

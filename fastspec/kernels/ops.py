@@ -29,7 +29,7 @@ class Ops:
             quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
         pack_rounded: (packed matrix, tile, rows) -> scales, as `common.rounding.pack_rounded`, which defines it.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
-            work in, given back to `attend` and `pick` as `work`.
+            work in, given back to `attend` and `argmax` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
         keeps_experts: ((N, K), dtype of activations, device) -> whether `experts` reads a stack of such matrices as
             mxfp4; else it has to be dequantised when it is loaded.

@@ -20,10 +20,10 @@ def ops_for(device: torch.device) -> Ops:
     return TRITON_OPS
 
 
-def compilers(sharing: int) -> AbstractContextManager[Executor | None]:
-    """What compiles Triton's kernels; begun at once where none ever was. `sharing` ranks do so on this machine."""
+def compilers(rank: int, ranks: int) -> AbstractContextManager[Executor | None]:
+    """What compiles Triton's kernels; begun at once where none ever was. So many ranks share them on this machine."""
     if find_spec("triton") is None:
         return nullcontext()
     from fastspec.kernels.common.compilers import Compilers, nothing_compiled, of_this_machine
 
-    return Compilers(of_this_machine(sharing), now=nothing_compiled())
+    return Compilers(of_this_machine(ranks), now=nothing_compiled(), rank=rank, ranks=ranks)

@@ -33,7 +33,7 @@ from fastspec.kernels.linear.layer_tail import runs_on_tma
 from fastspec.kernels.linear.plan import supported
 from fastspec.kernels.linear.portable.products import tile_argmax, tile_linear
 from fastspec.kernels.linear.prefill import prefill_linear
-from fastspec.kernels.linear.quantised.plan import MOST_ROWS
+from fastspec.kernels.linear.quantised.plan import MAX_ROWS
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
@@ -61,7 +61,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 zeros, of the pick: one for each row and one more.
+        argmax: int64 zeros, of `argmax`: one for each row and one more.
     """
 
     attend: AttendWork
@@ -102,7 +102,7 @@ def attend(
 ) -> Tensor:
     """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can.
 
-    `tiling` has no say here: kernels have tiles of their own.
+    `tiling` is ignored: kernels have tiles of their own.
     """
     positions: Tensor = tensors[6]
     regroup = product is not None and runs_on_tma([product], positions.numel())
@@ -113,7 +113,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
     """As `reference.linear`, which defines it, for what `store` returned.
 
     A packed or quantised weight has kernels for the passes of steps, and one for prompts: a prompt's passes of any
-    number of tokens leave the same bits. With quantised weights passes of up to MOST_ROWS tokens take the steps'
+    number of tokens leave the same bits. With quantised weights passes of up to MAX_ROWS tokens take the steps'
     kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows. In fp32
     it is better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a
     step may have.
@@ -124,12 +124,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
     prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
     if weight.format != "rows":
         rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
-        prompt = prompt and not (quantised and rows <= MOST_ROWS)
+        prompt = prompt and not (quantised and rows <= MAX_ROWS)
         # no bias goes with a gate there
         if prompt and (bias is None or not options.get("gated")):
             product = prefill_quantised if quantised else prefill_linear
             if options.pop("gelu", False) and options.pop("gated", False):
-                return gelu.gelu_tanh_mul(product(x, weight, **options), in_turn=True, pdl=has_pdl(x.device))
+                return gelu.gelu_tanh_mul(product(x, weight, **options), interleaved=True, pdl=has_pdl(x.device))
             return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
@@ -222,10 +222,10 @@ def argmax(
     work: Workspace,
     out: Tensor,
 ) -> None:
-    """As `reference.pick`, which defines it."""
+    """As `reference.argmax`, which defines it."""
     if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
-    elif out.dtype == torch.uint64:  # keys, which the other kernel of a pick does not give
+    elif out.dtype == torch.uint64:  # keys, which the other kernel of an argmax does not give
         logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
         out.view(torch.int64).copy_(reference.keys_of(logits, limit))
     elif tiling.rows is None:

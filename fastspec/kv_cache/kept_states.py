@@ -1,12 +1,12 @@
 """Which recurrent states are kept for prompts to come, beside the pages of the prefix cache.
 
-K/V of a prefix can be cut anywhere, the state behind it cannot: it is known at one place alone. So the states of a
-prompt are kept behind its last piece that may be shared, where its chat goes on, and behind the last piece that it
-shares with earlier prompts, where further ones will branch off. A prompt is computed from the last such place on. It
-shares the pages behind that place all the same: its passes write there the same bits again.
+K/V of a prefix can be cut anywhere. A recurrent state cannot: it belongs to one position. So the states of a prompt
+are kept at two positions: behind its last node that may be shared, where its chat will go on, and behind the last node
+that it shares with earlier prompts, where later ones will branch off. A prompt is computed from the last position with
+a kept state on. It shares the pages behind that position all the same: its passes write the same bits there again.
 
-A state is copied when it is kept and when a row begins from it, so none is ever in use. Where there is no room, the
-longest unused one goes; and it goes with the pages of its node.
+A state is copied when it is kept and when a row begins from it, so a kept one is never in use. Where there is no room,
+the least recently used one is dropped; and it is dropped with the pages of its node.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeptStates:
         self._pools = {of: cache.kept for of, cache in self._caches.items() if cache.kept is not None}
         count = min(pool.count for pool in self._pools.values())
         self._free = list(range(count - 1, 0, -1))
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()  # the longest unused first
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         """The number of prefixes with states."""
@@ -99,7 +99,7 @@ class KeptStates:
         self.forget(key)
 
     def forget(self, key: Hashable) -> None:
-        """Makes room, if states are kept under this key."""
+        """Drops the states that are kept under this key, if any."""
         if key in self._kept:
             self._free.append(self._kept.pop(key).row)
 

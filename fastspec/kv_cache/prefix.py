@@ -65,7 +65,7 @@ class PrefixCache:
         self._salt = salt
         self._variant: Hashable = None
         self.on_drop: Callable[[Node], None] = _nothing  # is told of nodes that are dropped
-        self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # the longest unused first
+        self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         """The number of nodes."""

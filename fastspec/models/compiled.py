@@ -16,8 +16,8 @@ from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 class CompiledDecoder(Decoder):
     """A Decoder whose passes in a step run through torch.compile, each as one graph; its ops must be `compiled(ops)`.
 
-    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, of more
-    tokens, run as they are: their sizes are many, and their products take most of their time.
+    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, which
+    have more tokens, are not compiled: they have many sizes, and their products take most of their time.
 
     Args:
         *args, **options: as for Decoder.

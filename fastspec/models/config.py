@@ -39,8 +39,8 @@ class ModelSpec:
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans name.
         scales: what is done outside of layers.
-        plans: what each layer does. All layers hold the same kinds of tensors, but for what a recurrent one has in
-            place of attention.
+        plans: what each layer does. All layers hold the same kinds of tensors, except that a recurrent one has others
+            in place of attention's.
         tied: the head is the embedding matrix.
         dtype: the dtype that the checkpoint declares, else the one it is stored in.
     """
@@ -163,7 +163,7 @@ class ModelSpec:
         return matrices * dtype.itemsize + 4 * exact + self._norm_elements() * self.norm_dtype(dtype).itemsize
 
     def _mixing_elements(self, plan: LayerPlan) -> int:
-        """Of what stands before the MLP in a layer, without the norms of the stream and of heads."""
+        """Elements of attention, or of what takes its place in a layer, without norms."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if (rule := plan.delta) is not None:
             return self.hidden_size * (rule.rows + rule.values) + rule.channels * rule.width + rule.value_dim
@@ -305,7 +305,10 @@ def says_quantised(value: object) -> bool:
     if not isinstance(value, Mapping):
         return value is not None
     if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:
-        return value.get("quant_method") not in (None, "bitsandbytes")  # whose other fields say how, not that
+        return value.get("quant_method") not in (
+            None,
+            "bitsandbytes",
+        )  # bitsandbytes names its method also where it is off
     return any(each not in (None, False) for each in value.values())
 
 

@@ -1,9 +1,9 @@
 """Config classes of the commonest families, for reading files without the imports of transformers' own.
 
-Those are decorated by what builds their docstrings, which in some versions imports all of generation, and Llama's
-checks a field of training, for which it imports readers of images, `torch.distributed.tensor` and, where it is
-installed, torchvision: seconds either way, of which nothing here needs anything. The classes below have the same names,
-fields and defaults, and all that they do else comes from the same base class.
+transformers' classes have a decorator that builds docstrings, which in some versions imports all of generation, and
+Llama's checks a field of training, for which it imports image readers, `torch.distributed.tensor` and, where it is
+installed, torchvision. Either takes seconds, and nothing here needs it. The classes below have the same names, fields
+and defaults; everything else comes from the same base class.
 """
 
 from dataclasses import is_dataclass

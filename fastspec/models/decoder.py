@@ -50,7 +50,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        # of each layer its place in the cache of keys, or in that of states
+        # the place of each layer in the cache of keys, or in that of states
         kinds = [plan.delta is not None for plan in spec.plans]
         self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
         self.ops = ops
@@ -107,7 +107,7 @@ class Decoder:
         return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `_layer`, from what its attention gave on."""
+        """As `_layer`, from the output of its attention on."""
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
@@ -120,7 +120,7 @@ class Decoder:
         return x, None if following is None else self._qkv(index + 1, x, tiling)
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        """Whether what follows attention in a layer is one op."""
+        """Whether one op computes what follows attention in a layer."""
         return plan.fused_tail
 
     def _sandwich(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
@@ -147,13 +147,13 @@ class Decoder:
         return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
-        """A product whose result lies here whole, or this rank's part of it."""
+        """A product: the whole result, or this rank's part of it."""
         return self.ops.linear(x, weight, bias, tiling, **options)
 
     def _normed(
         self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """x and what `linear` is told, that together are norm(x): the norm is left to the product where it can be."""
+        """norm(x), or x and options with which `linear` computes the norm itself, where it can."""
         if weight is None:
             return x, {}
         if plan.fused_norm:
@@ -214,7 +214,7 @@ class Decoder:
         norm: Tensor | None,
         tiling: Tiling,
     ) -> Tensor:
-        """x and what a part of a layer adds to it, by its last product. With several ranks, the place of a sum."""
+        """x plus the output of attention or MLP, by its last product. With several ranks, sums over ranks are here."""
         if plan.residual_scale == 1.0 and norm is None:
             return self.ops.linear(given, weight, bias, tiling, residual=x)
         added = self.ops.linear(given, weight, bias, tiling)
@@ -223,7 +223,7 @@ class Decoder:
         return x + self._to_add(plan, added, norm)
 
     def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
-        """What a part of a layer adds to x: its norm, if there is one, times the plan's factor."""
+        """What attention or MLP adds to x: its norm, if there is one, times the plan's factor."""
         if norm is not None:
             added = self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
@@ -243,7 +243,7 @@ class Decoder:
         return inner if plan.gated else reference.gelu_tanh(inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
-        """The MLP's activation of gate and up, where no product has it."""
+        """The MLP's activation of gate and up, where no product computes it."""
         if plan.activation == "silu":
             return reference.silu_mul(inner)
         return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
@@ -269,7 +269,7 @@ class Decoder:
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
         scales = self.spec.scales
-        if scales.logits != 1.0 or scales.softcap is not None:  # which may make two logits equal that were not
+        if scales.logits != 1.0 or scales.softcap is not None:  # scaling may make different logits equal
             out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
             return
         self._raw_argmax(hidden, limit, tiling, out)
@@ -311,19 +311,19 @@ class Decoder:
         if norms is None and plan.qk_norm is not None:
             qkv = self._normed_heads(plan, layer, qkv, rows.positions)
         if plan.qk_norm == "head_after_rope":
-            rotation = None  # they are turned
+            rotation = None  # heads are rotated already
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
-        return self._ask(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
+        return self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
 
     def _norms(self, index: int) -> HeadNorms | None:
-        """The norms of heads that `attend` applies; None where there are none, or none that it has."""
+        """The norms of heads that `attend` applies; None where there are none, or `attend` cannot apply them."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None or layer.k_norm is None:
             return None
         return layer.q_norm, layer.k_norm, self.spec.rms_eps
 
-    def _ask(
+    def _attend_rows(
         self,
         index: int,
         qkv: Tensor,
@@ -333,7 +333,7 @@ class Decoder:
         rule: AttentionRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of rows to what lies at or before their positions in a layer's cache, [B, Q, H * D]."""
+        """Attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
         cos, sin = (None, None) if rotation is None else rotation
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
         return self.ops.attend(
@@ -359,7 +359,7 @@ class Decoder:
         )
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """qkv with the norms of queries and keys that `attend` does not have; behind them it is turned already."""
+        """qkv with the norms of queries and keys that `attend` cannot apply, and rotated where they come before."""
         spec = self.spec
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
         query, key, value = qkv.split(sizes, dim=-1)

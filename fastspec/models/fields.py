@@ -86,11 +86,11 @@ class ConfigFields:
             self.refuse(field, value, f"a whole number from 1 to {limit}")
         return int(value)
 
-    def count(self, field: str, most: int, least: int = 1) -> int:
-        """A whole number from `least` to `most`."""
+    def count(self, field: str, maximum: int, minimum: int = 1) -> int:
+        """A whole number from `minimum` to `maximum`."""
         value = self.get(field)
-        if type(value) is not int or not least <= value <= most:
-            self.refuse(field, value, f"a whole number from {least} to {most}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            self.refuse(field, value, f"a whole number from {minimum} to {maximum}")
         return int(value)
 
     def flag(self, field: str) -> bool:
@@ -109,7 +109,7 @@ class ConfigFields:
         return None if self.get(field) is None else self.positive(field)
 
     def check_positive(self, value: object, field: str) -> float:
-        """The value, which stands under that name, as a positive number."""
+        """The value of the field, as a positive number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
         return float(value)

@@ -1,4 +1,4 @@
-"""What others need of a model: the step and the proposers of its passes, memory and settings of its sizes."""
+"""What the rest of the library needs of a model: passes for steps and proposers, sizes for memory and settings."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class CausalModel(Protocol):
         """fp32 logits [..., V] of hidden states [..., hidden]."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden]: the lowest such."""
+        """Writes to out int64 [R] the id below `limit` of the largest logit of hidden [R, hidden], lowest on ties."""
 
 
 def states_of(model: object) -> StateCache | None:

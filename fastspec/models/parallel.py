@@ -36,11 +36,11 @@ class Pieces(NamedTuple):
 
 
 class ParallelDecoder(Decoder):
-    """One rank's part of a decoder. All ranks call it alike, and all get the same bits.
+    """One rank's part of a decoder. All ranks make the same calls, and get the same bits.
 
     K of o and down is cut into `Share.parts`; the sums of parts are one binary tree, of which this rank holds a
-    subtree. Where the number of ranks is to change no bit, rows are multiplied in pieces as well, so that every product
-    has the same shape on any number of them.
+    subtree. Where bits must not depend on the number of ranks, rows are multiplied in pieces as well, so that every
+    product has the same shape on any number of ranks.
 
     Args:
         spec: of this rank's part. weights, cache, ops, **sizes: as for Decoder.
@@ -68,11 +68,11 @@ class ParallelDecoder(Decoder):
         self._pieces: dict[int, Pieces] = {}
         self._experts: dict[int, list[ExpertWeights]] = {}  # of a layer, for each part that is this rank's
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
-            self._take_apart(plan, whole, layer, sliced.spec)
+            self._split_layer(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
         self._pieces[id(self._head)] = self._rows_of(self._head, rows)
 
-    def _take_apart(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
+    def _split_layer(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
         """Finds the pieces of a layer's matrices; `whole` and `spec` are those of all ranks."""
         parts = self._share.parts
         # rows of q, k and v of all ranks, of which each part of the finest cut has whole heads

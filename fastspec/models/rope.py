@@ -21,11 +21,11 @@ class RopeSpec:
 
     Attributes:
         kind: as a config names it, for messages.
-        inv_freq: inverse frequencies in radians per position of the pairs that are turned, each exactly representable
+        inv_freq: inverse frequencies in radians per position of the pairs that are rotated, each exactly representable
             in fp32. Pairs beyond them, up to head_dim / 2, stay as they are.
         scaling: factor on cos and sin.
-        long_inv_freq: what takes the place of `inv_freq` where a generator has room for more than `short_length`
-            tokens in a row; empty: nothing does.
+        long_inv_freq: used in place of `inv_freq` by a generator whose rows have room for more than `short_length`
+            tokens; empty: there are none.
         short_length: in tokens.
         query_beta: b of a factor on queries by position p, 1 + b * log(1 + floor(p / short_length)); 0: none.
     """
@@ -62,20 +62,20 @@ class RopeSpec:
         return 1 + self.query_beta * torch.log(1 + torch.floor(at / self.short_length))
 
 
-def head_order(turned: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """How a head's `dim` elements must lie for kernels that turn i with i + dim / 2: new from old; None: as they do.
+def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
+    """How a head's `dim` elements must lie for kernels that rotate i with i + dim / 2: new from old; None: as they do.
 
     Scores are sums over a head, so queries and keys may lie in any order that both have.
 
     Args:
-        turned: pairs that are turned, the head's first 2 * turned elements.
-        interleaved: pairs are neighbours 2i and 2i + 1, else i and i + turned.
+        rotated: pairs that are rotated, the head's first 2 * rotated elements.
+        interleaved: pairs are neighbours 2i and 2i + 1, else i and i + rotated.
     """
-    if not interleaved and 2 * turned == dim:
+    if not interleaved and 2 * rotated == dim:
         return None
-    first = [2 * i if interleaved else i for i in range(turned)]
-    second = [2 * i + 1 if interleaved else i + turned for i in range(turned)]
-    rest = list(range(2 * turned, dim))
+    first = [2 * i if interleaved else i for i in range(rotated)]
+    second = [2 * i + 1 if interleaved else i + rotated for i in range(rotated)]
+    rest = list(range(2 * rotated, dim))
     middle = len(rest) // 2
     return [*first, *rest[:middle], *second, *rest[middle:]]
 
@@ -109,13 +109,13 @@ def _rope(
     if kind not in family.rope_kinds:
         fields.refuse("rope_type", kind, " or ".join(repr(name) for name in family.rope_kinds))
     theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")
-    turned = _turned(fields, parameters, dim, family.partial_rope)
+    rotated = _rotated(fields, parameters, dim, family.partial_rope)
     if kind in ("default", "ntk_alpha"):
         if kind == "ntk_alpha":
             theta *= fields.check_positive(parameters["alpha"], "rope_parameters.alpha") ** (dim / (dim - 2))
-        steps = torch.arange(0, 2 * turned, 2, dtype=torch.float32, device="cpu") / (2 * turned)
+        steps = torch.arange(0, 2 * rotated, 2, dtype=torch.float32, device="cpu") / (2 * rotated)
         return RopeSpec(kind, _finite(fields, 1.0 / theta**steps, parameters), 1.0)
-    made = _transformers_rope(fields, parameters, kind, turned, layer)
+    made = _transformers_rope(fields, parameters, kind, rotated, layer)
     beta = parameters.get("llama_4_scaling_beta")
     if beta is None:
         return made
@@ -123,7 +123,7 @@ def _rope(
     return replace(made, query_beta=beta, short_length=int(parameters["original_max_position_embeddings"]))
 
 
-def _turned(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, may_be_partial: bool) -> int:
+def _rotated(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, may_be_partial: bool) -> int:
     partial = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
     if partial != 1.0 and not may_be_partial:
         fields.refuse("partial_rotary_factor", partial, "1.0")
@@ -149,7 +149,7 @@ NEEDED = {
 
 
 def _transformers_rope(
-    fields: ConfigFields, parameters: Mapping[str, Any], kind: str, turned: int, layer: str | None
+    fields: ConfigFields, parameters: Mapping[str, Any], kind: str, rotated: int, layer: str | None
 ) -> RopeSpec:
     """The numbers of a kind that transformers computes, with its own function."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -163,7 +163,7 @@ def _transformers_rope(
         fields.refuse("rope_parameters.original_max_position_embeddings", length, "a whole number")
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
-            _check_factors(fields, parameters.get(name), name, turned)
+            _check_factors(fields, parameters.get(name), name, rotated)
 
     def computed(**more: Any) -> tuple[tuple[float, ...], float]:
         config = copy.deepcopy(fields.config)
@@ -171,8 +171,8 @@ def _transformers_rope(
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             fields.refuse("rope_parameters", dict(parameters), f"settings that transformers can compute ({error})")
-        if inv_freq.numel() != turned or not math.isfinite(scaling) or scaling <= 0:
-            fields.refuse("rope_parameters", dict(parameters), f"{turned} frequencies and a positive scaling")
+        if inv_freq.numel() != rotated or not math.isfinite(scaling) or scaling <= 0:
+            fields.refuse("rope_parameters", dict(parameters), f"{rotated} frequencies and a positive scaling")
         return _finite(fields, inv_freq, parameters), float(scaling)
 
     inv_freq, scaling = computed()
@@ -181,8 +181,8 @@ def _transformers_rope(
     return RopeSpec(kind, inv_freq, scaling, computed(seq_len=int(length) + 1)[0], int(length))
 
 
-def _check_factors(fields: ConfigFields, factors: Any, name: str, turned: int) -> None:
-    if not isinstance(factors, list) or len(factors) != turned:
-        fields.refuse(f"rope_parameters.{name}", factors, f"a list of {turned} numbers")
+def _check_factors(fields: ConfigFields, factors: Any, name: str, rotated: int) -> None:
+    if not isinstance(factors, list) or len(factors) != rotated:
+        fields.refuse(f"rope_parameters.{name}", factors, f"a list of {rotated} numbers")
     for factor in factors:
         fields.check_positive(factor, f"rope_parameters.{name}")

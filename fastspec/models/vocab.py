@@ -46,7 +46,7 @@ def shared_vocab(
             that fit where the table of pairs knows some.
     """
     if isinstance(draft, HeadCheckpoint):
-        return target.spec.vocab_size  # it speaks in the target's ids
+        return target.spec.vocab_size  # a head drafts the target's ids
     rows = min(target.spec.vocab_size, draft.spec.vocab_size)
     if _same_source(target, draft):
         return rows

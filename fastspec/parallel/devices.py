@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fastspec.kernels.reference import largest_of
+from fastspec.kernels.room import WORD_BLOCK, Room, blocks_of, elements_of, takes_prompts, words_of
 from fastspec.parallel.exchange import add_rounded, one_way, tree_sum
 from fastspec.parallel.world import World
-
-if TYPE_CHECKING:  # it needs Triton, which is not everywhere
-    from fastspec.kernels.exchange import Room
-
-MOST = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
 
 
 class OverDevices:
@@ -40,9 +36,8 @@ class OverDevices:
         warm = torch.zeros(world.size, dtype=torch.float32, device=device)
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
-        self._prompts = 0 < prompts <= MOST and exchange.TWO_TURNS[world.size] < MOST  # where that is the faster way
-        largest = max(elements, prompts if self._prompts else 0)
-        self._room, self._why = _room_of(world, device, self._group, min(largest, MOST))
+        self._prompts = takes_prompts(world.size, prompts)
+        self._room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
 
     def describe(self) -> str:
         """As in `Exchange`."""
@@ -128,25 +123,22 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     """Symmetric memory of torch, and where it lies on each rank. Plain peer access: no multicast."""
     import torch.distributed._symmetric_memory as symmetric
 
-    from fastspec.kernels.exchange import BLOCK, WORD_BLOCK, WORDS, Room, blocks_of
-
-    elements = blocks_of(elements) * BLOCK
     blocks = blocks_of(elements)
     buffer = symmetric.empty(2 * world.size * elements, dtype=torch.float32, device=device)
     buffers = symmetric.rendezvous(buffer, group)
     flag = symmetric.empty(world.size * blocks, dtype=torch.int32, device=device)
     flag.zero_()
     flags = symmetric.rendezvous(flag, group)
-    most_words = min(elements, WORDS[world.size])
-    word = symmetric.empty(2 * world.size * most_words, dtype=torch.int64, device=device)
+    max_words = words_of(world.size, elements)
+    word = symmetric.empty(2 * world.size * max_words, dtype=torch.int64, device=device)
     word.zero_()
     words = symmetric.rendezvous(word, group)
     torch.cuda.synchronize(device)
     world.gather_bytes(b"")  # all flags and words are zero
     lying = [torch.tensor(list(each.buffer_ptrs), dtype=torch.int64, device=device) for each in (buffers, flags, words)]
     epochs, word_epochs = (
-        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-most_words // WORD_BLOCK))
+        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-max_words // WORD_BLOCK))
     )
     held = (buffer, buffers, flag, flags, word, words)
     pushed = (elements, lying[0], lying[1], epochs)
-    return Room(world.rank, world.size, *pushed, most_words, lying[2], word_epochs, held)
+    return Room(world.rank, world.size, *pushed, max_words, lying[2], word_epochs, held)

@@ -177,8 +177,12 @@ class Ranks:
         """Ends this rank's signs of life."""
         self.world.close()
 
-    def describe(self, share: Share | None, splits_vocab: bool) -> str:
-        """How many ranks there are and what each has, for people; empty without any."""
+    def describe(self, share: Share | None, whole_head: str) -> str:
+        """How many ranks there are and what each has, for people; empty without any.
+
+        Args:
+            whole_head: why the head is not cut; empty: it is.
+        """
         if not self.asked:
             return ""
         draft = "cut, too" if self.split_draft else "whole on every rank"
@@ -189,8 +193,36 @@ class Ranks:
             if self.same_text_on is not None and len(self.same_text_on) > 1
             else "text may differ from that of another number of ranks, by the last bits of sums"
         )
-        head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"
+        head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
+
+
+def place_of(device: torch.device) -> str:
+    """What a rank computes on: of a GPU something that no other GPU has, however a process numbers them."""
+    if device.type != "cuda":
+        return device.type
+    unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # which not every torch tells
+    return f"{device} {unique}".strip()
+
+
+def check_places(places: Sequence[str]) -> None:
+    """Refuses ranks that share a GPU, and kinds of devices that differ.
+
+    Raises:
+        UnsupportedOption: names the ranks.
+    """
+    kinds = [place.partition(":")[0] for place in places]
+    if (other := next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
+        raise UnsupportedOption(
+            f"rank {other} computes on {places[other]} and rank 0 on {places[0]}; give all ranks the same device"
+        )
+    names, gpus = zip(*(place.partition(" ")[::2] for place in places), strict=True)
+    again = next((rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]), None)
+    if again is not None:
+        raise UnsupportedOption(
+            f"ranks {gpus.index(gpus[again])} and {again} both compute on {names[again]}, and each needs a GPU of its "
+            "own: leave device out, and rank r takes GPU r"
+        )
 
 
 def _numbers(sizes: Sequence[int]) -> str:

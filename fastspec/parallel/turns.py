@@ -1,4 +1,4 @@
-"""What rank 0 tells the ranks that follow it before each step: texts in a row, each read once by every other rank."""
+"""Messages of rank 0 to the ranks that follow it, before each step: texts in order, each read once by every rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SEEN = 64  # turns after which a follower says how far it is, and rank 0 forget
 
 
 class Turns:
-    """One end of the row: rank 0 tells, the others read. It uses the store of the ranks' signs of life.
+    """One end of this message log: rank 0 writes, the others read. It uses the store of the ranks' signs of life.
 
-    A store answers one question at a time on a connection, so this has one of its own: who waits here keeps no sign of
-    life from being given.
+    A store answers one request at a time on a connection, so this has a connection of its own: waiting here must not
+    delay signs of life.
 
     Args:
         world: of all ranks, several.

@@ -16,8 +16,8 @@ from torch import Tensor
 from fastspec.errors import RankFailed, UnsupportedOption
 from fastspec.parallel.monitor import LOST, Monitor
 
-PATIENCE = 20.0  # seconds that a rank may come later to an exchange than the others
-STARTING = 600.0  # seconds that it may come later to the construction of a generator
+PATIENCE = 20.0  # seconds that a rank may reach an exchange later than the others
+STARTING = 600.0  # seconds that it may reach the construction of a generator later
 _SLICE = 0.25  # seconds between two looks at the others while an exchange is waited for
 _TELLING = LOST + 1.5  # seconds in which a rank whose connection broke off may still be told why
 
@@ -141,7 +141,7 @@ class World:
         if seconds > self.patience:
             self._give_up()
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 

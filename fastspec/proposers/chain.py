@@ -57,9 +57,9 @@ class ChainHead(Protocol):
 class ChainDrafts(LearnedDrafts[ChainHead]):
     """Drafts with a head, each draft from the one before it.
 
-    At the end of every step, plain ones as well, and in every pass over a prompt, it takes in the target's hidden
-    states: K and V of its layers, at the positions that count now. They take the place of those that drafting left
-    there, from features of its own. So its cache is whole at any time, and drafts may stop and go on.
+    At the end of every step, also of plain ones, and in every pass over a prompt, it computes K and V of its layers
+    from the target's hidden states, at all committed positions. They replace those that drafting has left there, which
+    came from the head's own hidden states. So its cache is never behind, and drafting may pause and go on.
 
     Args:
         model, ops, vocab_map, mark, work: as for `LearnedDrafts`.

@@ -57,7 +57,7 @@ def choose(proposer: Proposer | None, model: TakesGiven | None, vocab_size: int)
 
 
 class Guarded:
-    """Somebody's proposer, whose drafts end before the first id that the target does not know.
+    """A caller's proposer; its drafts are cut before the first id that the target does not know.
 
     Inside a step nothing can raise, and an unknown id would be looked up in the target's distribution.
 

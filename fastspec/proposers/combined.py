@@ -14,7 +14,7 @@ from fastspec.state import DecodeState
 
 
 class TakesGiven(Proposer, Protocol):
-    """A proposer that goes on from drafts that it did not make: a draft model, or a learned drafter."""
+    """A proposer that can continue drafts made by another one: a draft model, or a learned drafter."""
 
     def propose(self, *arguments: Any, **features: Any) -> None:
         """As `DraftModel.propose`."""

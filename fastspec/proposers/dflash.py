@@ -21,14 +21,14 @@ from fastspec.state import DecodeState
 class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
-    At the end of every step, plain ones as well, and in every pass over a prompt, keys and values of accepted tokens
-    are made of the target's hidden states. So the head's cache is whole at any time, and drafts may stop and go on.
+    At the end of every step, also of plain ones, and in every pass over a prompt, keys and values of accepted tokens
+    are computed from the target's hidden states. So the head's cache is never behind, and drafting may pause and go on.
 
     A block has the last token and as many masks as the step wants drafts, as vLLM runs it. The publishers' own code
     runs the whole block: there rows see masks behind those, too, so with fewer drafts they may be others.
 
-    No draft is fed to the head before all are drawn: a draft's distribution depends on the text before the block alone,
-    and on what the row's options make of the drafts before it.
+    No draft is fed to the head before all are drawn: a draft's distribution depends only on the text before the block,
+    and, where the row has penalties, on the drafts before it.
 
     Args:
         model, ops, vocab_map, mark, work: as for `LearnedDrafts`.

@@ -21,8 +21,8 @@ class DraftModel:
     """Drafts with a causal model.
 
     The first pass of a step feeds a row's last two tokens: after full acceptance the last draft was never fed
-    to the draft itself, and feeding two always fills that hole without asking whether it is there. A draft with
-    recurrent states takes back one token there, and feeds it again.
+    to the draft itself, and feeding two always fills that gap without a check. A draft with recurrent states goes
+    back by one token there, and is fed it again.
 
     Args:
         model: the draft; its cache has the page geometry of the shared table.
@@ -80,7 +80,7 @@ class DraftModel:
                     take(state, shape, given[0][:, j], j < given[1], j)
 
     def _fed(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
-        """What draft j is read off: a row's last two tokens, or the draft before it.
+        """What draft j is computed from: a row's last two tokens, or the draft before it.
 
         A row of which no draft may count may not have been caught up: the keys of its passes would be written again
         before they are read, but the states that it goes on from would be lost. So it is fed where `may_feed` says so.

@@ -22,8 +22,8 @@ def hand_over_step(
 ) -> None:
     """Hands over what a step found, after its commit.
 
-    Positions that are committed now are told with the tokens that follow them, which are those that the step emitted;
-    of rows that the step has ended as well, because their pages may be kept for prompts to come.
+    Newly committed positions are handed over with the tokens that follow them, which are those that the step emitted;
+    also those of rows that ended in the step, because their pages may be kept for later prompts.
 
     Args:
         proposer: with `features`.

@@ -33,7 +33,7 @@ Model = TypeVar("Model", bound=HeadModel)
 
 
 class LearnedDrafts(Generic[Model]):
-    """A proposer whose context is whole at any time: what a step or a prompt gives it is taken in at once.
+    """A proposer whose K/V cache is never behind: hidden states of a step or a prompt are taken in at once.
 
     Args:
         model: the head.
@@ -65,7 +65,7 @@ class LearnedDrafts(Generic[Model]):
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target from now on, and no others any more."""
+        """Reads these hidden states of the target, and only these, from now on."""
         self.reading, self.features = reading, self.layers_of(reading)
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class HasReadings(Protocol):
     sample: tuple[int, ...]
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states from now on, and no others any more."""
+        """Reads these hidden states, and only these, from now on."""
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
         """A reading as the target's layers, see `Proposer.features`."""
@@ -41,8 +41,8 @@ class HasReadings(Protocol):
         """
 
 
-def settle_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
-    """Lets a head read what makes its first drafts best, and says so; does nothing where there is one way only.
+def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
+    """Chooses the reading with the best first drafts, and says so; does nothing where there is only one.
 
     Waits for the device.
 
@@ -51,7 +51,7 @@ def settle_reading(target: CausalModel, proposer: object, shape: StepShape, tili
         proposer: the head, or lookup before it.
         shape: of a pass over a piece of a prompt of `shape.tiling.queries` tokens.
         tiling: of products of a step.
-        pages: int64 [1, P], pages that nobody has.
+        pages: int64 [1, P], pages that no row owns.
     """
     head = proposer.model if isinstance(proposer, LookupThenModel) else proposer
     if not isinstance(head, HasReadings) or len(head.readings) < 2:

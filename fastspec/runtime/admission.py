@@ -27,7 +27,7 @@ def fill_prompt(
     stop_ids: tuple[int, ...],
     draft_length: int = 0,
 ) -> None:
-    """What passes over a prompt read of a row, and its stop ids; the row idles until its prompt is in.
+    """Fills what passes over a prompt read of a row, and its stop ids; the row idles until its prompt is prefilled.
 
     Args:
         state, row: where.
@@ -50,7 +50,7 @@ def fill_prompt(
 def fill_options(
     state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
 ) -> None:
-    """All else that `DecodeState` says admission writes: what steps read of a row.
+    """Fills all other fields that admission writes by `DecodeState`: what steps read of a row.
 
     Args:
         state, row: where.

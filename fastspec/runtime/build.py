@@ -12,6 +12,7 @@ import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
+from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
@@ -55,8 +56,8 @@ from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
 PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
-# tokens of a pass, by where it runs: from here on one kernel multiplies packed weights, with one order of sums
 _PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+# tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
 _SAME_BITS_FROM = {(9, 0): 64}
 _SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
 _SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
@@ -90,9 +91,11 @@ def build(
         prefix_cache, prefill_budget: of the generator.
 
     Raises:
-        ValueError: a budget out of range.
+        ValueError: a budget out of range, or a flag that is no bool.
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
+    flag("release_source", release_source)
+    flag("nvtx", nvtx)
     if prefill_budget is not None:
         prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
     layout, device, length = settings.layout, settings.device, settings.max_length
@@ -112,15 +115,18 @@ def build(
     sizes: dict[str, Any] = {
         "max_positions": layout.pages_per_row(length) * layout.page_size,
         "batch": layout.batch,
-        "max_queries": max(2, layout.max_drafts + 1),  # a draft feeds two tokens at first
+        "max_queries": layout.max_queries,
     }
 
     def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
         if not isinstance(checkpoint.spec, HostedInfo):
             return decoder(checkpoint, dtype)
         pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
-        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
-        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source)
+        between = None if checkpoint.spec.cut is None else exchange
+        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, exchange=between, **pages, **sizes)
+        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
+        if between is not None:
+            ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
         return model
 
@@ -176,11 +182,7 @@ def build(
         return made
 
     with runner.on():
-        exchange = None
-        if ranks.asked:
-            widest = max(layout.target.hidden_size, -(-layout.target.vocab_size // ranks.size))
-            prompts = layout.chunks_for(length)[-1] * layout.target.hidden_size
-            exchange = ranks.exchange(device, layout.batch * sizes["max_queries"] * widest, prompts)
+        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
         model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         scoring = model_of(target, layout.target_dtype)

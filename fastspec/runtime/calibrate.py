@@ -7,8 +7,8 @@ The prediction for a k is made without having run it:
 
     tokens(k) / (drafting(k) + scoring(k) + rest) * plain step,  rest = plain step - scoring(0)
 
-from acceptance at the largest k and from the draft's and the target's passes timed by themselves. Where the measurement
-stays behind it, something else in the step grows with k.
+from acceptance at the largest k and from the draft's and the target's passes timed by themselves. Where the
+measured speed-up is lower, something else in the step grows with k.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class DraftPlan:
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
     def ahead(self, asked: int | None, sampler: str) -> Choice:
-        """What a call without further options may come to, and plain decoding: for `warmup`."""
+        """Steps that a call without further options may need, and plain decoding: for `warmup`."""
         if self.auto and asked is None and self.max_drafts:
             return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
         k = self.check(asked)

@@ -28,8 +28,8 @@ from fastspec.surroundings import shielded, using_threads
 
 _MEANS = 3  # of each time
 _CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
-_ROOM = 1024  # positions that the shortest rows' captured steps have room for
-_MORE = 4  # times as many has each further kind of them
+_ROOM = 1024  # positions that captured steps for the shortest rows have room for
+_MORE = 4  # the next kind of captured steps has room for so many times as many
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
@@ -63,10 +63,10 @@ class Engine:
         kept: recurrent states behind prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
-        share_seconds: what a rank measured, as all ranks are to take it: rank 0's.
-        threads: that work on a step, on the CPU; None: nobody has chosen.
+        share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
+        threads: how many work on a step, on the CPU; None: not chosen.
         prefill_batch_tokens: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
-        slots: where prompts pass through, by how many of them at once.
+        slots: the prefill slots, by how many prompts share a pass.
     """
 
     parts: StepModules
@@ -153,13 +153,13 @@ class Engine:
         return min(1 << (rows - 1).bit_length(), self.state.batch)
 
     def buckets(self, max_rows: int) -> list[int]:
-        """Those that steps of up to `max_rows` rows come to, ascending."""
+        """The buckets of steps of up to `max_rows` rows, ascending."""
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
     def typical_shape(
         self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0
     ) -> StepShape:
-        """A step of a call whose rows have `shortest` tokens and may get `longest`: captured as such.
+        """The shape of a step of a call whose rows have `shortest` to `longest` tokens, as it is captured.
 
         Where steps are not captured, it is over rows of a usual length.
         """
@@ -227,7 +227,7 @@ class Engine:
     ) -> None:
         """Queues passes over a row's tokens from position `start` on: of the target, or of what drafts.
 
-        A pass is launched by the host the first time that one of its size comes, and replayed from then on.
+        The first pass of a size is launched by the host; later ones are replayed.
 
         Args:
             row: of the state.
@@ -240,7 +240,7 @@ class Engine:
         self.prefill_slot.enter(self.state, row, start, running=running)
         kept = None if draft else self.prefill_slot.features
         if kept is not None and first:
-            kept.zero_()  # those of the prompt that was here before
+            kept.zero_()  # those of the prompt that was in this slot before
         for chunk in chunks:
             start += chunk
             self._run_pass(start, chunk, draft)
@@ -264,7 +264,7 @@ class Engine:
             self._leave(slot, row, place, draft=draft)
 
     def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
-        """A row leaves a slot, with what the target's last pass left of its prompt's last token."""
+        """A row leaves a slot, and takes along what the target's last pass left for `first_step`."""
         if slot.ends is not None and self.parts.ends is not None and not draft:
             self.parts.ends.copy(row, slot.ends, place)
         slot.leave(self.state, row, place)
@@ -290,7 +290,7 @@ class Engine:
             self.parts.ends.copy(place, self.parts.ends, source)
 
     def passes_whole(self, prompt: int) -> bool:
-        """Whether a prompt of so many tokens goes through passes with its last token, which the first one comes of."""
+        """Whether a prompt of so many tokens is prefilled whole, so that its first token comes from the last pass."""
         return self.parts.ends is not None and prompt > self.parts.ends.above
 
     @property
@@ -300,7 +300,7 @@ class Engine:
 
     @property
     def _fed(self) -> tuple[bool, ...]:
-        """Whose passes over prompts there are: the target's, and the draft's."""
+        """Which models have passes over prompts: False for the target, True for the draft."""
         return (False, True) if self.reads_prompts else (False,)
 
     def _pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> Callable[[], None]:
@@ -377,7 +377,7 @@ class Engine:
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        """The step, for a runner to launch; views are made by who calls it, for a replay needs none."""
+        """The step, for a runner to launch; its views are made when it is called, because a replay needs none."""
 
         def body() -> None:
             view = self.state.rows(0, rows)

@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
+from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
@@ -65,9 +66,9 @@ def explain(
 
 
 def break_even_advice(stats: Stats, layout: Layout) -> str | None:
-    """Says so when drafting cannot have paid, even if reading weights were all that takes time."""
+    """A warning where drafting cannot have paid, even if only reading weights took time; None: there is no reason."""
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
-    if layout.draft is None or not judged or stats.auto == AUTO:  # which has seen to it
+    if layout.draft is None or not judged or stats.auto == AUTO:  # "auto" compares with plain decoding itself
         return None
     target_bytes, draft_bytes = layout.weight_bytes
     draft_pass = draft_bytes / target_bytes
@@ -225,9 +226,9 @@ def _products(settings: Settings) -> str:
 
 
 def _ranks(settings: Settings, engine: Engine) -> list[str]:
-    """Who else has a part of the target, and how parts meet."""
+    """Which other ranks have a part of the target, and how the parts are exchanged."""
     if not settings.ranks:
         return []
     target = engine.parts.target
-    between = target.exchange.describe() if isinstance(target, ParallelDecoder) else "none"
+    between = target.exchange.describe() if isinstance(target, ParallelDecoder | HostedModel) else "none"
     return [f"ranks      {settings.ranks}", f"exchange   {between}"]

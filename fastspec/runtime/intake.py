@@ -22,8 +22,8 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_CROWD = 4  # budgets of a step at most, where many short prompts wait
-_LIGHTER = 4  # tokens that a draft model reads, at least, in the time in which the target reads one
+_CROWD = 4  # most budgets that one step spends, where many short prompts wait
+_LIGHTER = 4  # a draft model reads at least so many tokens in the time in which the target reads one
 
 
 @dataclass(slots=True)
@@ -143,8 +143,8 @@ class Intake:
     def feed(self, limit: int | None, *, some: bool) -> int:
         """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
 
-        The draft's passes are long and rare, for a pass costs its weights however few tokens it feeds: they come where
-        the draft is that far behind, and behind the last pass of the target.
+        The draft's passes are long and rare, because a pass reads the weights however few tokens it feeds: they come
+        once the draft is that far behind, and behind the last pass of the target.
 
         Args:
             limit: tokens; None: all that are left.
@@ -257,7 +257,7 @@ class Intake:
             self.engine.kept.clear()
 
     def catch_up(self, rows: Mapping[int, Request]) -> float:
-        """Lets the draft take in what it has not read of these rows; returns the passes that takes."""
+        """Feeds the draft the tokens of these rows that it has not read; returns the number of passes."""
         passes, short = 0.0, dict[int, dict[int, int]]()  # chunk -> row -> start
         for row, request in sorted(rows.items()):
             self._adopt(request, row)
@@ -316,7 +316,7 @@ class Intake:
                 kept.save(key, draft=draft)
 
     def _points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
-        """Lengths behind which passes from `start` on leave states to keep, and what to keep them under."""
+        """Lengths at which passes from `start` on leave states to keep, each with the key to keep them under."""
         kept, prefix = self.engine.kept, self.engine.prefix
         # a pass over as few tokens as a step leaves none, and one that begins inside a chunk has other bits
         whole = self.engine.chunks[0] > self.engine.max_drafts + 1 and not start % DELTA_CHUNK
@@ -327,20 +327,20 @@ class Intake:
         return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
 
     def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
-        """Passes over the positions start..stop-1, of which one ends wherever states are kept but behind the last."""
+        """Passes over the positions start..stop-1; one ends wherever states are kept, except at the last such place."""
         ends = [length for length, _ in self._points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
         passes = (self.engine.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
         return Passes(start, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
-        """Gives a row the recurrent states behind the positions that it shares."""
+        """Loads the recurrent states behind the positions that a row shares."""
         if self.engine.kept is not None:
             place = self.engine.state.state_rows[row : row + 1]
             self.engine.kept.load(request.nodes, length, place, draft=draft)
 
     def _known(self, nodes: list[Node], *, draft: bool) -> int:
-        """How many nodes of a path a model can go on behind: all, but where it needs a state that is not kept."""
+        """How many nodes of a path a model can continue from: all, unless it needs a state that is not kept."""
         kept = self.engine.kept
         return len(nodes) if kept is None else kept.known(nodes, draft=draft) // kept.unit
 

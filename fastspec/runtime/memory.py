@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.room import room_bytes
 from fastspec.models.interface import ModelInfo
 from fastspec.state import StateSizes
 
@@ -27,6 +28,7 @@ class MemoryPlan:
         target_cache, draft_cache: K/V pages, and recurrent states of the rows.
         buffers: the decode state, the prefill slot and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
+        exchange: memory of this GPU that others of the same model write to; NCCL's own is not counted.
         graphs: captured graphs themselves; the tensors inside them count as workspace.
         free: free on the device when the plan was made.
     """
@@ -37,6 +39,7 @@ class MemoryPlan:
     draft_cache: int
     buffers: int
     workspace: int
+    exchange: int
     graphs: int
     free: int
 
@@ -53,6 +56,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         """One line, in GiB."""
         uses = [field.name for field in fields(self) if field.name != "free"]
+        if not self.exchange:  # of one process alone
+            uses.remove("exchange")
         parts = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) / _GIB:.3f}" for name in uses)
         return f"{self.total / _GIB:.3f} GiB ({parts}), headroom {self.headroom / _GIB:.3f}"
 
@@ -75,6 +80,7 @@ class Layout:
         weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
         keeps_prefixes: states behind prefixes of prompts are kept, if there are recurrent layers.
         kv_dtypes: of the K/V pages of target and draft; None: as the models.
+        ranks: processes that share the target.
     """
 
     batch: int
@@ -92,6 +98,7 @@ class Layout:
     weights: tuple[int, int] | None = None
     kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None
     keeps_prefixes: bool = True
+    ranks: int = 1
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -111,7 +118,7 @@ class Layout:
         return 1 + self.batch * self.pages_per_row(max_length)
 
     def chunks_for(self, max_length: int) -> tuple[int, ...]:
-        """The chunk sizes that prompts of rows of `max_length` tokens come to."""
+        """The chunk sizes that prompts use in rows of `max_length` tokens."""
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
@@ -132,6 +139,7 @@ class Layout:
             else 0,
             buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
             workspace=self._workspace_bytes(max_length),
+            exchange=self._exchange_bytes(max_length),
             graphs=0,
             free=free,
         )
@@ -164,6 +172,20 @@ class Layout:
             self.keep_draft_probs,
         )
 
+    @property
+    def max_queries(self) -> int:
+        """Tokens of a row that one pass of a step feeds at most; a draft feeds two at first."""
+        return max(2, self.max_drafts + 1)
+
+    def exchanged(self, max_length: int) -> tuple[int, int]:
+        """Elements of the largest tensor that ranks exchange: in a step, and of a sum in a pass over prompts."""
+        widest = max(self.target.hidden_size, -(-self.target.vocab_size // self.ranks))
+        return self.batch * self.max_queries * widest, self.chunks_for(max_length)[-1] * self.target.hidden_size
+
+    def _exchange_bytes(self, max_length: int) -> int:
+        """The room that ranks share on GPUs; on a CPU nothing of an exchange stays."""
+        return room_bytes(self.ranks, *self.exchanged(max_length)) if self.ops.name == "triton" else 0
+
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
@@ -188,14 +210,13 @@ class Layout:
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _kernels_bytes(self, max_length: int) -> int:
-        """What the kernels of both models work in."""
+        """Work buffers of the kernels of both models."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]
-        queries = max(2, self.max_drafts + 1)
         lines = self.batch, self.max_drafts, self.target.vocab_size
         ends = self.ops.sampled_work_bytes(*lines) + self.ops.record_work_bytes(*lines)
-        return ends + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
+        return ends + sum(self.ops.workspace_bytes(self.batch, self.max_queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
         """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""

@@ -13,7 +13,7 @@ from fastspec.step import PromptEnd
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of one row or of several, and the positions up to which their prompts were passed.
+    """Buffers of one row or of several, and the positions up to which their prompts are prefilled.
 
     Attributes:
         row: a state of so many rows. The K/V of each lies in the pages of the row that it stands for.
@@ -47,7 +47,7 @@ class PrefillSlot:
     def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True, place: int = 0) -> None:
         """Row `place` of the slot stands for row `row` of `state` from now on; passes begin at position `start`.
 
-        A row whose prompt is not in yet idles (`running` is False); the slot runs all the same.
+        A row whose prompt is not prefilled yet idles (`running` is False); the slot runs all the same.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
@@ -57,6 +57,6 @@ class PrefillSlot:
         self.start[place].fill_(start)
 
     def leave(self, state: DecodeState, row: int, place: int = 0) -> None:
-        """Gives back what passes of a draft changed, and idles."""
+        """Copies back what passes of a draft changed; the slot's row is idle then."""
         state.draft_lengths[row].copy_(self.row.draft_lengths[place])
         self.row.finish[place].fill_(IDLE)

@@ -58,8 +58,8 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: cap on new tokens.
         options: sampling options and seed.
-        watch: told the new tokens of each step, says how many of them there are up to the end of the row, or None
-            when it goes on; for ends that the device does not see.
+        watch: called with the new tokens of each step; returns how many of them belong to the row if it ends there,
+            or None if it goes on. For ends that the device does not see.
         new_tokens: emitted so far.
         finish_reason: "stop" or "length" once finished, "error" when no token could be chosen or the device's work was
             interrupted, "cancelled" when the request was cancelled.
@@ -73,7 +73,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         grammar: the state of the grammar that its text follows; None: there is none.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
-        passed: the row's first token comes next, of what the last pass over its prompt left.
+        passed: the row's first token comes next, from what the last pass over its prompt left.
     """
 
     prompt: list[int]
@@ -141,7 +141,7 @@ class Request:
         tokens = tokens[:end]
         if self.grammar is not None and (whole := self.grammar.advance(tokens)) is not None:
             end, tokens = whole, tokens[:whole]
-        if result.drafted and self.grammar is None:  # drafts of a grammar pass by the draft model
+        if result.drafted and self.grammar is None:  # the draft model was not fed a grammar's drafts
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
         self.steps += 1
@@ -167,8 +167,8 @@ class InFlightStep:
         requests: by the row each had when it was launched.
         k: drafts.
         bucket: rows it covers.
-        resumed: passes of catching up that were queued before it, when the step before it was a plain one or there
-            were any; else None.
+        resumed: catch-up passes that were queued before it, if there were any or the step before it was a plain one;
+            else None.
         timed: only such passes, or nothing, came between it and the step before it.
         drafting: rows that could draft.
         first: the step for first tokens, which no policy chose.

@@ -112,7 +112,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Starts anew after a step was interrupted: what is in rows has ended, what waits goes on waiting."""
         engine = self.engine
-        engine.ring.settle()
+        engine.ring.correct_count()
         engine.state.reset()
         engine.pages.release_all()
         self._intake.reset()
@@ -129,7 +129,7 @@ class Scheduler:
     def _advance(self) -> dict[Request, list[int]]:
         self._take_arrivals()
         if not self._rows:
-            self._in_flight.clear()  # nobody asks for what those steps emit
+            self._in_flight.clear()  # the results of those steps are not read
             self._restart_clock()
         self._admit()
         self._compact()
@@ -164,11 +164,11 @@ class Scheduler:
         del self._rows[row]
         self._intake.keep(request, row)
         self.engine.pages.release(row)
-        if running:  # before anybody gets the row's pages
+        if running:  # before another row gets these pages
             self.engine.state.finish[row].fill_(IDLE)
 
     def _launch(self) -> bool:
-        """Queues the next step, unless it is sure to be for nothing or must wait for earlier ones."""
+        """Queues the next step, unless no row is sure to need it, or it must wait for earlier ones."""
         requests = due(self._rows, self._in_flight)
         # run ahead only if some row needs this step even when every draft in flight is accepted
         needed = self._goes_on if self._in_flight else self._may_go_on
@@ -207,7 +207,7 @@ class Scheduler:
         return True
 
     def _launch_first(self, requests: dict[int, Request]) -> bool:
-        """Queues the step for the first tokens of rows whose long prompts are in; other rows are not in it."""
+        """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
         calls = {self._calls[request] for request in requests.values()}
         rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
         shape = self.engine.at_hand(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
@@ -244,7 +244,7 @@ class Scheduler:
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
     def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Drafts for the next step, and the rows that they are for; rows of other calls accept none or fewer."""
+        """Drafts for the next step, and the rows that draft; rows of other calls have fewer, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
@@ -260,7 +260,7 @@ class Scheduler:
         return largest, frozenset(limits)
 
     def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Drafts that one call wants, and its rows that they are for."""
+        """Drafts that one call wants, and the rows of it that draft."""
         willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a plain step
@@ -295,7 +295,7 @@ class Scheduler:
         return request.limit + self.engine.max_drafts + 1
 
     def _admit(self) -> None:
-        """Takes prompts in, first come first served: whole, or as much of them as rows of other calls wait for."""
+        """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
         fed, intake, began = 0, self._intake, None
         crowd = intake.crowd(len(self._rows))
         while (request := intake.request or (began := self._begin())) is not None:
@@ -310,7 +310,7 @@ class Scheduler:
         intake.flush()
 
     def _patience(self, call: Call) -> int | None:
-        """Prompt tokens of a call that running rows wait for in a step; None: all, for they came with it."""
+        """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
         alone = not self._rows or (not call.joined and all(self._calls[held] is call for held in self._rows.values()))
         return None if alone else self.engine.prefill_budget
 
@@ -325,7 +325,7 @@ class Scheduler:
         admission.fill_prompt(*told, request.prompt, pages, call.stop_ids, request.draft_length)
         request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
         patience = self._patience(call)
-        # nobody but the rows of its own call waits for the draft's passes where there is no budget
+        # without a budget only rows of its own call wait for the draft's passes
         wants = request.options.draft_limit != 0 and request.grammar is None
         drafting = patience is not None and wants and self._draft_follows(call)
         self._intake.plan(drafting=drafting, max_tokens=patience)
@@ -354,7 +354,7 @@ class Scheduler:
             taken = {*self._rows, self._intake.row} if self._intake.request else self._rows
             place = next((row for row in range(source) if row not in taken), None)
             if place is None:
-                return  # but for the one whose prompt is going in
+                return  # except the one whose prompt is being prefilled
             self._rows[place] = self._rows.pop(source)
             self.engine.move(source, place)
             self._disturbed = True

@@ -47,7 +47,7 @@ class Settings:
         memory: the plan.
         verification: how drafts are judged.
         auto: calls that say nothing choose k while they decode.
-        ranks: who else has a part of the model, in words; empty for none.
+        ranks: which other processes have a part of the model, in words; empty: none.
     """
 
     device: torch.device
@@ -123,6 +123,7 @@ def settings_of(
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         keeps_prefixes=caches.prefix_cache,
+        ranks=target.ranks,
     )
     layout = replace(layout, kv_dtypes=_kv_dtypes(caches.kv_dtype, layout, target, draft, on, compile))
     read, kept = _features(target, draft, proposer, drafts)
@@ -148,7 +149,7 @@ def _kv_dtypes(
 ) -> tuple[torch.dtype, torch.dtype] | None:
     """Dtypes of the K/V pages of target and draft; None: as the models.
 
-    A head has a layer or few, whose keys stay in the model's dtype.
+    The few layers of a head keep keys in the model's dtype.
 
     Args:
         asked: for both, or for target and draft apart.
@@ -188,7 +189,7 @@ def _weights(
     layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device, compile: bool
 ) -> tuple[int, int]:
     """Bytes that the weights of target and draft take on the device."""
-    ops = TORCH_OPS if compile else layout.ops  # torch.compile takes plain matrices alone
+    ops = TORCH_OPS if compile else layout.ops  # torch.compile takes plain matrices only
     of_draft = draft.bytes_loaded(layout.draft_dtype, device, ops) if draft else 0
     return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
 

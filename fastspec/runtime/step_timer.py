@@ -1,6 +1,6 @@
 """How long steps take, by the host's clock alone: results arrive in order, so the time between two is a step's.
 
-Nothing here asks the device anything. Who wants to know implements `DraftLengthPolicy`.
+Nothing here asks the device anything. A `DraftLengthPolicy` is told the times.
 """
 
 from __future__ import annotations

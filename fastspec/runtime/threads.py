@@ -12,7 +12,7 @@ import torch
 from fastspec.kernels.ops import Ops
 from fastspec.surroundings import using_threads
 
-_SMALL = 2**16  # elements of a weight matrix, in the mean: a product with less takes less than starting threads does
+_SMALL = 2**16  # mean elements of a weight matrix: below, starting threads takes longer than the product
 _GAIN = 1.25  # what twice the threads must bring
 _SLOW = 8.0  # times what such a step took: then the threads wait for cores that others use
 _IN_A_ROW = 3
@@ -23,9 +23,9 @@ _REST = 256  # steps with one thread after that
 class Threads:
     """The number of threads for a generator's work, in whichever thread of the caller it runs.
 
-    Threads that share an operation wait for each other at its end. Where others use the cores, each wait may last as
-    long as the system lets those others run, and small models have many operations. So a number is taken that pays
-    here and now; and when steps become many times slower, one thread goes on alone for a while.
+    Threads that share an operation wait for each other at its end. Where other processes use the cores, such a wait may
+    last as long as a time slice of theirs, and small models have many operations. So a number is chosen by measuring;
+    and when steps become many times slower, one thread works alone for a while.
 
     Attributes:
         limit: torch's own setting at construction.

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from fastspec.kernels.select import compilers
 from fastspec.models.interface import Pending
-from fastspec.proposers.readings import settle_reading
+from fastspec.proposers.readings import choose_reading
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
@@ -33,7 +33,7 @@ def warm_up_for(
     loaded: Callable[[], None] = lambda: None,
     compilers: Executor | None = None,
 ) -> None:
-    """Captures and times the steps over up to `rows` rows that a call may come to, with a progress bar each.
+    """Captures and times the steps over up to `rows` rows that a call may need, with a progress bar each.
 
     Args:
         engine: of the generator.
@@ -56,7 +56,7 @@ def warm_up_for(
     loaded()
     engine.choose_threads()
     if missing or prompts:  # else a call begins at once
-        _settle_reading(engine)
+        _choose_reading(engine)
         bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
         with engine.on_device():
             for size, shape in bar:
@@ -67,29 +67,29 @@ def warm_up_for(
         _time(engine, rows, choice, lengths, progress)
 
 
-def _settle_reading(engine: Engine) -> None:
-    """`settle_reading` of an engine's head, before anything is captured or admitted."""
+def _choose_reading(engine: Engine) -> None:
+    """`choose_reading` of an engine's head, before anything is captured or admitted."""
     chunk, pages = engine.chunks[0], engine.state.block_table.shape[1]
     shape = engine.chunk_shape(chunk, chunk, GREEDY)
     with engine.on_device():
         free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
-        settle_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
+        choose_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
 
 
 def compilers_for(
-    target: Any, device: Any, graphs: bool | None, sharing: int
+    target: Any, device: Any, graphs: bool | None, rank: int, ranks: int
 ) -> AbstractContextManager[Executor | None]:
-    """What compiles the kernels of a generator, begun before its arguments are checked; None where nothing does.
+    """Processes that compile a generator's kernels, started before its arguments are checked; None: none are needed.
 
     Args:
-        target, device, graphs: of the constructor. sharing: ranks, on one machine.
+        target, device, graphs: of the constructor. rank, ranks: this one of so many, on one machine.
     """
     there = torch.cuda.is_available() and graphs is not False
     if there and device is None and isinstance(target, torch.nn.Module):
         there = any(parameter.is_cuda for parameter in islice(target.parameters(), 1))
     elif there and device is not None:
         there = str(device).startswith("cuda")
-    return compilers(sharing) if there else nullcontext()
+    return compilers(rank, ranks) if there else nullcontext()
 
 
 @contextmanager

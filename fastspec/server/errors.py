@@ -48,6 +48,15 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
     return Refusal(message, name if name in fields else None)
 
 
+def no_such(status: int, method: str, path: str) -> Refusal:
+    """A path that is not served, or not by this method."""
+    said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
+    message = (
+        f"{said}; GET /v1/models, POST /v1/completions and POST /v1/chat/completions are, and /health and /metrics"
+    )
+    return Refusal(message, status=status)
+
+
 def failed(error: Exception) -> Refusal:
     """An error of the model or the device; later requests may be answered."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
@@ -55,5 +64,8 @@ def failed(error: Exception) -> Refusal:
 
 def too_late(seconds: float) -> Refusal:
     """The time of a request is over."""
-    message = f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or raise --timeout"
+    message = (
+        f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
+        "--limit seconds=TIME"
+    )
     return Refusal(message, status=504, kind="timeout", code="timeout")

@@ -17,7 +17,7 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that takes connections; port 0 is any free one.
 
     Raises:
-        ValueError: the address is not to be had.
+        ValueError: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -27,7 +27,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then none come in, and those there come to their ends.
+    """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then it takes no more, and finishes those it has.
 
     Args:
         service: what is served.

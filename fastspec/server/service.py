@@ -87,7 +87,7 @@ class Job:
         self._closed = False
 
     def close(self) -> None:
-        """Ends what is still being written, and counts what was. Closing twice is fine."""
+        """Stops what is still being written, and counts tokens. Closing twice is fine."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
@@ -220,7 +220,14 @@ class Service:
         Raises:
             Refusal: something in it is not served, or there is no room for it.
         """
-        count = body.n * (len(body.prompts) if isinstance(body, Completion) else 1)
+        prompts = len(body.prompts) if isinstance(body, Completion) else 1
+        count = body.n * prompts
+        if count > self.limits.requests:  # at no time would there be room
+            raise Refusal(
+                f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
+                "--limit requests=",
+                "n" if body.n > 1 else "prompt",
+            )
         self._admit(count)
         try:  # a long text takes a while to tokenize: other requests go on meanwhile
             answers, tokens = await asyncio.to_thread(self._submit, body)
@@ -255,7 +262,12 @@ class Service:
         tools: Any = None if body.tool_choice == "none" else body.tools
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **body.chat_template_kwargs or {},
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None
@@ -285,5 +297,5 @@ class Service:
         usual = limit if isinstance(body, Chat) else min(limit, COMPLETION_TOKENS)
         defaults = self.generator.generation_config
         if options.get("do_sample") and "top_k" not in options and (defaults is None or defaults.top_k is None):
-            options["top_k"] = 0  # who asks for a temperature in this protocol gets the whole distribution
+            options["top_k"] = 0  # a temperature in this protocol means the whole distribution
         return options | {"max_new_tokens": asked or usual}

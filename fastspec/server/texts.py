@@ -15,8 +15,8 @@ from fastspec.text.text_stream import TextStream
 class Visible:
     """The text of an answer while its tokens come, up to a stop string and without it.
 
-    What may be the beginning of a stop string is held back until that is known. The pieces joined are the same whether
-    tokens come one by one or all at once.
+    Text that may be the beginning of a stop string is held back until it is known whether it is. The joined pieces are
+    the same whether tokens come one by one or all at once.
 
     Args:
         tokenizer: the target's.
@@ -127,7 +127,7 @@ class Answer:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        whole = "\ufffd" not in name  # bytes of a character that is not whole are not to be had from a decoder
+        whole = "\ufffd" not in name  # a decoder does not give the bytes of an incomplete character
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
 
     def _name(self, token: int) -> str:

@@ -34,7 +34,7 @@ class Asked:
     keywords: dict[str, Any]
 
     def given(self) -> Given:
-        """The prompts; transformers' name for them, `inputs`, will do."""
+        """The prompts; transformers' name for them, `inputs`, is accepted."""
         inputs = self.keywords.pop("inputs", None)
         if inputs is not None and self.input_ids is not None:
             raise ValueError("prompts are given twice, as input_ids and as inputs; leave one out")
@@ -104,7 +104,7 @@ def prepare(
 
 
 def check_streamer(streamer: object, rows: int) -> None:
-    """Raises UnsupportedOption for a streamer that is none, or with several rows."""
+    """Raises UnsupportedOption for an object that is no streamer, or for a streamer with several rows."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise UnsupportedOption(f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}")
     if streamer is not None and rows != 1:

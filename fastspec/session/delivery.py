@@ -1,4 +1,4 @@
-"""What steps emit for the requests of one call, on its way from the thread that steps to whoever waits for it."""
+"""Hands what steps emit for one call's requests from the thread that makes steps to the threads that wait."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fastspec.runtime.request import Request
 
 
 class Delivery:
-    """The requests of one call, seen from outside of the thread that steps.
+    """The requests of one call, as threads see them that do not make its steps.
 
-    That thread tells of every token and every end; nobody else changes a request meanwhile. Nothing is queued: tokens
-    lie in their requests, and a count says how many of them may be read.
+    The thread that makes steps reports every token and every end; no other changes a request meanwhile. Nothing is
+    queued: tokens lie in their requests, and a count says how many of them may be read.
 
     Args:
         requests: of the call.
 
     Attributes:
         counts: tokens of each request that may be read, their log-probabilities with them.
-        begun: tokens of each request that came before this thread made its steps.
+        begun: tokens of each request that were emitted before that thread began to make its steps.
         error: what ended the requests, where it was an error of the device or of a step.
         started, ended: by `time.perf_counter`; `ended` is None while some request goes on.
     """
@@ -53,7 +53,7 @@ class Delivery:
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """From now on that thread makes the steps; whoever made them so far has read what there is."""
+        """From now on that thread makes the steps; the caller that made them so far has read its tokens."""
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
             self.begun = list(self.counts)

@@ -34,7 +34,7 @@ SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
 
 _ALIKE: Final = "no format is read with fewer bytes here"
 _SOME: Final = (128, 128)  # (N, K) of a matrix that is kept in codes where any is
-LEAST: Final = 32 * 2**20  # bytes of a pass: fewer stay in the L2 cache of large GPUs, and their reading takes no time
+LEAST: Final = 32 * 2**20  # bytes of a pass: fewer stay in the L2 cache of large GPUs, so they are not read from memory
 
 
 def with_format(
@@ -51,9 +51,9 @@ def with_format(
     Args:
         target, draft: as resolved.
         device, dtype, max_batch_size: arguments of the generator.
-        ours: products are those of this package, and nobody shares the draft.
+        ours: this package's kernels multiply (no torch.compile), and the draft is on one rank only.
     """
-    if draft is None or draft.stored:  # how it is quantised says itself
+    if draft is None or draft.stored:  # a quantised checkpoint keeps its format
         return draft
     if kind := _left(draft, ours):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
@@ -104,4 +104,4 @@ def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | N
 
 def share(form: CodeFormat | None, rows: int) -> float:
     """The share of the memory bandwidth that products of `rows` rows reach in a format."""
-    return next((value for most, value in SHARES[form] if rows <= most), SHARES[form][-1][1])
+    return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

@@ -1,6 +1,6 @@
-"""Requests of rank 0 on their way to the ranks that follow it: what joins and leaves before each step, as JSON.
+"""Sends rank 0's requests to the ranks that follow it: what joins and leaves before each step, as JSON.
 
-Every rank has the same requests and makes the same schedule of them; only rank 0 has anybody who waits for tokens.
+Every rank has the same requests and makes the same schedule of them; only rank 0 has callers that wait for tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastspec.session.messages import Joining, Leaving, Message
 
 
 class Numbers:
-    """What ranks call the requests that have not ended: all number them alike, as they join."""
+    """Numbers of the requests that have not ended: all ranks number them alike, as they join."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -56,7 +56,7 @@ class Numbers:
 
 
 class Leader:
-    """Rank 0's end: tells the others of every turn. Begun with the first one.
+    """Rank 0's end: tells the others what joins and leaves before each step. Made for the first one.
 
     Args:
         world: of all ranks.
@@ -105,7 +105,7 @@ def _written(message: Message, numbers: Numbers) -> Any:
 
 
 class Reader:
-    """Makes of what rank 0 has written the same requests.
+    """Makes the same requests from what rank 0 has written.
 
     Args:
         max_length: tokens of a row.

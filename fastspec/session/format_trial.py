@@ -1,10 +1,10 @@
-"""Whether a draft that "auto" has rounded is worth what it loses: both drafts write some of the first calls' text.
+"""Measures whether the format that "auto" chose for a draft pays: a trial on prompts of one of the first calls.
 
-A draft in fewer bits has shorter passes, and fewer of its drafts are accepted. How many fewer nobody knows before real
-prompts are there. So when enough tokens were asked for, prompts of the call that comes are continued twice, by the same
-steps: with the draft in the format that was chosen, and with the draft as it is stored, which is read once more. The
-draft that gave more tokens a second stays, the other one goes. The text that is made meanwhile is thrown away, and the
-one of calls is the same with either draft.
+A draft in fewer bits has shorter passes, but fewer of its drafts are accepted; how many fewer depends on the prompts.
+So once enough tokens were asked for, the prompts of the next call are continued twice, by the same steps: with the
+draft in the chosen format, and with the draft as it is stored, which is loaded once more. The draft that gave more
+tokens a second is kept, the other is freed. The text of the trial is thrown away; the text of calls is the same with
+either draft.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """Steps draft with these weights meanwhile; they have ended when this is left."""
+        """A context in which steps draft with these weights; all of them have ended when it is left."""
         self._use(engine, drafter, form, weights)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Steps for requests of any thread: in a thread of its own, which sleeps while there is nothing to do."""
+"""The thread that makes steps for requests of any thread, and sleeps while there is nothing to do."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class _Caught:
 class Loop:
     """A thread that steps a scheduler as long as there is work.
 
-    The thread begins with the first message and ends with `stop`, or with this object. While it sleeps it keeps
-    nothing alive. Messages may come from any thread, and from where an object is being collected.
+    The thread starts with the first message and ends with `stop`, or when this object is collected: while it sleeps
+    it keeps no reference to it. Messages may come from any thread, and from finalisers.
 
     Args:
-        scheduler: nobody else steps it without having the turn.
-        make_ready: captures and times the steps that a call may come to; asked where no request is there.
+        scheduler: others may step it only while they hold `turn`.
+        make_ready: captures and times the steps that a call may need; called while no request is there.
 
     Attributes:
-        turn: held by who makes a step.
+        turn: lock, held while a step is made.
         deliveries: of all requests that have not ended.
-        before_turn: told all messages before they are obeyed.
+        before_turn: called with all messages before they are handled.
         forget: told of each request that has ended.
         guarded: a context that work on the device is done in.
     """
@@ -76,7 +76,7 @@ class Loop:
         return not self.deliveries and self._messages.empty()
 
     def join(self, joining: Joining) -> None:
-        """Takes a call in; the first one starts the thread. One caller at a time."""
+        """Adds a call; the first one starts the thread. One caller at a time."""
         if self._thread is None:
             inbox, reference = self._messages, weakref.ref(self)
             self._thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
@@ -104,7 +104,7 @@ class Loop:
         del self._scheduler, self._make_ready, self.before_turn
 
     def work(self, first: Message) -> bool:
-        """Obeys messages and makes steps until there is nothing to do; whether the thread is to go on.
+        """Handles messages and makes steps until there is nothing to do; returns whether the thread is to go on.
 
         Args:
             first: the message that woke the thread.
@@ -129,21 +129,21 @@ class Loop:
             messages = []
 
     def make_turn(self, messages: list[Message]) -> None:
-        """Obeys messages and makes a step."""
+        """Handles messages and makes a step."""
         with self.turn:
             for message in messages:
-                self._obey(message)
+                self._handle(message)
             self._step()
 
     def _refuse(self, messages: list[Message], error: BaseException) -> None:
-        """Ends all requests, those that would have joined as well."""
+        """Ends all requests, also those that would have joined, with an error."""
         joining = [each.delivery for each in messages if isinstance(each, Joining)]
         with self.turn:
             for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
                 self._give_up(delivery, error)
 
     def _take_over(self) -> None:
-        """Goes on with what a caller stepped in its own thread, when this one has just begun."""
+        """Takes over the requests that a caller stepped in its own thread, when this one has just started."""
         if not self._begun:
             self._begun = True
             for delivery in dict.fromkeys(self.deliveries.values()):
@@ -151,7 +151,7 @@ class Loop:
             for request in [request for request in self.deliveries if request.finish_reason is not None]:
                 self._forget(request)
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if isinstance(message, Joining):
             self._join(message)
             return
@@ -163,7 +163,7 @@ class Loop:
     def _join(self, joining: Joining) -> None:
         requests, delivery = joining.call.requests, joining.delivery
         with _Caught() as caught, self.guarded():
-            if self._scheduler.idle or not self.deliveries:  # what is there then was left by its consumer
+            if self._scheduler.idle or not self.deliveries:  # any request that is left then has no consumer
                 self._make_ready(joining)
             self._scheduler.engine.runner.join()
             for request in requests:
@@ -192,7 +192,7 @@ class Loop:
         return call
 
     def _step(self) -> None:
-        """One step, and the word to those it concerns."""
+        """One step; tells the deliveries of its requests."""
         with _Caught() as caught, self.guarded():
             emitted = self._scheduler.step()
         if caught.error is not None:

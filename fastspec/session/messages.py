@@ -1,4 +1,4 @@
-"""What is told to the thread that steps."""
+"""Messages to the thread that makes the steps."""
 
 from __future__ import annotations
 

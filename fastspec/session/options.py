@@ -1,4 +1,4 @@
-"""The constructor's arguments on their way: which checkpoints they name, and the settings that come of them."""
+"""From the constructor's arguments to checkpoints and settings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
+from fastspec.inputs.values import flag
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
@@ -19,10 +20,12 @@ from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Caches, Settings, settings_of
 from fastspec.sampling.rules import Verification
 from fastspec.session.draft_format import with_format
-from fastspec.session.ranks import settled
+from fastspec.session.ranks import agreed_settings
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import PreTrainedModel
+
+_FLAGS = frozenset(["prefix_cache", "exact", "graphs", "compile"])  # a text such as "no" would be true
 
 Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 
@@ -61,6 +64,9 @@ def checked(
     Raises:
         As the constructor.
     """
+    for name, value in {**options, **how}.items():
+        if name in _FLAGS:
+            flag(name, value)
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
     quantization = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
@@ -81,6 +87,6 @@ def checked(
         return one, with_format(one, other, **choice, ours=alone and not how.get("compile")) if auto else other
 
     if ranks is not None and ranks.asked:
-        return settled(ranks, pair, **sizes, **how)
+        return agreed_settings(ranks, pair, **sizes, **how)
     one, other = pair()
     return one, other, settings_of(one, other, **sizes, **how)

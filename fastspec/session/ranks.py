@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 
-from fastspec.errors import UnsupportedOption
+from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.share import share_info, sizes_to_cut
 from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
-from fastspec.parallel.ranks import Ranks
+from fastspec.parallel.ranks import Ranks, check_places, place_of
+from fastspec.parallel.slices import SIZES
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
-def settled(
+def agreed_settings(
     ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
@@ -37,7 +40,7 @@ def settled(
         whole, draft_whole = pair()
         device = device_of(asked["device"], whole)
         on_cpu = device.type == "cpu"
-        _settle_draft(draft_whole, ranks, device, asked["dtype"])
+        _decide_draft(draft_whole, ranks, device, asked["dtype"])
         target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
         if isinstance(draft, Checkpoint):
             draft = _own(draft, ranks, on_cpu=on_cpu)
@@ -50,18 +53,29 @@ def settled(
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
 
-    (target, draft, made), lengths = ranks.agreed(make, of_all, lambda made: made[2].max_length, starting=True)
+    def told(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> tuple[int, str]:
+        return made[2].max_length, place_of(made[2].device)
+
+    (target, draft, made), of_each = ranks.agreed(make, of_all, told, starting=True)
+    lengths, places = zip(*of_each, strict=True)
+    check_places(places)
     if (shortest := min(lengths)) < made.max_length:
         shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
         made = replace(shorter, length_reason="what all ranks have room for")
+    cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
+    if cut is not None:
+        # every product has a shape of its own on any number of ranks, where sums are one tree
+        fine = tuple(size for size in SIZES if size <= cut.share.parts)
+        ranks.same_text_on = fine if cut.share.one_tree and target.rounded is None else (ranks.size,)
+        return target, draft, replace(made, ranks=ranks.describe(cut.share, "it is hosted"))
     share = None if target.sliced is None else target.sliced.share
     if target.sliced is not None:
         ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
-    return target, draft, replace(made, ranks=ranks.describe(share, splits))
+    return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
 
 
-def _settle_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
+def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
     """Settles whether the draft is cut: a head never is.
 
     Raises:
@@ -88,20 +102,34 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
     """What this rank has of a checkpoint.
 
     Raises:
-        UnsupportedOption: a hosted model, or one that does not divide.
+        UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
     """
     draft, spec = checkpoint.role == "draft", checkpoint.spec
-    if not isinstance(spec, ModelSpec):
-        if ranks.size == 1 or (draft and not ranks.split_draft):
-            return checkpoint
-        raise UnsupportedOption(
-            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cuts native families alone; leave "
-            f"{'draft_' if draft else ''}tensor_parallel out"
-        )
+    if isinstance(spec, HostedInfo):
+        return _own_hosted(checkpoint, spec, ranks, on_cpu=on_cpu)
     share = ranks.share(spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
     if share is None or (share.parts == 1 and not _plain(checkpoint)):
         return checkpoint
     return sliced(checkpoint, share)
+
+
+def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a hosted model: by transformers' plan, or all of it where it is alone."""
+    draft = checkpoint.role == "draft"
+    if not ranks.asked or (draft and not ranks.split_draft):
+        return checkpoint
+    try:
+        share = ranks.share(sizes_to_cut(info), checkpoint.name, draft=draft, on_cpu=on_cpu)
+        if share is None or share.parts == 1:
+            return checkpoint
+        return replace(checkpoint, spec=share_info(info, share))
+    except UnsupportedModel as error:
+        if ranks.size == 1:
+            return checkpoint
+        raise UnsupportedOption(
+            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cannot cut it: {error}; leave "
+            f"{'draft_' if draft else ''}tensor_parallel out, or run one process per GPU, each with its own prompts"
+        ) from error
 
 
 def _plain(checkpoint: Checkpoint) -> bool:

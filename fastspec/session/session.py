@@ -35,7 +35,7 @@ Emitted = dict[int, list[int]]
 class Session:
     """Runs calls on one scheduler, from the making of a generator to its close.
 
-    A call that is there alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
+    A call that is alone makes its steps itself, in its caller's thread. From the first `submit`, or the first
     call that comes while another one runs, a thread makes all steps (`Loop`), and calls and handles go on together.
 
     Args:
@@ -66,7 +66,7 @@ class Session:
         rows, longest = self.rows, (settings.max_length, 0)
         several = self.ranks.size > 1
         self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
-        loaded = self.ranks.world.meet if several else lambda: None
+        loaded = self.ranks.world.wait_for_all if several else lambda: None
         self.trial = trial
 
         # for calls that others may join; the loop does not know of this object, which would else outlive its last user
@@ -74,7 +74,9 @@ class Session:
             call, choice = joining.call, joining.choice
             if trial is not None:
                 _try_formats(trial, scheduler, call, choice, drafting)
-            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):  # what joins while rows run finds steps
+            for lengths in dict.fromkeys(
+                (lengths_of(call.requests), longest)
+            ):  # so that a call that joins while rows run finds its steps captured
                 _make_ready(scheduler, rows, choice, lengths, progress, loaded)
 
         self.loop = Loop(scheduler, make_ready)
@@ -113,7 +115,7 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """The scheduler, for who needs the device alone.
+        """The scheduler, for work that needs the device for itself.
 
         Raises:
             RuntimeError: a call or a handle goes on, the session is closed, or other ranks follow this one.
@@ -237,7 +239,7 @@ class Session:
         loaded: Callable[[], None] = lambda: None,
         compilers: Executor | None = None,
     ) -> None:
-        """Captures the steps that calls with such drafts may come to.
+        """Captures the steps that calls with such drafts may need.
 
         Args:
             choice: drafts of the calls.
@@ -319,12 +321,12 @@ class Session:
 
     def _make_ready(self, call: Prepared, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
-        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.meet)
+        _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.wait_for_all)
 
     def _all_ready(self, loaded: Callable[[], None]) -> None:
         """Waits for this rank's weights and for the other ranks: devices must not wait for one that compiles."""
         loaded()
-        self.ranks.world.meet()
+        self.ranks.world.wait_for_all()
 
     @property
     def rows(self) -> int:

@@ -99,7 +99,7 @@ class TextStream:
     def _unseen(self, text: str) -> str:
         if text.startswith(self._shown):
             return text[len(self._shown) :]
-        # a context that ends inside a character reads otherwise once the character is whole
+        # a context that ends inside a character has another text once the character is whole
         pairs = zip(self._shown, text, strict=False)
         return text[next((at for at, (old, new) in enumerate(pairs) if old != new), len(text)) :]
 
@@ -110,9 +110,9 @@ class TextStream:
 
 
 class _ByteTokens:
-    """Runs of byte tokens, made whole: a character leaves once it is complete, a byte of none as U+FFFD.
+    """Completes runs of byte tokens: a character leaves once it is whole; a byte of no character leaves as U+FFFD.
 
-    So a decoder gets only bytes that are text, and never takes back what it has read.
+    So a decoder gets only bytes that are text, and never takes back what it has shown.
 
     Args:
         decode: ids to text.

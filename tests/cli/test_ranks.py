@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -33,11 +35,32 @@ def test_ranks_run_the_same_command_line(
         return run
 
     monkeypatch.setattr(api, "elastic_launch", launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(typer.Exit) as ended:
-        start_ranks(2, ["demo", "--tensor-parallel", "2"])
+        start_ranks(2, None, ["demo", "--tensor-parallel", "2"])
     assert ended.value.exit_code == code
     assert started == [(2, 0, sys.executable, ("-m", "fastspec.cli", "demo", "--tensor-parallel", "2"))]
     assert ("rank 1 ended with exit code 3" in capsys.readouterr().err) == fails
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "device", "why"),
+    [
+        (0, 0, None, "0 ranks are not supported; use one of 1, 2, 4, 8"),
+        (-2, 0, "cpu", "-2 ranks are not supported"),
+        (3, 4, None, "3 ranks are not supported"),
+        (4, 2, None, "4 ranks need a GPU each, and torch sees 2: use fewer, or --device cpu"),
+        (2, 0, "cuda", "2 ranks need a GPU each, and torch sees 0"),
+        (2, 2, "cuda:1", "--device cuda:1 names one: use --device cuda, or leave it out"),
+    ],
+)
+def test_what_every_rank_would_refuse_starts_none(
+    count: int, gpus: int, device: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "elastic_launch", lambda *given: pytest.fail("started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(typer.BadParameter, match=re.escape(why)):
+        start_ranks(count, device)
 
 
 def test_a_rank_and_a_process_alone_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

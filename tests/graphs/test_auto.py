@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fastspec.adaptive.controller import Controller, Observation, StepContext
 from fastspec.inputs.options import RowOptions
@@ -15,6 +13,7 @@ from fastspec.runtime.request import Request
 from fastspec.shapes import GREEDY
 from tests.helpers.devices import needs_idle_gpu
 from tests.helpers.scheduling import run_all
+from tests.helpers.steady import calls_of, waits_raise
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -56,12 +55,9 @@ def test_switching_waits_for_nothing() -> None:
         for _ in range(40):  # the first kind's catching up compiles kernels
             next(loop)
         captured = len(engine.runner._graphs)  # type: ignore[attr-defined]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_raise():
             for _ in range(STEPS):
                 next(loop)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert len(engine.runner._graphs) == captured  # type: ignore[attr-defined]
 
 
@@ -69,13 +65,9 @@ def test_one_launch_a_step_whatever_k() -> None:
     loop = loop_with(engine_of(), Switching(KS))
     for _ in range(20):
         next(loop)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(STEPS):
-            next(loop)
-    names = [event.name for event in trace.events()]
-    assert names.count("cudaGraphLaunch") == STEPS
-    assert not [name for name in names if name in ("cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize")]
+    calls = calls_of(loop, STEPS)
+    assert calls["cudaGraphLaunch"] == STEPS
+    assert not calls.keys() & {"cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize"}
 
 
 def test_two_steps_stay_under_way() -> None:

@@ -14,6 +14,7 @@ from fastspec.runtime.request import Request
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.scheduling import run_all
+from tests.helpers.steady import waits_raise
 from tests.helpers.tiny import VOCAB, capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -56,11 +57,8 @@ def test_captured_steps_compile_nothing_and_wait_for_nothing(engines: tuple[Engi
     engine = engines[1]
     texts(engine, 1, k=4)
     before = graphs_compiled()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         texts(engine, 1, k=4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert graphs_compiled() == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from fastspec import FastSpecGenerator
 from fastspec.inputs.row_options import RowOptions
@@ -23,6 +21,7 @@ from fastspec.shapes import GREEDY
 from tests.helpers.hybrid import VOCAB, make_hybrid
 from tests.helpers.mtp import add_to, random_mtp, stored_names
 from tests.helpers.scheduling import run_all
+from tests.helpers.steady import check_nothing_waits_or_allocates, check_one_launch, waits_raise
 from tests.helpers.tiny import capture_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # no tokenizers, drafts do not pay
@@ -183,29 +182,13 @@ def test_nothing_waits_or_allocates(engine: Engine, k: int) -> None:
             pass
 
     admissions()  # kernels of prompts are compiled at their first use
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         admissions()
         loop = steps(engine, long_requests(), k)
         next(loop)
-        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-        for _ in range(STEPS):
-            next(loop)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_nothing_waits_or_allocates(loop, STEPS)
 
 
 def test_a_step_is_one_launch(engine: Engine) -> None:
     capture_all(engine, {DRAFTS}, GREEDY)
-    loop = steps(engine, long_requests(), DRAFTS)
-    next(loop)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(STEPS):
-            next(loop)
-    calls = Counter(event.name for event in trace.events() if event.name.startswith(("cuda", "cu")))
-    assert calls.pop("cudaGraphLaunch") == STEPS
-    calls.pop("cudaStreamIsCapturing", None)  # what replay() asks the runtime first
-    # the profiler waits for the device when it stops
-    assert calls == {"cudaDeviceSynchronize": 1}, calls
+    check_one_launch(steps(engine, long_requests(), DRAFTS), STEPS)

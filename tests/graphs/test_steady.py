@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime.engine import Engine
@@ -15,6 +13,7 @@ from fastspec.runtime.request import Request
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.scheduling import run_all
+from tests.helpers.steady import calls_of, check_nothing_waits_or_allocates, check_one_launch, waits_raise
 from tests.helpers.tiny import capture_all, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -26,22 +25,15 @@ def steady(engine: Engine, k: int) -> Iterator[dict[int, list[int]]]:
     """A loop of many more steps than are looked at."""
     capture_all(engine, {k}, GREEDY)
     requests = [Request([1, 2, 3], 3000, GREEDY_ROW), Request([4], 3000, GREEDY_ROW)]
-    return run_all(engine, requests, (), GREEDY, lambda made: k)
+    return iter(run_all(engine, requests, (), GREEDY, lambda made: k))
 
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_nothing_waits(k: int) -> None:
     engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True, depth=2)
-    loop = iter(steady(engine, k))
+    loop = steady(engine, k)
     next(loop)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-        for _ in range(STEPS):
-            next(loop)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_nothing_waits_or_allocates(loop, STEPS)
 
 
 def test_admission_does_not_wait_either() -> None:
@@ -55,41 +47,19 @@ def test_admission_does_not_wait_either() -> None:
             pass
 
     run()  # kernels of prompts are compiled at their first use
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_mode_sees_a_wait() -> None:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            torch.ones(1, device="cuda").item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def calls_of(loop: Iterator[dict[int, list[int]]]) -> Counter[str]:
-    """Runtime and driver calls of STEPS steps, by name."""
-    steps = iter(loop)
-    next(steps)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(STEPS):
-            next(steps)
-    return Counter(event.name for event in trace.events() if event.name.startswith(("cuda", "cu")))
+    with waits_raise(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_one_launch_a_step(depth: int) -> None:
     engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True, depth=depth)
-    calls = calls_of(steady(engine, 4))
-    assert calls.pop("cudaGraphLaunch") == STEPS
-    calls.pop("cudaStreamIsCapturing", None)  # what replay() asks the runtime first
-    # the profiler waits for the device when it stops
-    assert calls == {"cudaDeviceSynchronize": 1}, calls
+    check_one_launch(steady(engine, 4), STEPS)
 
 
 def test_the_trace_sees_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +73,5 @@ def test_the_trace_sees_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return collect(self, step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scheduler, "_collect", planted)
-    calls = calls_of(loop)
+    calls = calls_of(loop, STEPS)
     assert any(count >= STEPS for name, count in calls.items() if "Launch" in name and "Graph" not in name)

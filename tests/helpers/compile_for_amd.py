@@ -23,7 +23,7 @@ TARGET = GPUTarget("hip", "gfx942", 64)
 PLAINEST = 80  # the architecture whose launches have nothing that came with a later one
 FOR_NVIDIA = ("maxnreg", "launch_pdl")  # options
 # which read and set flags of other GPUs by NVIDIA's instructions
-IN_PTX = {"_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel"}
+IN_PTX = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel", "_largest_kernel"}
 
 
 def main() -> None:

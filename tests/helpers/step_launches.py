@@ -13,7 +13,7 @@ from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.exchange import BLOCK, Room, exchange_added, exchange_gather, exchange_largest
+from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
@@ -22,6 +22,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
+from fastspec.kernels.room import BLOCK, Room
 from fastspec.kernels.rotate import rotate
 from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of

@@ -16,7 +16,7 @@ OWNER = 1  # the rank that adds, in two turns
 
 def test_kernels_compile_for_a_hopper_gpu() -> None:
     reports = module_output("tests.helpers.compile_launches", "90", "exchanges")
-    kernels = {"_added_kernel", "_handed_kernel", "_gather_kernel", "_largest_kernel"}
+    kernels = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel", "_largest_kernel"}
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] == 0, report

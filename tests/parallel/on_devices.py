@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.kernels import exchange
+from fastspec.kernels import exchange, room
 from fastspec.kernels.reference import keys_of
 from fastspec.parallel.devices import OverDevices, _all_gather
 from fastspec.parallel.exchange import add_rounded, tree_sum
@@ -49,16 +49,16 @@ def sums() -> None:
         assert torch.equal(over.sum(x), tree_sum(everyone(x))), (rows, width)
         assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
 
-    turns = exchange.TWO_TURNS
-    for least in (1, exchange.ALL):  # all sums in two turns, and none
-        exchange.TWO_TURNS = dict.fromkeys(turns, least)
+    thresholds = exchange.TWO_SHOT
+    for least in (1, room.ALL):  # all sums two-shot, and none
+        exchange.TWO_SHOT = dict.fromkeys(thresholds, least)
         for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):  # many blocks, each in its own place
             x = torch.randn(ways, rows, 4096, device=device, generator=own)
             residual = torch.randn(rows, 4096, device=device, generator=common).bfloat16()
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
             for _ in range(4):
                 assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
-    exchange.TWO_TURNS = dict.fromkeys(turns, 64 * 4096)  # below, some sums as words, some in one turn, some in two
+    exchange.TWO_SHOT = dict.fromkeys(thresholds, 64 * 4096)  # below: some sums as words, some one-shot, some two-shot
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
@@ -82,7 +82,7 @@ def sums() -> None:
     with torch.cuda.stream(stream):
         body()
         torch.cuda.synchronize()
-        world.meet()
+        world.wait_for_all()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         body()
@@ -106,7 +106,7 @@ def few_sums() -> None:
     over = OverDevices(world, device, LARGEST)
     assert over._room is not None, over.describe()
     mine = float(1 + world.rank)
-    for rows, least in ((3, exchange.ALL), (79, exchange.ALL), (79, 1)):
+    for rows, least in ((3, room.ALL), (79, room.ALL), (79, 1)):
         x = torch.full((2, rows, 4096), mine, device=device)
         residual = torch.ones(rows, 4096, device=device, dtype=torch.bfloat16)
         total = 1 + world.size * (world.size + 1)

@@ -49,6 +49,19 @@ def test_a_quantised_target_is_cut(pair: Pair, two: Processes, tmp_path: Path) -
     assert two.run(tasks.texts, "awq", CALLS) == [want, want]
 
 
+@pytest.mark.parametrize("form", ["fp8", pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_a_target_that_is_rounded_while_it_is_loaded_has_one_text_on_all_ranks(
+    form: str, pair: Pair, two: Processes
+) -> None:
+    """With drafts and without; each rank rounds its slices by themselves, so that text is another than one rank's."""
+    said = two.run(tasks.open_generator, form, {"pair": pair, "tensor_parallel": 2, "target_quantization": form})
+    assert all("text may differ from that of another number of ranks" in each for each in said), said
+    first, second = two.run(tasks.texts, form, CALLS)
+    assert first == second
+    assert first[0] == first[1], "drafts change nothing"
+    assert first != one({"pair": pair}, CALLS), "it was rounded"
+
+
 OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a draft that is split": ({"draft_tensor_parallel": "split"}, {}),
     "lookup alone": ({"lookup": True, "plain": True}, {}),

@@ -151,7 +151,7 @@ def test_results_kept_in_the_repository_are_readable_and_name_no_place() -> None
 
 def test_figures_in_the_document_are_rows() -> None:
     text = (records.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    files = ("suite", "e2e", "peers")
+    files = ("suite", "peers")
     lines = [line.strip("|\n ").split(" | ") for line in text.splitlines()]
     lines = [line for line in lines if line[0] in files]
     assert {line[0] for line in lines} == set(files)

@@ -272,10 +272,10 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
     return LaunchPlan("fragment_kernel", (tiles, splits), constants, options)
 
 
-def even_groups(num_rows: int, most: int) -> int:
-    """Groups of 8 rows in a tile, at most `most`: tiles of about the same size."""
+def even_groups(num_rows: int, max_groups: int) -> int:
+    """Groups of 8 rows in a tile, at most `max_groups`: tiles of about the same size."""
     groups = cdiv(num_rows, ROW_GROUP)
-    return cdiv(groups, cdiv(groups, most))
+    return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
@@ -335,8 +335,8 @@ GATHER_REGISTERS = 255  # of warps that load two sets of partial sums at a time
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
     """CTAs that share the splits of a tile, by how many times the device fills with `resident` CTAs."""
-    most = max(resident // tiles, MAX_CTAS_PER_TILE)
-    return min(range(1, most + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
+    max_ctas = max(resident // tiles, MAX_CTAS_PER_TILE)
+    return min(range(1, max_ctas + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
 
 
 def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:

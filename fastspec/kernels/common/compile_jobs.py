@@ -65,14 +65,17 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 def serve(cache: str, ends: list[int]) -> None:
     """A process that forks one for each of these sockets; each compiles the jobs that come until its socket closes.
 
-    All modules with kernels are imported before, once for all.
+    What each of them needs is done before, once for all: modules with kernels are imported, and Triton's own files,
+    hundreds of megabytes, are hashed for the names under which it caches.
 
     Args:
         cache: the directory for what is compiled. ends: numbers of the open sockets.
     """
     import triton
+    from triton.runtime.cache import triton_key
 
     import_module("fastspec.kernels.triton_ops")
+    triton_key()
     triton.knobs.cache.dir = cache
     for end in ends:
         if os.fork() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import signal
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as first_of
 from typing import Any, Final
@@ -20,6 +22,8 @@ from fastspec.kernels.common.compile_jobs import NotSendable, job_of
 
 HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
 SLOW: Final = 0.1  # seconds; what lies in the cache takes a tenth of it
+LOOK: Final = 0.01  # seconds between two looks at whether another process has compiled a kernel
+LONGEST: Final = 60.0  # seconds that it may take: then it hangs, and this one compiles it as well
 _BEGIN: Final = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[1])
@@ -35,12 +39,18 @@ class Compilers(Executor):
     compile, that thread does. The processes are forks of one fresh interpreter, which has imported the kernels, has no
     other thread and no device.
 
+    Ranks that share a machine need the same kernels. Each begins with its share of them, goes on with what the others
+    have not come to, and reads the rest: every kernel is compiled once.
+
     Args:
         count: processes; 0: threads alone.
         now: begin them at once, not with the first such kernel.
+        rank, ranks: this one of so many, which ask for the same kernels in the same order.
     """
 
-    def __init__(self, count: int, *, now: bool = False) -> None:
+    def __init__(self, count: int, *, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks, self._submitted = rank, ranks, 0
+        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # the shares of others, as they came
         # another program that runs Python in itself would only be started once more
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
@@ -56,8 +66,19 @@ class Compilers(Executor):
             self.begin()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler, which takes no arguments."""
-        return self._threads.submit(self._compile, compiling)
+        """Queues one call of Triton's compiler, which takes no arguments; the share of others waits for `all_told`."""
+        self._submitted += 1
+        if self._submitted % self._ranks == self._rank:
+            return self._threads.submit(self._compile, compiling)
+        future: Future[Any] = Future()
+        self._later.append((future, compiling))
+        return future
+
+    def all_told(self) -> None:
+        """Nothing else is queued for now: goes on with the share of others, beginning where they end."""
+        later, self._later = self._later, []
+        for future, compiling in reversed(later):
+            self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
 
     def begin(self) -> None:
         """Starts the processes, unless they are; they take jobs when they have imported the kernels."""
@@ -68,7 +89,7 @@ class Compilers(Executor):
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             command = [sys.executable, "-c", _BEGIN, repr(sys.path), _cache(), *map(str, ends)]
-            # of a session of its own: so that all of them end together, and an interrupt is this process's alone
+            # in a session of its own: so that they end together, and an interrupt reaches only this process
             try:
                 self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
             except OSError:  # no memory, or no right to
@@ -82,6 +103,7 @@ class Compilers(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends the processes, after what is queued."""
+        self.all_told()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
         with self._beginning:
             self._count = 0
@@ -103,7 +125,7 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Gives out each process when it says that it is ready; in place of one that ends before, this one compiles."""
+        """Makes each process available once it says that it is ready; in place of one that ends, this one compiles."""
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"
@@ -118,11 +140,13 @@ class Compilers(Executor):
                     self._places.put(one)
 
     def _compile(self, compiling: Callable[[], Any]) -> Any:
-        place = self._places.get()
-        ended = place is not None and not _asked(place, compiling)
+        place, several = self._places.get(), self._ranks > 1
+        job, ended = _job(compiling) if several or place is not None else None, False
         try:
-            start = time.perf_counter()
-            compiled = compiling()
+            with _alone(job) if several and job is not None else nullcontext():
+                ended = place is not None and job is not None and not _asked(place, job)
+                start = time.perf_counter()
+                compiled = compiling()
             if place is None and time.perf_counter() - start > SLOW:
                 self.begin()
             return compiled
@@ -138,18 +162,71 @@ class Compilers(Executor):
             self._living += more
 
 
-def _asked(process: Connection, compiling: Callable[[], Any]) -> bool:
-    """Has a process compile, if it can; False: the process has ended."""
+def _passed_on(future: Future[Any], done: Future[Any]) -> None:
+    """What one future has, for who waits for the other."""
+    if done.cancelled():
+        future.cancel()
+    elif (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
+
+
+def _job(compiling: Callable[[], Any]) -> bytes | None:
+    """The text of a job; None: it has none."""
     try:
-        job = job_of(compiling)
+        return job_of(compiling)
     except NotSendable:
-        return True
+        return None
+
+
+def _asked(process: Connection, job: bytes) -> bool:
+    """Has a process compile, if it can; False: the process has ended."""
     try:
         process.send_bytes(job)
         process.recv_bytes()
     except (EOFError, OSError):
         process.close()
         return False
+    return True
+
+
+@contextmanager
+def _alone(job: bytes) -> Iterator[None]:
+    """While it lasts, no other process compiles this; where it has begun, waits for its end.
+
+    By a lock on a file, which ends with the process. Where files take no locks, several may compile it.
+    """
+    path, until = (
+        os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling"),
+        time.monotonic() + LONGEST,
+    )
+    try:
+        os.makedirs(_cache(), exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        while not _locked(file) and time.monotonic() < until:
+            time.sleep(LOOK)
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+        os.close(file)
+
+
+def _locked(file: int) -> bool:
+    """Whether this process has the file's lock now, or files take none."""
+    import fcntl  # which not every system has, but those for which Triton ships
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
     return True
 
 

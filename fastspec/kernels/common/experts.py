@@ -29,7 +29,7 @@ CHUNK = 128  # values of a row whose codes are packed together
 RAISED = 64  # what exponents of scales are stored greater by
 LOWERED = 126 - RAISED  # sums of products are 2^LOWERED times smaller than what they mean
 _BIAS = 127  # of a scale's exponent
-_MOST = 254 - RAISED  # biased exponent of the largest scale that fits
+_MAX_EXPONENT = 254 - RAISED  # biased exponent of the largest scale that fits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,9 @@ class ExpertStack:
             raise ValueError(f"codes are {codes.kind}; wanted {MXFP4}")
         bits = codes.scales.view(torch.int32)
         exponents = bits >> 23  # 2^-127 has none
-        wrong = ((bits & 0x7FFFFF) != 0).logical_and(codes.scales != 2.0**-_BIAS) | (exponents > _MOST) | (bits < 0)
+        wrong = (
+            ((bits & 0x7FFFFF) != 0).logical_and(codes.scales != 2.0**-_BIAS) | (exponents > _MAX_EXPONENT) | (bits < 0)
+        )
         if bool(wrong.any()):
             raise ValueError("a scale is no power of two from 2^-127 to 2^63")
         rows = self._places(torch.arange(first, first + codes.shape[0], device=self.data.device))

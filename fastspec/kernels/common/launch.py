@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
+from fastspec.kernels.common.compilers import Compilers
 
 # what has been compiled, within `compiling()`; None: outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
@@ -115,7 +116,11 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
     own = ThreadPoolExecutor() if executor is None else nullcontext(executor)
     try:
         with own as pool, triton.AsyncCompileMode(pool):
-            yield
+            try:
+                yield
+            finally:  # also behind an error, for all that was begun is waited for
+                if isinstance(pool, Compilers):
+                    pool.all_told()
     finally:
         _compiling.reset(token)
 

@@ -49,14 +49,14 @@ class CodesTile:
 
 
 # by element size of values: the first tile that holds what an expert is likely to have, else the last. A row's bits do
-# not depend on the tile; fp32 has one alone, for there they would
+# not depend on the tile; fp32 has only one, because there they would
 LAUNCH = {
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
 CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
-WAYS = 4  # sums that K is split in for mxfp4: it sets the order of sums
+SPLIT_K = 4  # of mxfp4: one warp for each split of K, so it sets the order of sums
 SUM_BLOCK = 512
 
 
@@ -152,8 +152,8 @@ def _product(
         given = Given(x.view(torch.int32), stack.data, stack.scales)
         launch(
             mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), given, of, Ends(bias, out), alpha, limit,
-            N=n, S=WAYS, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
-            **options, PDL=pdl, num_warps=WAYS, launch_pdl=pdl, enable_fp_fusion=False,
+            N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
+            **options, PDL=pdl, num_warps=SPLIT_K, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     width = out.shape[1]

@@ -4,8 +4,8 @@ A program has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row,
 every S-th chunk of 128 values of K; a lane's 16 bytes are 32 codes of a row. Masks and shifts make bf16 of them, which
 are multiplied with the scale's power of two: exactly, for both have few bits.
 
-How bits come about: S sums, each in ascending order, then added in order. Neither how many pairs an expert has nor
-which place one has among them has a say.
+Row invariance: S sums, each in ascending order, then added in order. A pair's bits depend neither on how many pairs its
+expert has nor on its place among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -63,7 +63,7 @@ class Ends(NamedTuple):
 
 @gluon.jit
 def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr):
-    """Codes [S, R, 16] and scales [S, R] of every way's chunk number i."""
+    """Codes [S, R, 16] and scales [S, R] of chunk number i of every split of K."""
     codes = words_at(at[0], of[0] + i * (S * PIECE), inside[0], RAGGED, "evict_first")
     return codes, words_at(at[1], of[1] + i * (S * 16), inside[1], RAGGED, "")
 

@@ -2,7 +2,7 @@
 
 | argument   | shape, dtype   | notes                                    |
 |------------|----------------|------------------------------------------|
-| logits     | [R, E] fp32    | contiguous, E up to `MOST_EXPERTS`       |
+| logits     | [R, E] fp32    | contiguous, E up to `MAX_EXPERTS`       |
 | correction | [E] fp32       | or None: added to scores to choose alone |
 
 The order of a sum over all experts depends on E alone; scores of chosen experts are added in the order of choice.
@@ -23,7 +23,7 @@ from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.kernels.norm import normed_row
 from fastspec.shapes import RoutingRule
 
-MOST_EXPERTS = 4096  # logits that one program holds
+MAX_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 
 
@@ -209,8 +209,8 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, experts = logits.shape
     check("logits", logits, (rows, experts), torch.float32)
-    if not rule.chosen <= experts <= MOST_EXPERTS:
-        raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MOST_EXPERTS}")
+    if not rule.chosen <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MAX_EXPERTS}")
     if correction is not None:
         check("correction", correction, (experts,), torch.float32)
     ids = new_ids(rows * rule.chosen, logits.device, torch.int32).view(rows, rule.chosen)

@@ -215,25 +215,25 @@ def sample_dense(
             if RULE == BY_BLOCK:
                 shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
             ranks = tl.reshape(rank, [LANES, 4])
-            most = tl.max(ranks, axis=1)
-            first = tl.min(tl.where(ranks == most[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
+            highest = tl.max(ranks, axis=1)
+            first = tl.min(tl.where(ranks == highest[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
             # among equals the lowest id, which comes first
-            who = tl.where(most > best, first, who)
-            best = tl.maximum(most, best)
+            who = tl.where(highest > best, first, who)
+            best = tl.maximum(highest, best)
     _merge(best, who, shares, counters_ptr, RULE)
 
 
 @triton.jit
-def listed_from(start, end, found_ptr, MOST: tl.constexpr, SIZE: tl.constexpr):
-    """(keys, ids) int32 [SIZE] listed from `start` on, before `end`: beyond the last they are anything."""
+def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
+    """(keys, ids) int32 [SIZE] listed from `start` on, before `end`: beyond the last they are undefined."""
     slot = start + tl.arange(0, SIZE)
     there = slot < end
-    return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MOST + slot, mask=there, other=0)
+    return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
 
 
 @triton.jit
 def sample_listed(
-    q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MOST, SIZE
+    q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
 ):
     """`sample_dense` of all ids that a distribution keeps, where they are listed; `few` are the first of them."""
     key, index = few
@@ -244,7 +244,7 @@ def sample_listed(
         there = start + tl.arange(0, SIZE) < number
         p = share(dist, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
         q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
-        # while these are on their way
+        # while these are in flight
         time = times_of(seed, position, TARGET, index)
         excess = tl.where(beyond, _excess(p, q, c), 0.0)
         rank = _entry(p, excess, time)
@@ -252,7 +252,7 @@ def sample_listed(
         better = (rank > best) | ((rank == best) & (index < who))
         who = tl.where(better, index, who)
         best = tl.maximum(rank, best)
-        key, index = listed_from(start + SIZE, number, found_ptr, MOST, SIZE)
+        key, index = listed_from(start + SIZE, number, found_ptr, MAX_FOUND, SIZE)
     _merge(best, who, shares, counters_ptr, RULE)
 
 

@@ -39,7 +39,7 @@ SET = tl.constexpr(4)  # groups whose largest are taken as one, where k is
 FEW = tl.constexpr(16)  # times less than the groups
 ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
 PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
-MOST_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
+MAX_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -86,28 +86,28 @@ def largest_with(keys, weights, least):
 
 
 @triton.jit
-def _largest_below(x, weights, rest, groups, largest, most, WIDTH):
-    """A value t: what lies below it weighs at most `most`, by weights of groups whose maxima are x [1, N].
+def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
+    """A value t: what lies below it weighs at most `max_mass`, by weights of groups whose maxima are x [1, N].
 
     `rest` is what a group weighs without its largest, which is not below t where that reaches t.
     """
-    low = largest + tl.minimum(tl.log(most / (groups * WIDTH)), 0.0)
+    low = largest + tl.minimum(tl.log(max_mass / (groups * WIDTH)), 0.0)
     high = largest
     for _ in range(3):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         parts = tl.minimum(rest, tl.exp(pivots - largest)[:, None] * (WIDTH - 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, parts), axis=1)
-        low, high = _narrowed(low, high, below <= most)
+        low, high = _narrowed(low, high, below <= max_mass)
     return low
 
 
 @triton.jit
-def _quantile(x, weights, most, low, high):
-    """Values about the largest t in [low, high] for which `weights` of x < t sum to at most `most`: below and above."""
+def _quantile(x, weights, max_mass, low, high):
+    """(t below, t above) the largest t in [low, high] for which the `weights` of x < t sum to at most `max_mass`."""
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
-        low, high = _narrowed(low, high, below <= most)
+        low, high = _narrowed(low, high, below <= max_mass)
     return low, high
 
 
@@ -150,13 +150,15 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _guessed(source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MOST, STOPS):
+def _guessed(
+    source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
+):
     """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    room = tl.maximum(tl.zeros([], tl.int32) + MOST * 4 // 5 // WIDTH, 1)  # samples of what can be held
+    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples of what can be held
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
         rank = top_k.to(tl.float32) / WIDTH
@@ -208,7 +210,7 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 
 @triton.jit
-def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS):
+def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
     """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
@@ -222,10 +224,10 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
         upper = lower  # nothing to look for: all from here on are taken together
     elif both:
         pass
-    elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MOST:
+    elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MAX_FOUND:
         asked = tl.where(limits_k, top_k, 0)
         lower, upper, guessed = _guessed(
-            source, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MOST, STOPS
+            source, lower, upper, largest, normaliser, asked, top_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS
         )
     return lower, upper, guessed
 
@@ -261,7 +263,7 @@ def described(
     groups,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
     """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
@@ -289,14 +291,14 @@ def described(
             normaliser = added(masses)
             if top_p < 1.0:
                 # a little less, for sums of groups are rounded
-                most = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
+                max_mass = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
                 # a group's largest weighs exactly one of the group's mass
                 rest = tl.maximum(masses - relative, 0.0)
-                under = _largest_below(tops, masses, rest, groups, largest, most, WIDTH)
+                under = _largest_below(tops, masses, rest, groups, largest, max_mass, WIDTH)
                 lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
         if filtered(top_k, top_p, min_p, vocab):
             kind = tl.zeros([], tl.int32) + SEARCHED
             lower, upper, guessed = _bounded(
-                source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MOST, STOPS
+                source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS
             )
     return kind, largest, normaliser, best, lower, upper, guessed

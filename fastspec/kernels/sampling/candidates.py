@@ -24,7 +24,7 @@ _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS):
+def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS):
     """Counts and weighs what is above the bounds in a chunk; notes the candidates between them."""
     index = start + tl.arange(0, CHUNK)
     x = scaled(view_of(*source), index, STOPS)
@@ -42,20 +42,20 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
     if number > 0:
         before = tl.atomic_add(counters_ptr + FOUND, number.to(tl.int64), sem="relaxed")
         slot = before + tl.cumsum(near, axis=0) - near
-        fits = (near > 0) & (slot < MOST)
+        fits = (near > 0) & (slot < MAX_FOUND)
         tl.store(found_ptr + slot, keys, mask=fits)
-        tl.store(found_ptr + MOST + slot, index, mask=fits)
+        tl.store(found_ptr + MAX_FOUND + slot, index, mask=fits)
 
 
 @triton.jit
-def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MOST, STOPS):
+def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
     """Notes this program's chunks of a line; whether all of them have been noted now, by all programs."""
     # what is computed ahead of a loop takes registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= lower:
-            _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MOST, STOPS)
+            _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS)
     # the counting thread's release covers its own stores; the barrier hands it those of the others
     tl.debug_barrier()
     return tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
@@ -79,8 +79,8 @@ def _places_of(near):
 
 
 @triton.jit
-def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.constexpr, EACH: tl.constexpr):
-    """How many of up to SIZE * EACH groups reach `lower`; stores the first `most`, in their order, if it `lists`."""
+def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """Counts the up to SIZE * EACH groups that reach `lower`; if it `lists`, stores the first `max_listed` in order."""
     COLUMNS: tl.constexpr = min(_GROUP, SIZE)
     ROWS: tl.constexpr = SIZE // COLUMNS
     number = groups * 0
@@ -91,7 +91,7 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.const
         if lists:
             place, more = _places_of(near)
             slot = number + place
-            tl.store(listed_ptr + slot, group, mask=(near > 0) & (slot < most))
+            tl.store(listed_ptr + slot, group, mask=(near > 0) & (slot < max_listed))
         else:
             more = tl.sum(tl.sum(near, axis=1), axis=0)
         number += more
@@ -99,7 +99,7 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, most, SIZE: tl.const
 
 
 @triton.jit
-def gather(source, listed_ptr, found_ptr, number, lower, MOST: tl.constexpr, STOPS: tl.constexpr):
+def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
     """Notes the ids from `lower` on of all listed groups, in their order; how many there are."""
     count = number * 0
     for start in tl.range(0, number, PIECE, disable_licm=True):
@@ -111,8 +111,8 @@ def gather(source, listed_ptr, found_ptr, number, lower, MOST: tl.constexpr, STO
         near = (keys >= lower).to(tl.int32)
         place, more = _places_of(near)
         place += count
-        fits = (near > 0) & (place < MOST)
+        fits = (near > 0) & (place < MAX_FOUND)
         tl.store(found_ptr + place, keys, mask=fits)
-        tl.store(found_ptr + MOST + place, index, mask=fits)
+        tl.store(found_ptr + MAX_FOUND + place, index, mask=fits)
         count += more
     return count

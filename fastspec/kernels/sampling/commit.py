@@ -142,7 +142,7 @@ def commit_row(
 
     # every warp has read the row before any of them writes to it
     tl.debug_barrier()
-    # in range for every length there is; clamped all the same, for lengths are data
+    # in range for every valid length; clamped all the same, because lengths are data
     at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
     tl.store(state.tokens + row * state.tokens_stride + at, block, mask=place < count)
     tl.store(state.draft_lengths + row, fed, mask=running & (counts > 0) & (num_drafts > 0))

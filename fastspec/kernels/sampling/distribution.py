@@ -67,7 +67,7 @@ from fastspec.kernels.sampling.logits import (
 )
 from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
+# a program runs its code once, so it waits for instructions: many threads, each with few of them
 LAUNCH = {"num_warps": 16}
 CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
 PROGRAMS = 132  # of a launch, about: more do not find a line's distribution any sooner
@@ -138,7 +138,7 @@ def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
 
 
 @triton.jit
-def _settled(
+def _find_threshold(
     source,
     found_ptr,
     largest,
@@ -153,7 +153,7 @@ def _settled(
     top_k,
     top_p,
     min_p,
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     RANKED: tl.constexpr,
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
@@ -166,13 +166,13 @@ def _settled(
     if count <= RANKED:
         key, cut, mass, sound = rank_candidates(
             *(found_ptr, largest, fixed(normaliser), count, count_above, mass_above, kept_above, lower, upper),
-            *(guessed, top_k, top_p, min_p, vocab, MOST, RANKED),
+            *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
-        # if candidates that have been ranked did not tell, nor would they now
+        # if ranking the candidates did not decide, searching them would not either
         key, cut, mass = search(
-            *(source, found_ptr, (count > MOST) | (count <= RANKED), largest, normaliser, count, count_above),
-            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MOST, PIECE, STOPS),
+            *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
+            *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
         )
     return key, cut, normaliser_of(mass)
 
@@ -226,7 +226,7 @@ def _distribution_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     EACH: tl.constexpr,  # groups that are described as one
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     LISTED: tl.constexpr,
     RANKED: tl.constexpr,
     PIECE: tl.constexpr,
@@ -239,7 +239,7 @@ def _distribution_kernel(
     line = tl.program_id(1)
     vocab, groups = source.vocab, source.groups
     row, place = (line // places).to(tl.int64), first + line % places
-    # all at once, of lines that are not wanted too: none waits for another
+    # loaded together, also for lines that are not wanted: no load waits for another
     wanted = tl.load(source.finish + row) == RUNNING
     if source.counts is not None:
         wanted = wanted & (place <= tl.load(source.counts + row))
@@ -255,7 +255,7 @@ def _distribution_kernel(
         at = source, line, row, place
         mine = tl.program_id(0) == 0
         weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
-        # read now, used in the end: it waits for nothing that comes
+        # loaded now and used at the end, so that nothing waits for it
         drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
         draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
         line_ptr = source.logits + line * tl.cast(source.logits_stride, tl.int64)
@@ -266,11 +266,11 @@ def _distribution_kernel(
         read = _draft_at(draft, line_ptr, row_bias, row_q)
         kind, largest, normaliser, best, lower, upper, guessed = described(
             *(at, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
-            *(GROUPS // EACH, _GROUP * EACH, MOST, STOPS),
+            *(GROUPS // EACH, _GROUP * EACH, MAX_FOUND, STOPS),
         )
         key, cut, num_listed = lower.to(tl.int32), vocab, tl.full([], -1, tl.int32)
         if kind == SEARCHED:
-            line_found = work.found + line.to(tl.int64) * (2 * MOST)
+            line_found = work.found + line.to(tl.int64) * (2 * MAX_FOUND)
             line_counters = work.counters + line * _COUNTERS
             line_listed = work.listed + line.to(tl.int64) * LISTED
             # without a bound above, or with nothing to look for
@@ -282,12 +282,12 @@ def _distribution_kernel(
             if (number <= LISTED) & alone:
                 if mine:
                     tl.debug_barrier()  # others read what is listed
-                    count = gather(at, line_listed, line_found, number, lower, MOST, STOPS)
-                    num_listed = tl.where(count <= MOST, count, -1)
+                    count = gather(at, line_listed, line_found, number, lower, MAX_FOUND, STOPS)
+                    num_listed = tl.where(count <= MAX_FOUND, count, -1)
             else:
                 mine = noted(
                     *(at, tops_ptr, line_counters, line_found, largest, min_p, lower.to(tl.int32)),
-                    *(upper.to(tl.int32), groups, CHUNK, MOST, STOPS),
+                    *(upper.to(tl.int32), groups, CHUNK, MAX_FOUND, STOPS),
                 )
                 if mine:
                     count = read_off(line_counters, FOUND).to(tl.int32)
@@ -297,9 +297,9 @@ def _distribution_kernel(
                 tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
-                key, cut, normaliser = _settled(
+                key, cut, normaliser = _find_threshold(
                     *(at, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
-                    *(lower, upper, guessed, top_k, top_p, min_p, MOST, RANKED, PIECE, STOPS),
+                    *(lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, RANKED, PIECE, STOPS),
                 )
                 kind = tl.zeros([], tl.int32) + KNOWN
         if mine:
@@ -358,7 +358,7 @@ def find_distributions(
     )
     lines = batch * places
     chunks = triton.cdiv(vocab, sampled_parts.CHUNK)
-    most = work.found.shape[2]
+    max_found = work.found.shape[2]
     padded = max(16, triton.next_power_of_2(source.groups))
     launch(
         _distribution_kernel,
@@ -366,10 +366,10 @@ def find_distributions(
         *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), draft_probs),
         *(places, first, drafts, *((0, 0) if draft_probs is None else draft_probs.stride()[:2])),
         GROUPS=padded,
-        EACH=triton.cdiv(padded, bounds.MOST_GROUPS),
-        MOST=most,
+        EACH=triton.cdiv(padded, bounds.MAX_GROUPS),
+        MAX_FOUND=max_found,
         LISTED=work.listed.shape[1],
-        RANKED=min(RANKED, most),
+        RANKED=min(RANKED, max_found),
         PIECE=PIECE,
         CHUNK=sampled_parts.CHUNK,
         **launch_of(lines),

@@ -21,7 +21,7 @@ from fastspec.sampling import verify
 GROUP = 32  # neighbouring ids whose largest logit and mass are kept
 CHUNK = 4096  # ids per program
 PROGRAMS = 768  # of a launch: with as many, those of a row need not be spread any further
-MOST_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
+MAX_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
 CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly
 LISTED = 1024  # groups with candidates that one program looks through alone
 OPTIONS = {"enable_fp_fusion": False}
@@ -183,8 +183,8 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
     batch, places, vocab = logits.shape
     if min(batch, places) > 1 and logits.stride(0) != places * logits.stride(1):
         raise ValueError(f"logits is {told(logits)}; wanted its places at one stride: pass logits.contiguous()")
-    if vocab > MOST_IDS:
-        raise ValueError(f"logits is {told(logits)}; wanted at most {MOST_IDS} ids: `reference` has this op for more")
+    if vocab > MAX_IDS:
+        raise ValueError(f"logits is {told(logits)}; wanted at most {MAX_IDS} ids: `reference` has this op for more")
     room = len(work.arrivals), len(work.records), work.groups.shape[2] * GROUP
     if room[0] < batch or room[1] < batch * places or room[2] < vocab:
         raise ValueError(

@@ -30,13 +30,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.reference.step import Record
-from fastspec.kernels.sampling.logits import MOST_IDS, OPTIONS, key_of, level_of, value_of
+from fastspec.kernels.sampling.logits import MAX_IDS, OPTIONS, key_of, level_of, value_of
 from fastspec.kernels.sampling.publish import check_details, check_recorded
 from fastspec.sampling.verify import CommitRows
 
 GROUP = 64  # neighbouring ids whose largest and mass are kept
 PIECE = tl.constexpr(1024)  # groups that are weighed at a time
-MOST = 32  # of the likeliest ids, and so of groups that are looked through
+MAX_TOP = 32  # of the likeliest ids, and so of groups that are looked through
 NUM_WARPS = 8  # of a launch that records: ranking takes registers
 RECORD_INTS = ["top", "details_width"]  # not specialised on: one kernel for whatever is asked for
 NONE = tl.constexpr(-2147483648)  # key of what is not there, or has been ranked already
@@ -47,7 +47,7 @@ NO_ID_UNIT = tl.constexpr(2.0**-25)
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
 _GROUP = tl.constexpr(GROUP)
-_MOST = tl.constexpr(MOST)
+_MAX_TOP = tl.constexpr(MAX_TOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """int32 [MOST]: the `top` groups with the largest maxima, the lowest among equals; `groups` where there is none."""
+    """int32 [MAX_TOP]: the `top` groups with the largest maxima, the lowest among equals; then `groups`, for none."""
     group = tl.arange(0, GROUPS)
-    rank = tl.arange(0, _MOST)
+    rank = tl.arange(0, _MAX_TOP)
     largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
     keys = tl.where(group < groups, key_of(largest + 0.0), NONE)
-    first = tl.zeros([_MOST], tl.int32) + groups
+    first = tl.zeros([_MAX_TOP], tl.int32) + groups
     for i in range(0, top):
         best = tl.max(keys, axis=0)
         which = tl.min(tl.where((keys == best) & (keys != NONE), group, groups), axis=0)
@@ -136,7 +136,7 @@ def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
 def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
     """Stores the `top` largest of a line's logits, in order, as ids and log-probabilities."""
     group = _first_groups(groups_ptr, groups, top, GROUPS)
-    index = tl.reshape(group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :], [_MOST * _GROUP])
+    index = tl.reshape(group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :], [_MAX_TOP * _GROUP])
     x = tl.load(line_ptr + index, mask=index < vocab, other=0.0)
     keys = tl.where(index < vocab, key_of(tl.where(x == x, x, float("inf")) + 0.0), NONE)
     for i in range(0, top):
@@ -224,17 +224,17 @@ def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> N
     work, batch = record.work, rows.top_ids.shape[0]
     if not isinstance(work, RecordWork):
         raise ValueError(f"record.work is {work!r}; wanted one of record_work({batch}, {places - 1}, {vocab}, ...)")
-    if vocab > MOST_IDS:
-        raise ValueError(f"{vocab} ids are too many to record; wanted at most {MOST_IDS}: leave out log-probabilities")
+    if vocab > MAX_IDS:
+        raise ValueError(f"{vocab} ids are too many to record; wanted at most {MAX_IDS}: leave out log-probabilities")
     room = len(work.arrivals), work.groups.shape[2] * GROUP
     if room[0] < batch * places or room[1] < vocab:
         raise ValueError(
             f"record.work has room for (lines, ids) {room}; wanted {(batch * places, vocab)} or more: make it with "
             f"record_work({batch}, {places - 1}, {vocab}, ...)"
         )
-    most = min(MOST, rows.top_ids.shape[2], vocab)
-    if not 0 <= record.top <= most:
-        raise ValueError(f"record.top is {record.top}; wanted 0 to {most}, for which the state has room")
+    max_top = min(MAX_TOP, rows.top_ids.shape[2], vocab)
+    if not 0 <= record.top <= max_top:
+        raise ValueError(f"record.top is {record.top}; wanted 0 to {max_top}, for which the state has room")
     check_recorded(rows)
     if record.details is not None:
         check_details(record.details, rows)

@@ -1,4 +1,4 @@
-"""The threshold of a line: among the candidates near it, or by reading all of the line when they do not tell.
+"""The threshold of a line: among the candidates near it, or by reading the whole line when they do not decide.
 
 Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
 one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
@@ -31,7 +31,7 @@ PIECE = 1024  # ids that a search reads at a time
 OTHERS = tl.constexpr(32)  # candidates that all are compared with at a time
 COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2 to this
 PIVOTS = tl.constexpr(4)
-MOST_MASS = tl.constexpr(2**62)
+MAX_MASS = tl.constexpr(2**62)
 ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
 
@@ -70,7 +70,7 @@ def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
     others = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
     for start in range(0, count, OTHERS):
         column = start + OTHERS + tl.arange(0, OTHERS)
-        # loaded one turn ahead
+        # loaded one iteration ahead
         later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
         # their number and their mass in one word: two sums for one
         weights = mass_of(others, largest) + (tl.full([], 1, tl.int64) << COUNTED)
@@ -83,12 +83,12 @@ def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _highest_and_least(key, mass, other_key, other_mass):
+def _max_and_min(key, mass, other_key, other_mass):
     return tl.maximum(key, other_key), tl.minimum(mass, other_mass)
 
 
 @triton.jit
-def _lowest_and_most(key, mass, reach, over, other_key, other_mass, other_reach, other_over):
+def _min_and_max(key, mass, reach, over, other_key, other_mass, other_reach, other_over):
     return (
         tl.minimum(key, other_key),
         tl.maximum(mass, other_mass),
@@ -113,14 +113,14 @@ def rank_candidates(
     top_p,
     min_p,
     vocab,
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """(key, cut, fixed-point normaliser, whether these hold) from few candidates."""
     slot = tl.arange(0, SIZE)
     there = slot < count
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
-    index = tl.load(found_ptr + MOST + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
+    index = tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0x7FFFFFFF, cache_modifier=".cg")
     e = tl.exp(value_of(keys) - largest)
     mass = fixed(e)
     low, cut = lower, vocab
@@ -132,9 +132,7 @@ def rank_candidates(
         enough = there & (reach >= rank)
         # up to a larger key there is less: the k-th and what weighs as much as it or more, by one sum
         upto = mass_above + above + (reach - over) * mass
-        kth, inside = tl.reduce(
-            (tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MOST_MASS)), 0, _highest_and_least
-        )
+        kth, inside = tl.reduce((tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MAX_MASS)), 0, _max_and_min)
         inside = tl.where(count > 0, inside, mass_above)
         if top_k > 0:
             sound = (upper == KEY_OPEN) | (count_above < top_k)
@@ -154,7 +152,7 @@ def rank_candidates(
                     tl.where(short, over, 0),
                 ),
                 0,
-                _lowest_and_most,
+                _min_and_max,
             )
             low = tl.where(reached & (edge < 0x7FFFFFFF), edge, low)
             equals = upto_it - beyond_it
@@ -179,14 +177,16 @@ def _id_of_rank(ids, equal, rank, vocab):
 
 
 @triton.jit
-def _weigh(source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MOST, SIZE: tl.constexpr, STOPS):
+def _weigh(
+    source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
+):
     """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
     sums = tl.zeros([PIVOTS, SIZE], tl.int64)
     for start in tl.range(0, count, SIZE, disable_licm=True):
         index = start + tl.arange(0, SIZE)
         noted = (index < count) & (whole == 0)
         keys = tl.load(found_ptr + index, mask=noted, other=KEY_LOWEST, cache_modifier=".cg")
-        ids = tl.load(found_ptr + MOST + index, mask=noted, other=0, cache_modifier=".cg")
+        ids = tl.load(found_ptr + MAX_FOUND + index, mask=noted, other=0, cache_modifier=".cg")
         if whole:
             keys, ids = key_of(scaled(view_of(*source), index, STOPS)), index
         e = tl.exp(value_of(keys) - largest)
@@ -213,11 +213,11 @@ def search(
     top_k,
     top_p,
     min_p,
-    MOST: tl.constexpr,
+    MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(key, cut, fixed-point normaliser), always right: where candidates do not tell, the line is read.
+    """(key, cut, fixed-point normaliser), always right: where candidates do not decide, the whole line is read.
 
     What is asked for in turn: how many there are; the k-th; what weighs as much as it or more; the threshold of top-p;
     what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key
@@ -250,7 +250,7 @@ def search(
         cuts = tl.where(asked == FIND_CUT, first - 1 + (turn + 1) * stride, tl.where(asked == SUM_UP, cut, vocab))
         sums = _weigh(
             *(source, found_ptr, whole, count, pivots, cuts, largest, tl.where(asked == SUM_UP, min_p, 0.0), by_mass),
-            *(MOST, SIZE, STOPS),
+            *(MAX_FOUND, SIZE, STOPS),
         )
         one = tl.sum(tl.where(turn == 0, sums, 0), axis=0)
         fails = tl.full([], 0, tl.int1)

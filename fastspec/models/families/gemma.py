@@ -44,7 +44,7 @@ def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    # `attn_logit_softcapping` has no say: transformers does not read it here either
+    # `attn_logit_softcapping` is ignored, as in transformers
     plan = replace(_plan(fields), qk_norm="head")
     return tuple(
         replace(plan, window=window, rope=0 if window is None else 1)

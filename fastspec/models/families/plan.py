@@ -146,7 +146,7 @@ class LayerPlan:
 
     @property
     def gating(self) -> dict[str, bool]:
-        """What `Ops.linear` is told of the gate behind the MLP's first product."""
+        """Options of `Ops.linear` for the gate behind the MLP's first product."""
         return {"gated": True, "gelu": self.activation == "gelu_tanh"} if self.gated else {}
 
     @property
@@ -236,10 +236,10 @@ class ModelFamily:
         rope_kinds: kinds of rotary tables that this family is tested with.
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
         text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
-        partial_rope: a config may ask that only the first part of a head is turned.
-        read_as: the type of transformers whose config class reads this family's configs, where it has none for it;
-            its checkpoints name code of their own, which is not run. Empty: the family's own.
-        interleaved: rope turns neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what is turned.
+        partial_rope: a config may ask that only the first part of a head is rotated.
+        read_as: the `model_type` whose config class reads this family's configs, where transformers has no class for
+            it; code that its checkpoints name is not run. Empty: the family's own.
+        interleaved: rope rotates neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what it rotates.
     """
 
     architecture: str

@@ -7,9 +7,9 @@ from fastspec.models.fields import ConfigFields
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    turned = fields.get("no_rope_layers")  # 1 where there is rope, whatever its name says
-    if not isinstance(turned, list) or len(turned) != layers or any(each not in (0, 1) for each in turned):
-        fields.refuse("no_rope_layers", turned, f"a list of num_hidden_layers={layers} entries 0 or 1")
+    with_rope = fields.get("no_rope_layers")  # 1 where there is rope, whatever its name says
+    if not isinstance(with_rope, list) or len(with_rope) != layers or any(each not in (0, 1) for each in with_rope):
+        fields.refuse("no_rope_layers", with_rope, f"a list of num_hidden_layers={layers} entries 0 or 1")
     if fields.flag("use_sliding_window"):
         windows = windows_by_layer_type(fields, layers)
     else:
@@ -18,7 +18,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     bias = fields.flag("attention_bias")
     return tuple(
         LayerPlan(window=window, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"), rope=0 if rope else None)
-        for window, rope in zip(windows, turned, strict=True)
+        for window, rope in zip(windows, with_rope, strict=True)
     )
 
 

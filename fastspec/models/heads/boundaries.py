@@ -1,9 +1,9 @@
 """Which hidden states of the target a head reads.
 
 A boundary b is the residual stream behind b layers, `hidden_states[b]` of transformers: 0 is the embedding, and the
-number of layers is the last one, before the final norm. Configs name layers in two ways that their numbers alone cannot
-tell apart: as boundaries (vLLM, speculators), or as layers whose output is meant, one less (SGLang, SpecForge). So
-there may be more than one reading.
+number of layers is the last one, before the final norm. Configs name layers in two ways, and the numbers
+do not say which: as boundaries (vLLM, speculators), or as the layers whose output is read, one less (SGLang,
+SpecForge). So a config may have more than one reading.
 """
 
 from __future__ import annotations

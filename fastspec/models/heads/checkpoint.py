@@ -90,7 +90,7 @@ class DraftFiles:
 
     Attributes:
         head: its files, if it is a head.
-        fetched: where the files of a Hub id lie, so that nobody looks them up again; None: it is none.
+        fetched: where the files of a Hub id lie, so that they are looked up once; None: it is no Hub id.
     """
 
     head: HeadFiles | None = None
@@ -105,7 +105,7 @@ def draft_files(source: object, revision: str | None) -> DraftFiles:
         revision: of a Hub id.
 
     Raises:
-        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be had.
+        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be downloaded.
         UnsupportedModel: it is a drafter of an unsupported kind.
     """
     if not isinstance(source, str | os.PathLike):
@@ -183,7 +183,7 @@ def resolve_head(
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts what is refused in front of the reason."""
+    """Adds to an error what it is about, in front of the reason."""
     try:
         yield
     except (CheckpointError, UnsupportedModel, UnsupportedOption) as error:

@@ -20,7 +20,7 @@ class HeadDecoder(Decoder):
     _lender: Decoder | None = None
 
     def borrow(self, target: Decoder) -> None:
-        """Lets the target multiply with the output matrix, where that is the target's own."""
+        """Takes the target, which multiplies with the output matrix where that is the target's own."""
         self._lender = target if self.weights.head is target.weights.head else None
 
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:

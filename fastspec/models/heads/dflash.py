@@ -6,10 +6,10 @@
              x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
     logits = norm(x) Whead
 
-Rows of a block see each other whichever comes first, and `Ops.attend` knows only what lies at or before a position. So
-the block's keys are stored first, in the pages behind the context, and then all its rows ask as if they stood at the
-last one; each was rotated by its own position before. These keys count for one pass: a pass stores its block before it
-reads there, and what it finds before its block was stored by `store_context`, over keys of earlier blocks.
+All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the block's keys
+are stored first, in the pages behind the context, and then all its rows attend as if they were at the last position;
+each was rotated by its own position before. These keys are used in one pass only: a pass stores its block before it
+reads there, and all keys before its block were stored by `store_context`, over keys of earlier blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DFlash(HeadDecoder):
 
         Args:
             features: [B, Q, n, target's hidden], what the target left at these tokens.
-            rows: where they are, and which of them count; ids have no say here.
+            rows: where they are, and which of them count; ids are not read.
         """
         context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
         norm = (self._hidden_norm, self.spec.rms_eps)
@@ -94,10 +94,10 @@ class DFlash(HeadDecoder):
             assert qkv is not None, "only the last layer leaves none"
             if self.head.causal[index]:
                 rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
-                attended = self._ask(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
+                attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
             else:
-                attended = self._ask_all(index, qkv, rows, whole)
-            if self.head.value_scale != 1.0:  # a sum of values, so a factor on each of them
+                attended = self._attend_all(index, qkv, rows, whole)
+            if self.head.value_scale != 1.0:  # on the sum of values, which is the same as on each
                 attended = attended * self.head.value_scale
             x, qkv = self._behind(index, attended, x, rows.tiling)
         return x
@@ -108,20 +108,20 @@ class DFlash(HeadDecoder):
             x = torch.where((rows.ids == self.head.mask_id)[..., None], self._mask, x)
         return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
 
-    def _ask_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+    def _attend_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
         """Attention of a block's rows to the context and to each other, [B, Q, H * D].
 
         Args:
-            whole: the rows as if all stood at the last one's position, and none were to be stored.
+            whole: the rows as if all were at the last one's position, and none were stored.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
-        # keys and values of these rows go along, and are not written again. The kernel that copies them begins when the
-        # keys are stored, and attention, which reads keys before what it waits for, begins behind that kernel
+        # keys and values of these rows are passed again, but not written. The kernel that copies them starts once the
+        # keys are stored, and attention, which reads keys before it waits, starts behind that kernel
         qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
         if rule.window is not None:  # of the first row, for all
             rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
-        return self._ask(index, qkv, whole, None, None, rule, self._sinks_of(index))
+        return self._attend_rows(index, qkv, whole, None, None, rule, self._sinks_of(index))
 
     def _sinks_of(self, index: int) -> Tensor | None:
         return None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index]

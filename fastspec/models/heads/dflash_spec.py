@@ -182,10 +182,10 @@ class _Settings:
             self.refuse(name, "a positive number")
         return float(value)
 
-    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int:
+    def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
         value = self.get(name, default)
-        if type(value) is not int or not least <= value <= most:
-            self.refuse(name, f"a whole number from {least} to {most}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            self.refuse(name, f"a whole number from {minimum} to {maximum}")
         return value
 
 

@@ -78,7 +78,7 @@ class Eagle3(HeadDecoder):
         return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
-        """What stands for g at the position behind, of what `drafted` returned."""
+        """g of the next position, made of what `drafted` returned."""
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:

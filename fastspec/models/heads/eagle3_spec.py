@@ -42,7 +42,7 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Of a row's newest position what its first draft goes on from; see `Eagle3.absorb`."""
+        """Shape of what is kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
         return (self.attention_inputs,)
 
 

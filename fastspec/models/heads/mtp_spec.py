@@ -58,7 +58,7 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Of a row's newest position what its first draft goes on from; see `Mtp.absorb`."""
+        """Shape of what is kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
         return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:

@@ -62,7 +62,7 @@ class Recognised:
 
 
 def plain_name(stored: str) -> str:
-    """The name under which a head's tensor goes here: of layouts that differ in names alone, one name."""
+    """The name of a head's tensor here: one name for layouts that differ only in names."""
     for old, new in _PREFIXES:
         if stored.startswith(old):
             stored = new + stored.removeprefix(old)
@@ -118,7 +118,7 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
     if "dflash2" in _architectures(raw).lower():
         _refuse("DFlash2")
     embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
-    whole = embeds and not says_head(raw)  # a model with more layers is a model
+    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers behind its own
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
         if found is not None and not whole:

@@ -81,7 +81,7 @@ class HeadSpec:
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """What is loaded once more, or at all, as one: under a new name, the tensors that stand in it side by side."""
+        """Tensors that are loaded joined, under a new name: the names of the tensors side by side in each."""
         return {}
 
     @property

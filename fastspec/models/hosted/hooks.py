@@ -67,7 +67,7 @@ class NoCache:
     is_sliding: tuple[bool, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Gives back the keys and values of the fed tokens alone."""
+        """Returns the keys and values of the fed tokens only."""
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,8 +1,8 @@
 """Two passes compared layer by layer, each layer fed the same in both, so that differences do not add up.
 
-Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ by
-much, and so does what comes of them in later layers. What a layer gives for most tokens, and its attention for all of
-them, still differ by rounding alone.
+Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ much,
+and so do those of later layers. A layer's output for most tokens, and its attention for all of them, still differ by
+rounding only.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Layers:
             UnsupportedModel: a layer differs by more than rounding; names it.
         """
         for index, theirs in enumerate(own.attended):
-            error = _errors([seen.attended[index] for seen in passes], theirs).max()
+            error = errors([seen.attended[index] for seen in passes], theirs).max()
             self._check(error, theirs.dtype, f"layer {self._name(index)!r}: its attention in {what} over K/V in pages")
         for index, theirs in enumerate(own.inputs):
-            error = _errors([seen.inputs[index] for seen in passes], theirs).median()
+            error = errors([seen.inputs[index] for seen in passes], theirs).median()
             before = f"what layer {self._name(index)!r} is fed" if index < len(own.attended) else "the last layer"
             self._check(error, theirs.dtype, f"{before} in {what} over K/V in pages")
 
@@ -122,7 +122,7 @@ class Layers:
         raise UnsupportedModel(f"layer {name!r} is in no list of layers")
 
 
-def _errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
+def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
     """Of each token, the norm of the difference as a share of the mean norm."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()

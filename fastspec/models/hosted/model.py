@@ -16,9 +16,15 @@ from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
 from fastspec.models.hosted.swaps import FixedShapes
+from fastspec.parallel.exchange import Alone, Exchange
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
+
+
+def trial_ids(count: int, info: HostedInfo, device: torch.device) -> Tensor:
+    """The first tokens [1, count] that admission feeds."""
+    return ((torch.arange(count, device=device) * 7 + 1) % info.vocab_size)[None]
 
 
 class HostedModel:
@@ -31,6 +37,11 @@ class HostedModel:
         num_pages, page_size: of its K/V cache.
         max_positions: positions of the longest row.
         batch, max_queries: of a decoding pass at most.
+        exchange: between the ranks, where each has a part of the model; None: this one has all of it.
+
+    Attributes:
+        wanted: where it is cut, hidden states of the whole model for `trial_ids` [1, n], set while it is loaded.
+        rounded: products were rounded while it was loaded, and the whole model's were not.
     """
 
     def __init__(
@@ -45,8 +56,9 @@ class HostedModel:
         max_queries: int,
         dtype: torch.dtype,
         device: torch.device,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.info, self.ops = info, ops
+        self.info, self.ops, self.exchange = info, ops, exchange or Alone()
         self.tiling, self.queries, self.inside = UNTILED, 1, False
         shapes = [(num_pages, page_size, kv_heads, dim) for _, kv_heads, dim in info.slots]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -57,6 +69,8 @@ class HostedModel:
             shape: ops.workspace(device, batch, queries, max_positions, shape)
             for shape in dict.fromkeys(call.shape for call in calls)
         }
+        self.wanted: Tensor | None = None
+        self.rounded = False
         self._rows: ForwardBatch | None = None
         self._at = 0
 

@@ -1,4 +1,4 @@
-"""RMSNorm modules of hosted models, run by our op: told by what they compute, not by what they are called."""
+"""RMSNorm modules of hosted models, run by our op: recognised by what they compute, not by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rotation of heads in hosted attention modules, run by our op: told by what it computes.
+"""The rotation of heads in hosted attention modules, run by our op: recognised by what it computes.
 
-transformers' modules turn queries and keys by a function of their file, `apply_rotary_pos_emb`. A module whose function
-is the known one gets a forward of the same code that finds ours under this name; nothing of transformers is changed.
+transformers' modules rotate queries and keys by a function of their file, `apply_rotary_pos_emb`. A module whose
+function computes the known rotation gets a forward of the same code that calls ours; transformers is not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEPRECATION: Final = "transformers.utils.deprecation"
 
 
 def rotates(part: nn.Module) -> bool:
-    """Whether a module's forward turns heads by a function of that name that computes what `reference.rotate` does."""
+    """Whether a module's forward rotates heads by a function of that name that computes `reference.rotate`."""
     forward = _forward(part)
     return forward is not None and NAME in forward.__code__.co_names and _known(forward.__globals__.get(NAME))
 
@@ -63,8 +63,8 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
             return found
         own.inside = True
         try:
-            turned: tuple[Tensor, Tensor] = own.ops.rotate(q, k, cos, sin)
-            return turned
+            rotated_heads: tuple[Tensor, Tensor] = own.ops.rotate(q, k, cos, sin)
+            return rotated_heads
         finally:
             own.inside = False
 
@@ -75,7 +75,7 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `Ops.rotate` takes these: as they mostly come."""
+    """Whether `Ops.rotate` takes tensors of these shapes and dtypes."""
     if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
         return False
     tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape

@@ -49,18 +49,18 @@ class Part:
         stored: name of that tensor; of mxfp4 without `_blocks`.
         expert: index of its first axis.
         rows: rows of that expert's matrix, after it was transposed back, or of its bias.
-        turned: the matrix is stored transposed.
+        transposed: the matrix is stored transposed.
     """
 
     stored: str
     expert: int
     rows: slice
-    turned: bool
+    transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of that tensor."""
         mine = tensor[self.expert]
-        return (mine.t() if self.turned else mine)[self.rows]
+        return (mine.t() if self.transposed else mine)[self.rows]
 
 
 _Source = TypeVar("_Source", bound="TensorSource")
@@ -72,7 +72,7 @@ def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTe
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses a checkpoint in which experts are stored in mxfp4 and the config does not say so, or the other way round.
+    """Refuses a checkpoint whose config and stored experts do not agree on whether experts are in mxfp4.
 
     Raises:
         CheckpointError: says how they are stored and what the config says.
@@ -160,8 +160,8 @@ class ExpertTensors:
             return
         plan, up = self._plan, kind == "gate_up_proj"
         rows, width = (2 * plan.width, self._hidden) if up else (self._hidden, plan.width)
-        turned = self._interleaved and not blocks and not bias
-        self._check(stored, info, self._shape(plan, rows, width, blocks, bias, turned))
+        transposed = self._interleaved and not blocks and not bias
+        self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
         step = 2 if self._interleaved else 1
         halves = {
             "gate_proj": slice(0, rows, 2) if step == 2 else slice(0, rows // 2),
@@ -174,18 +174,18 @@ class ExpertTensors:
             for expert in range(plan.count):
                 here = f"{experts}.{expert}.{part}.{'bias' if bias else 'weight'}"
                 self._enter(here, stored, shown)
-                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, turned)
+                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, transposed)
         if blocks:
             self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
 
     def _shape(
-        self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, turned: bool
+        self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, transposed: bool
     ) -> tuple[int, ...]:
         if bias:
             return plan.count, rows
         if blocks:
             return plan.count, rows, width // 32, _CODES_OF_BLOCK
-        return (plan.count, width, rows) if turned else (plan.count, rows, width)
+        return (plan.count, width, rows) if transposed else (plan.count, rows, width)
 
     def _check(self, stored: str, info: TensorInfo, wanted: tuple[int, ...]) -> None:
         if info.shape != wanted:

@@ -30,7 +30,7 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
         check: raises where the config of a directory is not supported.
 
     Raises:
-        CheckpointError: it is no Hub id, or could not be had.
+        CheckpointError: it is no Hub id, or could not be downloaded.
     """
     name = os.fspath(source)
     if os.path.isfile(source) or name.endswith(OF_FILES):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastspec.shapes import DeltaRule
 
 
-def turned_heads(spec: ModelSpec, heads: int) -> list[int] | None:
+def rotary_order(spec: ModelSpec, heads: int) -> list[int] | None:
     """The order of the rows of `heads` heads that rope needs; None: as they are stored."""
     if spec.head_order is None:
         return None

@@ -1,4 +1,4 @@
-"""What the owner of a live model changed, and a copy of its weights would not carry: found, and refused by name."""
+"""Refuses, by name, changes of a live model's owner that a copy of its weights would lose."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix:
     found = tuple(inv_freq.tolist())
     if not rope.long_inv_freq:
         return replace(rope, inv_freq=found, scaling=float(scaling))
-    # which of both it holds says how long its last text was
+    # transformers swaps the two by the length of the last text
     if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
         _refuse(
             module,

@@ -25,7 +25,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.config import DTYPES
 from fastspec.models.weights.expert_tensors import by_expert, expert_weights
-from fastspec.models.weights.layouts import delta_order, qkv_order, turned_heads
+from fastspec.models.weights.layouts import delta_order, qkv_order, rotary_order
 from fastspec.models.weights.live import ModuleTensors
 from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, Stored
@@ -343,7 +343,7 @@ def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) ->
     def head_norm(part: str, heads: int) -> Tensor | None:
         if plan.qk_norm is None:
             return None
-        of_heads = turned_heads(spec, heads if plan.qk_norm == "projection" else 1)
+        of_heads = rotary_order(spec, heads if plan.qk_norm == "projection" else 1)
         return _norm(loader, spec, f"{prefix}{part}.weight", of_heads)
 
     return {

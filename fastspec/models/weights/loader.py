@@ -75,7 +75,7 @@ class Loader:
         source: the tensors; open where they are copied at once.
         ops: whose weights they are.
         rounds_to: the kind to which a matrix (name, (N, K)) that is not stored quantised is rounded; None: as it is.
-        planned: allocate nothing, so as to know what would be.
+        planned: allocate nothing; only count.
         release: let go of the source's tensors when they are copied.
         later: copy nothing before `fill`.
         whole: tensors of whole matrices, of which `source` has one rank's parts; None: it has all of them.

@@ -106,7 +106,8 @@ class Checkpoint:
     @property
     def ranks(self) -> int:
         """Processes that share it."""
-        return 1 if self.sliced is None else self.sliced.share.size
+        held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
+        return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:
@@ -160,7 +161,7 @@ def resolve(
 
 @contextmanager
 def _naming(what: object) -> Iterator[None]:
-    """Puts what is refused, a role or a file, in front of the reason."""
+    """Adds to an error the role or the file that it is about, in front of the reason."""
     try:
         yield
     except (CheckpointError, UnsupportedModel) as error:

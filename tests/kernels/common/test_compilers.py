@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,52 @@ def test_processes_compile_and_this_one_only_reads() -> None:
     assert compiled["hits"] == [True] * 4  # each once, though each was launched twice
     assert ended["status"] is not None
     assert (again["hits"], again["begun"]) == ([True] * 4, False)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_two_ranks_compile_every_kernel_once(processes: int) -> None:
+    first, second, caches = module_output("tests.helpers.compile_ranks", str(processes))
+    assert first["kernels"] == second["kernels"] == 4
+    assert caches["compiled"] == first["kernels"]
+    assert caches["left"] == [], "no lock stays"
+
+
+def test_the_share_of_others_comes_behind_ones_own_and_from_its_end() -> None:
+    order: list[int] = []
+    with compilers.Compilers(0, rank=1, ranks=2) as executor:
+        executor._places.get()  # one kernel at a time
+        futures = [executor.submit(lambda number=number: order.append(number)) for number in range(1, 7)]
+        assert not any(each.done() for each in futures[1::2])
+        executor.all_told()
+        for each in futures:
+            each.result()
+        executor._places.put(None)
+    assert order == [1, 3, 5, 6, 4, 2]
+
+
+def test_an_error_of_the_share_of_others_is_that_of_who_waits() -> None:
+    with compilers.Compilers(0, rank=1, ranks=2) as executor:
+        own, other = (executor.submit(lambda: 1 // 0) for _ in range(2))
+        executor.all_told()
+        for each in (own, other):
+            with pytest.raises(ZeroDivisionError):
+                each.result()
+
+
+def test_who_waits_for_a_kernel_that_another_compiles_has_it_when_that_one_ends(tmp_path: Path) -> None:
+    """Whoever has a lock and dies, or hangs for longer than any kernel takes, keeps nobody from compiling."""
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(compilers, "_cache", lambda: str(tmp_path))
+        with compilers._alone(b"a job"):
+            assert [each.suffix for each in tmp_path.iterdir()] == [".compiling"]
+            patched.setattr(compilers, "LONGEST", 0.0)
+            with compilers._alone(b"a job"), compilers._alone(b"another"):
+                pass
+        assert list(tmp_path.iterdir()) == []
+        patched.setattr(compilers, "_cache", lambda: "/proc/nothing/can/be/made/here")
+        with compilers._alone(b"a job"):
+            pass
 
 
 def test_without_processes_this_one_compiles() -> None:
@@ -63,5 +110,5 @@ def test_who_has_compilers(
     gpu: bool, target: Any, device: Any, graphs: bool | None, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(warmup, "compilers", lambda sharing: ("begun", sharing))
-    assert (warmup.compilers_for(target, device, graphs, 2) == ("begun", 2)) == begun
+    monkeypatch.setattr(warmup, "compilers", lambda *sharing: ("begun", *sharing))
+    assert (warmup.compilers_for(target, device, graphs, 1, 2) == ("begun", 1, 2)) == begun

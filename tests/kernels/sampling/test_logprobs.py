@@ -304,7 +304,7 @@ def test_what_would_be_misread_is_refused() -> None:
 
 def test_a_vocabulary_beyond_fixed_point_is_refused() -> None:
     rows = plain_state(1, 0, 40, "cpu")
-    logits = torch.zeros(1, 1, 1).expand(1, 1, sampled_parts.MOST_IDS + 1)
+    logits = torch.zeros(1, 1, 1).expand(1, 1, sampled_parts.MAX_IDS + 1)
     with pytest.raises(ValueError, match="too many to record"):
         logprobs.check_record(Record(0, record_work(1, 0, 40, logits.device)), rows, logits.shape[2], 1)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
@@ -101,6 +102,15 @@ def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest
     with generator(model, model) as hosted:
         assert texts_of(hosted).new_tokens == wanted
         assert "hosted" in hosted.explain()
+
+
+def test_progress_is_shown_where_it_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_model("gpt_neox").save_pretrained(tmp_path)
+    for progress in (False, True):
+        capfd.readouterr()
+        generator(tmp_path, progress=progress).close()
+        assert ("Loading weights" in capfd.readouterr().err) == progress
+        assert logging.is_progress_bar_enabled()
 
 
 def test_norms_are_counted_and_said() -> None:

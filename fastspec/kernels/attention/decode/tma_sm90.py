@@ -215,7 +215,7 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply: append K and V to their splits, stage q, then take tile after tile."""
+    """The multiplying warps: append K and V to their splits, stage q, then multiply tile after tile."""
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2

@@ -84,11 +84,11 @@ def launch_wide(tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regro
         scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
     zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
     eps = 0.0 if call.norm is None else call.norm[1]
-    apart, sums = split.split_k // tile.ways, None
+    apart, sums = split.split_k // tile.splits, None
     if apart > 1:
         sums = call.x.new_empty(split.split_k, rows, n, dtype=torch.float32)
     pieces = 1 if codes.form == "int4" else 2
-    shape: dict[str, Any] = {"K": k, "S": split.split_k, "WAYS": tile.ways, "FORM": codes.form}
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "SPLITS": tile.splits, "FORM": codes.form}
     shape |= {"GROUP": (codes.group, 1 if codes.scales is None else codes.scales.shape[2])}
     shape |= {"R": tile.weight_rows, "BM": tile.rows, "STAGES": tile.stages, "WARPS": tile.warps}
     launch(

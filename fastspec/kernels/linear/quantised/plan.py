@@ -12,7 +12,7 @@ from fastspec.kernels.common.code_packing import Form
 from fastspec.kernels.linear.plan import Gpu, Split, cdiv
 
 MEASURED_ON: str | None = "NVIDIA H100"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
-MOST_ROWS = 64  # of x in one CTA
+MAX_ROWS = 64  # of x in one CTA
 BLOCK = 8  # rows of x that one product of the tensor core takes
 SHORT = 2048  # values of K, up to which sums are split in 4 and not in 8
 WIDE = {"fp8", "int8", "off8"}  # forms of 8 bits
@@ -45,7 +45,7 @@ class Wide:
         weight_rows, rows: of the weight and of x, in one CTA.
         warps: that multiply: one for each 16 weight rows.
         stages: K tiles of K in shared memory.
-        ways: sums of the split that a CTA makes; where these are not all, another kernel adds up what CTAs leave.
+        splits: how many splits of K a CTA computes; if not all, another kernel adds up the sums that CTAs leave.
         registers: limit for a thread.
     """
 
@@ -53,7 +53,7 @@ class Wide:
     rows: int
     warps: int
     stages: int
-    ways: int
+    splits: int
     registers: int
 
 
@@ -61,7 +61,7 @@ WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # row
 WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
 # rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits take the first with 64 rows, too
 WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
-MOST_STAGES = 16  # more of few rows would be for nothing
+MAX_STAGES = 16  # more of few rows would be for nothing
 SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
 
 Sizes = tuple[int, int, int]  # weight rows, depth, row depth
@@ -124,7 +124,7 @@ def split_of(form: Form, n: int, k: int) -> Split:
 def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
     """The launch for `rows` rows of x and a weight [N, K]."""
     blocks = 1
-    while blocks * BLOCK < min(rows, MOST_ROWS):
+    while blocks * BLOCK < min(rows, MAX_ROWS):
         blocks *= 2
     tiles = dict(zip((1, 2, 4, 8), MEASURED.get((form, n, k), (0, ()))[1], strict=False))
     weight_rows, depth, row_depth = tiles.get(blocks) or DEFAULT[8 if form in WIDE else 4, blocks]
@@ -147,7 +147,7 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
 def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:
     """The launch of the kernel for many rows: as many CTAs share the sums of K as run at a time."""
     room = 16
-    while room < min(rows, MOST_ROWS):
+    while room < min(rows, MAX_ROWS):
         room *= 2
     weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in WIDE else 32]
     split, tiles = split_of(form, n, k).split_k, cdiv(n, weight_rows) * cdiv(rows, room)
@@ -155,4 +155,4 @@ def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wid
     while not whole and 2 * apart <= split and tiles * 2 * apart <= sms * resident:
         apart *= 2
     stage = weight_rows * 64 * (2 if form in WIDE else 1) + room * 256
-    return Wide(weight_rows, room, warps, min(MOST_STAGES, SHARED_BYTES[resident] // stage), split // apart, registers)
+    return Wide(weight_rows, room, warps, min(MAX_STAGES, SHARED_BYTES[resident] // stage), split // apart, registers)

@@ -1,8 +1,8 @@
 """The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
 
-Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
-take every S-th K tile of K, here a program makes passes over K one after the other, or some of them, and what it leaves
-of those is added up in the same order by `split_k.sum_kernel`.
+Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where S warps there
+take every S-th K tile of K, here a program makes S passes over K one after the other, or some of them; then
+`split_k.sum_kernel` adds up their sums in the same order.
 
 One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
 registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
@@ -34,9 +34,9 @@ from fastspec.kernels.linear.epilogue import (
     addends,
     enter_keys,
     row_factor,
-    settle_keys,
     splits_scale,
     times_gamma,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.quantised.conversion import (
@@ -69,7 +69,7 @@ class WideEnds(NamedTuple):
     """What becomes of complete sums; None is absent.
 
     Attributes:
-        squares, eps: fp32 [S, M] of the rows' ways and epsilon, of a norm whose weight is in x already.
+        squares, eps: sums of squares of rows, fp32 [S, M], and epsilon of a norm whose weight x already has.
         bias, residual, out, keys: as in `Ends` of small_m.py.
     """
 
@@ -85,13 +85,13 @@ UNIT = gl.constexpr(64)  # values of K of one product
 
 
 @gluon.jit
-def _ask(
-    x_desc, weight_desc, xs, ws, full, step, tile, first_row, way,
+def _issue_copies(
+    x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Sends for a K tile: CODES, its codes, and ROWS, its rows of x, or one of the two."""
+    """Issues the copies of a K tile: with CODES of its codes, with ROWS of its rows of x."""
     slot = step % ws.shape[0]
-    k_tile = step % T * S + way + step // T
+    k_tile = step % T * S + split + step // T
     if CODES:
         mbarrier.expect(full.index(slot), BYTES)
         load_block(weight_desc, [tile * ws.shape[1], k_tile * ws.shape[2], 0], full.index(slot), ws.index(slot))
@@ -102,22 +102,22 @@ def _ask(
 
 @gluon.jit
 def _fetch(
-    x_desc, weight_desc, xs, ws, full, free, tile, first_row, way,
-    T: gl.constexpr, S: gl.constexpr, WAYS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+    x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
+    T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that fetches: codes need not wait for the kernel before this one, x does."""
+    """The loading warp: codes need not wait for the kernel before this one, x must."""
     STAGES: gl.constexpr = ws.shape[0]
-    AHEAD: gl.constexpr = min(STAGES, T * WAYS)
+    AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
     for step in range(AHEAD):
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, True, False, BYTES)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, False, BYTES)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, False, True, BYTES)
-    for step in range(AHEAD, T * WAYS):
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, False, True, BYTES)
+    for step in range(AHEAD, T * SPLITS):
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, way, T, S, True, True, BYTES)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, True, BYTES)
 
 
 @gluon.jit
@@ -160,37 +160,37 @@ def _ones(piece, like: gl.constexpr):
 
 
 @gluon.jit
-def _pair_of(row, step, g: gl.constexpr, tile, way, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
     """Where rows' scale or zero point of group g of a K tile is, in pairs [N / 16, K / GROUP, PAIRS, 2]."""
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
-    k_tile = gl.minimum(step % T * S + way + step // T, K // 128 - 1)  # beyond the last, x is zero
+    k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # beyond the last, x is zero
     group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
     return (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
 
 
 @gluon.jit
-def _scales_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; nothing of nothing."""
+    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; () without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
         for g in gl.static_range(128 // GROUP):
-            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
+            at = _pair_of(row, step, g, tile, split, N, K, S, T, GROUP, PAIRS, R)
             found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
     return found
 
 
 @gluon.jit
-def _zeros_of(ptr, step, tile, way, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; nothing of nothing."""
+    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; () without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
         for g in gl.static_range(128 // GROUP):
-            at = _pair_of(row, step, g, tile, way, N, K, S, T, GROUP, PAIRS, R)
+            at = _pair_of(row, step, g, tile, split, N, K, S, T, GROUP, PAIRS, R)
             bits = gl.load(ptr + at).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
             less = times_gamma(bits | (bits << 16), gl.full_like(bits, LESS_ONE), gl.bfloat16)
             found = found + (gl.expand_dims(gl.expand_dims(less, 0), 2),)
@@ -205,13 +205,13 @@ def _less_offset(part, total, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass(
-    step, loaded, ring, given, ones, tile, way, N, last,
+    step, loaded, ring, given, ones, tile, split, N, last,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One pass over K: the step behind it with what was loaded of that, and the pass's sums [R, BM].
+    """One pass over K: the next step, what is loaded for it already, and the pass's sums [R, BM].
 
-    What the next K tile needs is loaded while this one is multiplied; of the last one, the same again.
+    The next K tile is loaded while this one is multiplied; behind the last one, the last one again.
     loaded: codes, scales and zero points of a K tile.
     """
     pieces, scales, zeros = loaded
@@ -249,8 +249,8 @@ def _pass(
                     part = warpgroup_mma(units[u], x, part, is_async=True)
                 parts = parts + (part,)
             pieces = _codes_of(following, ws, full, WARPS)
-            more = _scales_of(given.scales, following, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _zeros_of(given.zeros, following, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
+            more = _scales_of(given.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _zeros_of(given.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
             done = warpgroup_mma_wait(0, deps=parts + units)
             for g in gl.static_range(GROUPS):
                 scale, part = gl.broadcast(scales[g], done[g])
@@ -265,19 +265,19 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    given, ends, parts_ptr, ring, tile, first_row, way, M, N, limit,
-    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, WAYS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    given, ends, parts_ptr, ring, tile, first_row, split, M, N, limit,
+    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply."""
+    """The multiplying warps."""
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
-    last = T * WAYS - 1
-    scales = _scales_of(given.scales, 0, tile, way, like, N, K, S, T, GROUP, PAIRS, R)
+    last = T * SPLITS - 1
+    scales = _scales_of(given.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
     pieces = _codes_of(0, ring.ws, ring.full, WARPS)
     codes: gl.constexpr = pieces[0].type.layout
-    zeros = _zeros_of(given.zeros, 0, tile, way, codes, N, K, S, T, GROUP, PAIRS, R)
+    zeros = _zeros_of(given.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like)
@@ -286,12 +286,12 @@ def _multiply(
     m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
     there = gl.expand_dims(n < N - tile * R, 1) & (m < M - first_row)
     step, loaded = 0, (pieces, scales, zeros)
-    for i in range(WAYS):
+    for i in range(SPLITS):
         step, loaded, acc = _pass(
-            step, loaded, ring, given, ones, tile, way, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
+            step, loaded, ring, given, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
-        if parts_ptr is not None:  # each by itself: their order is that of all ways
-            base = parts_ptr + ((way + i) * M + first_row).to(gl.int64) * N
+        if parts_ptr is not None:  # each by itself: what adds them up needs them in order
+            base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
             gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), acc, mask=there, eviction_policy=STAYS)
         else:
             sums += acc
@@ -320,14 +320,14 @@ def codes_tma_kernel(
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
     given,  # Given of small_m.py, scales and zero points as their own dtypes
     ends,  # WideEnds
-    parts_ptr,  # fp32 [S, M, N], or None where WAYS are all
+    parts_ptr,  # fp32 [S, M, N], or None where SPLITS are all
     M,
     N,
     limit,
     out_stride,
     K: gl.constexpr,
     S: gl.constexpr,
-    WAYS: gl.constexpr,  # passes over K of one program
+    SPLITS: gl.constexpr,  # passes over K of one program
     FORM: gl.constexpr,
     GROUP: gl.constexpr,  # values of K that share a scale, 0 for all; pairs of scales in a tile: 8, or 1 for all rows
     R: gl.constexpr,
@@ -341,7 +341,7 @@ def codes_tma_kernel(
     T: gl.constexpr = (K + S * 128 - 1) // (S * 128)
     P: gl.constexpr = pieces_of(128, FORM)
     BYTES: gl.constexpr = R * 64 * P + BM * 256
-    tile, first_row, way = gl.program_id(0), gl.program_id(1) * BM, gl.program_id(2) * WAYS
+    tile, first_row, split = gl.program_id(0), gl.program_id(1) * BM, gl.program_id(2) * SPLITS
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 8 * P, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     xs = ()
@@ -357,13 +357,13 @@ def codes_tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                given, ends, parts_ptr, Ring(xs, ws, full, free), tile, first_row, way, M, N, limit,
-                K, S, T, WAYS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
+                given, ends, parts_ptr, Ring(xs, ws, full, free), tile, first_row, split, M, N, limit,
+                K, S, T, SPLITS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
             )),
-            (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, way, T, S, WAYS, BYTES, PDL)),
+            (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),
         ],
         [1], [32],  # a warp more, and how many registers its threads need
     )
     # fmt: on
     if ends.keys is not None:
-        settle_keys(ends.keys, ends.out, out_stride, M, WARPS)
+        write_argmax(ends.keys, ends.out, out_stride, M, WARPS)

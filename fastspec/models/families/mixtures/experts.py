@@ -9,14 +9,14 @@ from typing import Final
 
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 
-MOST_EXPERTS: Final = 1024  # of a layer; published models have up to 512
-MOST_CHOSEN: Final = 32  # of a token
+MAX_EXPERTS: Final = 1024  # of a layer; published models have up to 512
+MAX_CHOSEN: Final = 32  # of a token
 
 
 def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
     """(experts of a layer, experts of a token); `count` is the config field of the first."""
-    experts = fields.count(count, MOST_EXPERTS)
-    chosen = fields.count("num_experts_per_tok", MOST_CHOSEN)
+    experts = fields.count(count, MAX_EXPERTS)
+    chosen = fields.count("num_experts_per_tok", MAX_CHOSEN)
     if chosen > experts:
         fields.refuse("num_experts_per_tok", chosen, f"at most {count}={experts}")
     return experts, chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.mixtures.experts import MOST_EXPERTS, counts, width
+from fastspec.models.families.mixtures.experts import MAX_EXPERTS, counts, width
 from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import RoutingRule
@@ -14,9 +14,9 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     without_windows(fields, layers)
     inner = width(fields, "moe_intermediate_size")
     count, routing = _routing(fields)
-    shared = inner * fields.count("n_shared_experts", MOST_EXPERTS)
+    shared = inner * fields.count("n_shared_experts", MAX_EXPERTS)
     experts = ExpertsPlan(count, inner, routing, correction=True, shared=shared)
-    dense = fields.count("first_k_dense_replace", SIZE_LIMITS["num_hidden_layers"], least=0)
+    dense = fields.count("first_k_dense_replace", SIZE_LIMITS["num_hidden_layers"], minimum=0)
     plan = LayerPlan(qkv_bias=fields.flag("attention_bias"), qk_norm="head" if fields.flag("use_qk_norm") else None)
     return tuple(plan if at < dense else replace(plan, experts=experts) for at in range(layers))
 

@@ -1,6 +1,6 @@
 """`quantization_config` of a checkpoint, as its tools write it: how each of its matrices is stored.
 
-Which matrices are quantised is seen from the tensors themselves; the config says how those that are were made.
+The tensors themselves show which matrices are quantised; the config says how.
 """
 
 from __future__ import annotations

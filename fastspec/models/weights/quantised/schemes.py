@@ -62,7 +62,7 @@ class Scheme(Protocol):
         """The matrix [N, K] of these tensors, on their device.
 
         Raises:
-            ValueError: values that cannot be meant; says which.
+            ValueError: impossible values; says which.
         """
 
     def describe(self) -> str:

@@ -133,7 +133,7 @@ class QuantisedShards:
         """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
 
         Raises:
-            CheckpointError: values that cannot be meant.
+            CheckpointError: impossible values.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -148,7 +148,7 @@ class QuantisedShards:
         """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
 
         Raises:
-            CheckpointError: values that cannot be meant.
+            CheckpointError: impossible values.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -171,8 +171,8 @@ class QuantisedShards:
         shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
-        most = matrix.shape["NK".index(axis)]
-        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, most))
+        stop = matrix.shape["NK".index(axis)]
+        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
 
     def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
         """Of a stored part what stands for these rows and columns."""

@@ -174,12 +174,12 @@ def test_every_weight_has_a_launch(n: int, k: int) -> None:
         for rows in range(1, 130):
             tile = plan.tile_of(form, n, k, rows)
             assert 0 <= tile.row_depth <= tile.depth <= -(-k // (split.split_k * split.k_tile))
-            assert min(rows, plan.MOST_ROWS) <= plan.BLOCK * tile.blocks <= plan.MOST_ROWS
+            assert min(rows, plan.MAX_ROWS) <= plan.BLOCK * tile.blocks <= plan.MAX_ROWS
             for whole in (False, True):
                 wide = plan.wide_of(form, n, k, rows, 132, whole)
-                assert min(rows, plan.MOST_ROWS) <= wide.rows <= plan.MOST_ROWS
-                assert split.split_k % wide.ways == 0
-                assert wide.ways == split.split_k or not whole
+                assert min(rows, plan.MAX_ROWS) <= wide.rows <= plan.MAX_ROWS
+                assert split.split_k % wide.splits == 0
+                assert wide.splits == split.split_k or not whole
                 assert wide.stages >= 4
 
 

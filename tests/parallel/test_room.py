@@ -1,0 +1,86 @@
+"""The memory that GPUs share is in the plan of each rank, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.kernels.room import BLOCK, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
+from fastspec.models.weights.sources import resolve
+from fastspec.parallel import devices
+from fastspec.parallel.world import World
+from fastspec.runtime.settings import settings_of
+
+MIB = 2**20
+HIDDEN, VOCAB, PROMPT = 4096, 128256, 2048  # of an 8B target, and its longest pass over a prompt
+
+
+def of_8b(ranks: int, rows: int) -> tuple[int, int, int]:
+    return ranks, rows * 5 * max(HIDDEN, VOCAB // ranks), PROMPT * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "mib"),
+    [
+        (1, 32, 0),
+        (2, 1, 130 + 2 + 8),  # a prompt's sum, in two halves for two ranks; flags; words
+        (2, 32, 158 + 2 + 8),  # logits of 160 rows
+        (4, 8, 40 + 2 + 6),
+        (8, 8, 40 + 2 + 4),
+    ],
+)
+def test_the_room_of_an_8b(ranks: int, rows: int, mib: int) -> None:
+    assert room_bytes(*of_8b(ranks, rows)) == mib * MIB
+
+
+def test_prompts_have_a_room_between_two_only_and_what_is_larger_goes_by_nccl() -> None:
+    assert [takes_prompts(ranks, PROMPT * HIDDEN) for ranks in (2, 4, 8)] == [True, False, False]
+    assert not takes_prompts(2, MAX_ELEMENTS + 1)
+    assert elements_of(2, 1, PROMPT * HIDDEN) == PROMPT * HIDDEN
+    assert elements_of(4, 1, PROMPT * HIDDEN) == BLOCK
+    assert elements_of(2, 3 * MAX_ELEMENTS, 0) == MAX_ELEMENTS
+
+
+@pytest.mark.parametrize("given", [of_8b(2, 1), of_8b(2, 32), of_8b(8, 8), (4, 77, 0)])
+def test_what_is_allocated_is_what_is_planned(given: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, step, prompts = given
+    taken: list[int] = []
+
+    def empty(count: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        pad = 2048 if len(taken) % 2 else 9216  # of older and newer versions of torch
+        taken.append(-(-(count * dtype.itemsize + pad) // (2 * MIB)) * 2 * MIB)
+        return torch.empty(1, dtype=dtype)
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *given: SimpleNamespace(buffer_ptrs=[0] * ranks))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    world = World.alone()
+    world.size = ranks
+    monkeypatch.setattr(world, "gather_bytes", lambda data: [data] * ranks)
+    elements = elements_of(ranks, step, prompts)
+    room = devices._symmetric(world, torch.device("cpu"), None, elements)
+    assert room.elements == elements >= min(step, MAX_ELEMENTS)
+    assert sum(taken) == room_bytes(ranks, step, prompts)
+
+
+def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:
+    target = resolve(pair[0], role="target")
+    settings = settings_of(target, None, device="cpu", max_length=100)
+    alone = replace(settings.layout, ops=replace(TORCH_OPS, name="triton"), chunks=(64, PROMPT))
+    several = replace(alone, ranks=2)
+    free = alone.plan(100, 0).total + 2 * MIB
+    # 8 rows of 2 tokens at most, 64 logits of 128 a rank; a prompt of up to 100 tokens is a pass of 2048
+    assert several.exchanged(100) == (8 * 2 * 64, PROMPT * 64)
+    assert several.plan(100, free).exchange == (4 + 2 + 6) * MIB
+    assert several.plan(100, free).total == alone.plan(100, free).total + 12 * MIB
+    assert alone.largest_length(100, free) == 100
+    assert several.largest_length(100, free) == 64, "whose prompts are passes of 64, with a smaller room"
+    assert "exchange 0.012" in str(several.plan(100, free))
+    assert "exchange" not in str(alone.plan(100, free))
+    assert replace(several, ops=TORCH_OPS).plan(100, free).exchange == 0, "gloo keeps nothing"
