@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-READY_SECONDS = 150.0  # for a server to answer its first request
+READY_SECONDS = 300.0  # for a server to answer its first request
 PAGE = 256  # tokens of a page of the peer's cache
 CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -66,14 +66,40 @@ def theirs(target: Path, *, rows: int, length: int, device: str, python: str = s
 
 
 class Running:
-    """A server that has answered a request.
+    """A server that was started.
 
     Args:
-        process: of it. port: that it listens on. line: it was started with.
+        process: of it. port: that it listens on. line: it was started with. told: what it writes.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, line: Line) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, line: Line, told: IO[bytes]) -> None:
         self.process, self.port, self.line = process, port, line
+        self._told = told
+
+    def wait(self, text: str) -> None:
+        """Waits for its answer to `text`.
+
+        Raises:
+            RuntimeError: it ended, refuses, or does not answer; with the last of what it said.
+        """
+        end, error = time.monotonic() + READY_SECONDS, "no answer"
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(self._with_words(f"it ended with {self.process.returncode}"))
+            try:
+                asked(self.port, self.line.model, text, 2, end - time.monotonic())
+            except (OSError, http.client.HTTPException) as found:
+                error = repr(found)
+                time.sleep(0.2)
+            except RuntimeError as found:
+                raise RuntimeError(self._with_words(str(found))) from found
+            else:
+                return
+        raise RuntimeError(self._with_words(f"not ready within {READY_SECONDS:.0f} s: {error}"))
+
+    def _with_words(self, error: str) -> str:
+        self._told.seek(0)
+        return f"{error}\nit said: {self._told.read().decode(errors='replace')[-3000:]}"
 
     def hold(self) -> None:
         """It takes no more time of the machine until it goes on."""
@@ -93,14 +119,11 @@ class Running:
 
 
 @contextmanager
-def running(line: Line, text: str, cpus: Sequence[int] = ()) -> Iterator[Running]:
-    """Starts a server and waits for its answer to `text`; it ends when the context is left.
+def running(line: Line, cpus: Sequence[int] = ()) -> Iterator[Running]:
+    """Starts a server, to be waited for; it ends when the context is left.
 
     Args:
         cpus: that it is bound to, with as many threads of torch; none: any.
-
-    Raises:
-        RuntimeError: it ended, or does not answer; with the last of what it said.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -109,15 +132,11 @@ def running(line: Line, text: str, cpus: Sequence[int] = ()) -> Iterator[Running
     with tempfile.TemporaryFile() as told:
         command = [line.python, *line.arguments, "--port", str(port)]
         with subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, env=environment) as process:
-            made = Running(process, port, line)
+            if cpus:
+                os.sched_setaffinity(process.pid, cpus)
+            made = Running(process, port, line, told)
             try:
-                if cpus:
-                    os.sched_setaffinity(process.pid, cpus)
-                _wait(process, port, line.model, text)
                 yield made
-            except (OSError, RuntimeError) as error:
-                told.seek(0)
-                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-3000:]}") from error
             finally:
                 made.go_on()
                 process.terminate()
@@ -125,21 +144,6 @@ def running(line: Line, text: str, cpus: Sequence[int] = ()) -> Iterator[Running
                     process.wait(20)
                 except subprocess.TimeoutExpired:
                     process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, model: str, text: str) -> None:
-    end, error = time.monotonic() + READY_SECONDS, "no answer"
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"it ended with {process.returncode}")
-        try:
-            asked(port, model, text, 2, end - time.monotonic())
-        except (OSError, http.client.HTTPException) as found:
-            error = repr(found)
-            time.sleep(0.2)
-        else:
-            return
-    raise RuntimeError(f"not ready within {READY_SECONDS:.0f} s: {error}")
 
 
 def asked(port: int, model: str, text: str, new: int, seconds: float) -> int:

@@ -205,7 +205,8 @@ def _rounds(once: Callable[[], object]) -> list[float]:
 
 
 def _served(line: Line, load: Load) -> list[float]:
-    with running(line, load.texts[0]) as server, ThreadPoolExecutor(len(load.texts)) as pool:
+    with running(line) as server, ThreadPoolExecutor(len(load.texts)) as pool:
+        server.wait(load.texts[0])
 
         def once() -> None:
             answers = pool.map(lambda text: asked(server.port, line.model, text, load.new, ANSWER_SECONDS), load.texts)

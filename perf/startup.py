@@ -56,7 +56,7 @@ timed(Ranks, "of", "meet", builds=True)
 timed(Ranks, "exchange", "exchange", builds=True)
 timed(Loader, "fill", "read")
 timed(Engine, "compile", "compile")
-timed(World, "meet", "wait")
+timed(World, "wait_for_all", "wait")
 timed(Engine, "capture", "capture")
 timed(Engine, "capture_prompts", "capture")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}

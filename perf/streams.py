@@ -146,12 +146,16 @@ def compared(lines: Sequence[Line], rounds: Sequence[list[str]], new: int, cpus:
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         there: list[Running] = []
-        for line in lines:
+        started = [stack.enter_context(running(line, cpus)) for line in lines]
+        for server in started:
             try:
-                there.append(stack.enter_context(running(line, "warm", cpus)))
-                there[-1].hold()
+                server.wait("warm")
             except (OSError, RuntimeError) as error:
-                failed[line.name] = _told(line.name, error)
+                failed[server.line.name] = _told(server.line.name, error)
+            else:
+                there.append(server)
+        for server in there:
+            server.hold()
         for texts in rounds:
             for server in there:
                 name = server.line.name

@@ -111,10 +111,10 @@ class Conversation:
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Writes an answer while it comes. Ctrl-C ends it; what was written of it counts as said.
+        """Writes an answer while it comes. Ctrl-C ends it; what was written until then stays in the conversation.
 
         Raises:
-            ValueError, InvalidLogits: there is no answer, and what was asked does not count as said.
+            ValueError, InvalidLogits: there is no answer; the question is taken out of the conversation again.
         """
         before = list(self.said)
         try:

@@ -17,8 +17,8 @@ def errors_in_one_line() -> Iterator[None]:
     """What a user can mend becomes one line and exit code 2; everything else stays an error."""
     try:
         yield
-    except OSError as error:  # a file or a folder that is not to be had, a full disk
-        if error.errno == errno.EPIPE:  # whoever read has gone, which needs no word
+    except OSError as error:  # a file or a folder that cannot be used, a full disk
+        if error.errno == errno.EPIPE:  # the reader has gone: no message is needed
             raise
         typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None

@@ -122,10 +122,10 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """`do_sample` and `temperature` of these options.
+    """`do_sample` and `temperature` that `FastSpecGenerator` takes for `--temperature`.
 
     Raises:
-        typer.BadParameter: an option that shapes a draw, and nothing is drawn.
+        typer.BadParameter: an option for sampling with a temperature of 0, where nothing is sampled.
     """
     if temperature:
         return {"do_sample": True, "temperature": temperature}
@@ -154,7 +154,7 @@ def proposer_of(flag: str | None) -> NGram | None:
 
 
 def check_values(flags: Mapping[str, Any]) -> None:
-    """Refuses numbers out of their range, and texts that are none, before models are loaded, which takes long."""
+    """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
     least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
     checks: dict[str, Callable[[Any], object]] = {each.name: each.read for each in NUMBERS}
     checks |= {name: partial(whole, name, low=low) for name, low in least.items()}

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _store_release(address, value):
-    """A release store by one thread, at system scope: orders it behind all that the program stored before a barrier."""
+    """A release store by one thread, at system scope: orders it after all that the program stored before a barrier."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
         " @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
@@ -22,7 +22,7 @@ def _store_release(address, value):
 
 @triton.jit
 def _load_acquire(address):
-    """An acquire load by one thread, at system scope: loads behind the next barrier are as new. Others get 2^31 - 1."""
+    """An acquire load by one thread, at system scope: loads after the next barrier are as new. Others get 2^31 - 1."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
         " mov.u32 $0, 0x7fffffff; @one ld.acquire.sys.global.u32 $0, [$1]; }",
@@ -36,7 +36,7 @@ def _load_acquire(address):
 
 @triton.jit
 def _now(zero):
-    """Nanoseconds."""
+    """The device's clock in nanoseconds."""
     return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
 
 

@@ -19,7 +19,7 @@ TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
 WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
 MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
 _PIECE = 2 * 2**20  # bytes: the device gives shared memory in whole pieces
-_PAD = 9216  # bytes of torch's own behind each, at most
+_PAD = 9216  # bytes of torch's own after each, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch li
 BEAT = 0.25  # seconds between two signs of life
 LOST = 10.0  # seconds without one after which a rank counts as dead: a busy host may keep a live one for some
 _ABORT = "abort"
+_ANSWERS = 2.0  # seconds in which the store answers; that of a process that is stopped never does
 
 
 class Status(NamedTuple):
@@ -59,6 +60,11 @@ class Monitor:
     def abort(self, cause: str) -> None:
         """Tells all ranks that this one cannot go on; the first cause that any rank tells stays."""
         self._cause = self._cause or cause
+        telling = threading.Thread(target=self._tell, args=(cause,), name="fastspec-ranks-abort", daemon=True)
+        telling.start()
+        telling.join(_ANSWERS)
+
+    def _tell(self, cause: str) -> None:
         try:
             self._cause = self._store.compare_set(_ABORT, "", cause).decode()
         except RuntimeError:
@@ -69,7 +75,9 @@ class Monitor:
         """Why the group cannot go on; None while all is well."""
         if self._cause is None:
             now = time.monotonic()
-            lost = next(((rank, said) for rank, (said, since) in list(self._seen.items()) if now - since > LOST), None)
+            # rank 0 first: while that is stopped, its store tells nothing of the others either
+            seen = sorted(self._seen.items())
+            lost = next(((rank, said) for rank, (said, since) in seen if now - since > LOST), None)
             if lost is not None:  # which the others may not have seen, and wait for this rank then
                 self.abort(f"rank {lost[0]} gave no sign of life for {LOST:.0f} s; it was {lost[1].doing}")
         return self._cause
@@ -82,14 +90,14 @@ class Monitor:
         return self.cause
 
     def slowest(self) -> str:
-        """Of the other ranks that have begun the fewest exchanges, in words."""
+        """The ranks that have begun the fewest exchanges, this one left out, in words."""
         if not self._seen:
             return "another rank"
         rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))
         return f"rank {rank}, which is {status.doing}, at exchange {status.exchanges}"
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread that exchanges signs of life."""
         self._closed.set()
         self._thread.join(LOST)
 

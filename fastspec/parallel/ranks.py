@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One process, and nobody asked for more."""
+        """One process, without `tensor_parallel`."""
         return cls(World.alone())
 
     @classmethod
@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return self.world.size
 
     @property
@@ -172,6 +172,15 @@ class Ranks:
     def guarded(self, what: str) -> AbstractContextManager[None]:
         """While it lasts, an error of this rank alone ends what the others do."""
         return self.world.guarded(what, SYMMETRIC)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """As `guarded`, for steps that others wait for: an error of this rank is raised as what has ended them all."""
+        try:
+            with self.guarded("stepping"):
+                yield
+        finally:
+            self.world.check()
 
     def close(self) -> None:
         """Ends this rank's signs of life."""

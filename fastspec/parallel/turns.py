@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
 
-from fastspec.errors import RankFailed
 from fastspec.parallel.monitor import LOST
 from fastspec.parallel.world import World
 
 _NAP = 0.004  # seconds between two looks while nothing is told for long; shorter at first
+_LOOK = 0.25  # seconds between two looks at the others while nothing is told
 _SEEN = 64  # turns after which a follower says how far it is, and rank 0 forgets what all have read
 
 
@@ -27,6 +29,10 @@ class Turns:
 
     def __init__(self, world: World) -> None:
         self._world, self._number, self._forgotten = world, 0, 0
+        self._over = False
+        self._wanted: SimpleQueue[int | None] = SimpleQueue()
+        self._found: SimpleQueue[str | RuntimeError] = SimpleQueue()
+        self._reading = threading.Thread(target=self._read, name="fastspec-turns", daemon=True)
         self._store = TCPStore(
             "127.0.0.1", world.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=LOST)
         )
@@ -53,20 +59,42 @@ class Turns:
         Raises:
             RankFailed: a rank has failed meanwhile.
         """
-        key, begun = f"turn/{self._number}", time.monotonic()
-        try:
-            while not self._store.check([key]):  # not `wait`, whose every timeout torch writes to stderr
+        if not self._reading.is_alive():
+            self._reading.start()
+        self._wanted.put(self._number)
+        while True:
+            try:
+                found = self._found.get(timeout=_LOOK)
+                break
+            except Empty:
                 self._world.check()
-                time.sleep(min(_NAP, (time.monotonic() - begun) / 8))
-            found = self._store.get(key).decode()
-        except RankFailed:
-            raise
-        except RuntimeError as error:  # the store is gone
-            raise self._world.broken(error) from error
+        if isinstance(found, RuntimeError):  # the store is gone
+            raise self._world.broken(found) from found
         self._number += 1
         if self._number % _SEEN == 0:
             self._store.set(f"seen/{self._world.rank}", str(self._number))
         return found
+
+    def _read(self) -> None:
+        """Reads the texts that are wanted, in a thread: the store of a process that is stopped never answers."""
+        while (number := self._wanted.get()) is not None:
+            try:
+                self._found.put(self._read_one(f"turn/{number}"))
+            except RuntimeError as error:
+                self._found.put(error)
+
+    def _read_one(self, key: str) -> str:
+        begun = time.monotonic()
+        while not self._store.check([key]):  # not `wait`, whose every timeout torch writes to stderr
+            time.sleep(min(_NAP, (time.monotonic() - begun) / 8))
+            if self._over:
+                raise RuntimeError("nobody waits for it")
+        return self._store.get(key).decode()
+
+    def close(self) -> None:
+        """Ends the reading."""
+        self._over = True
+        self._wanted.put(None)
 
     def end(self) -> None:
         """Says that this rank has read all there is."""

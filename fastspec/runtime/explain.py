@@ -93,7 +93,7 @@ def launch_plans(settings: Settings) -> str:
 
 
 def _kv(layout: Layout) -> str:
-    """Of K and V in 8 bits, what that means."""
+    """What K and V in 8 bits mean, where they are."""
     if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
@@ -198,7 +198,7 @@ def _attention(settings: Settings, engine: Engine) -> str:
 
 
 def attention_kernels(settings: Settings) -> dict[str, str]:
-    """By which kernels the target and the draft decode on a GPU, and why."""
+    """Which kernels decode the target and the draft on a GPU, and why."""
     layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes

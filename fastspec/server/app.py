@@ -233,7 +233,7 @@ class _Events(StreamingResponse):
         self._job = job
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Sends them."""
+        """Sends the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:

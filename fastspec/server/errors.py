@@ -49,10 +49,10 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
 
 
 def no_such(status: int, method: str, path: str) -> Refusal:
-    """A path that is not served, or not by this method."""
+    """What a request for an unknown path, or with the wrong method, gets."""
     said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
     message = (
-        f"{said}; GET /v1/models, POST /v1/completions and POST /v1/chat/completions are, and /health and /metrics"
+        f"{said}; this server has GET /v1/models, POST /v1/completions, POST /v1/chat/completions, /health and /metrics"
     )
     return Refusal(message, status=status)
 

@@ -58,7 +58,7 @@ class ResponseFormat(BaseModel):
 class Body(BaseModel):
     """What both kinds of completion have in common.
 
-    A field that is null is as one that is not there. Fields of other servers that this one shares: `top_k` (-1 is 0),
+    A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
     `min_p`, `repetition_penalty`. Its own: `speculative_tokens`, drafts per step, or "auto".
     """
 
@@ -81,7 +81,7 @@ class Body(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     response_format: ResponseFormat | None = None
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
-    # these say who asks, or what for, and change no answer
+    # these name the client or the purpose, and change no answer
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -135,7 +135,7 @@ class Body(BaseModel):
 
 
 class Completion(Body):
-    """Of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -165,7 +165,7 @@ class Completion(Body):
 
 
 class Chat(Body):
-    """Of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
     def serve_on(self, *sockets: socket.socket) -> None:
         """Serves until the end."""
         if threading.current_thread() is threading.main_thread():
-            # once all is drained uvicorn raises a signal again for whoever was there before it: that is this server
+            # after draining, uvicorn raises the signal again for the handler that was there before: this server's
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, self.handle_exit)
         self.run(sockets=list(sockets))

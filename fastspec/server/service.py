@@ -124,7 +124,7 @@ class Job:
         self._meters.whole.observe(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """Of all answers, as they come. A slow reader holds up none of them: what comes meanwhile is one piece."""
+        """Pieces of all answers, as they come. A slow reader delays none of them: what comes meanwhile is one piece."""
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
         async def feed(answer: Answer) -> None:

@@ -35,7 +35,7 @@ from fastspec.runtime.scheduler import Scheduler
 ENOUGH: Final = 512  # new tokens asked for: for fewer, a trial would take longer than the better draft could save
 NEW: Final = 256  # tokens that a draft makes in a turn, in all rows together
 _LEAST: Final = 32  # in a row
-_TURNS: Final = 2  # of each draft, by turns: a machine that slows down slows both
+_TURNS: Final = 2  # of each draft, alternating: a machine that slows down slows both
 _ATTEMPTS: Final = 3  # where texts end before a step could be timed
 _DRAFTS: Final = 4  # of a step, where k is chosen while decoding
 
@@ -226,7 +226,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """The model that drafts, alone or behind a lookup."""
+    """The model that drafts, alone or after a lookup."""
     proposer = engine.parts.proposer
     proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
     model = proposer.model if isinstance(proposer, DraftModel) else None

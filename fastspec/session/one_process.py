@@ -6,10 +6,10 @@ from typing import ClassVar, NoReturn
 
 
 class OfOneProcess:
-    """Says in words that it is neither copied nor pickled.
+    """Refuses to be copied or pickled, and says what to do instead.
 
     Attributes:
-        instead: what to do, in words.
+        instead: what to do, for the error.
     """
 
     instead: ClassVar[str] = "make one in each process"

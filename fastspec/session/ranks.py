@@ -90,7 +90,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
 
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
-    """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
+    """Whether the draft is split where `draft_tensor_parallel` is not given: on GPUs, if that shortens its passes."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer

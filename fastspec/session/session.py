@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 from fastspec.errors import UnsupportedOption
 from fastspec.output import Stats
@@ -81,7 +80,7 @@ class Session:
 
         self.loop = Loop(scheduler, make_ready)
         if several:
-            self.loop.guarded = partial(self.ranks.guarded, "stepping")
+            self.loop.guarded = self.ranks.stepping
         if self._leader is not None:
             self.loop.before_turn, self.loop.forget = self._leader.tell, self._leader.numbers.forget
         self._joining = threading.Lock()  # nothing joins while the session is being closed
@@ -99,9 +98,10 @@ class Session:
         return self.running
 
     def check_open(self) -> None:
-        """Raises RuntimeError where the session is closed."""
+        """Raises RuntimeError where the session is closed, or its thread is in another process."""
         if self.running is None:
             raise RuntimeError("this generator is closed; make a new one")
+        self.loop.check_here()
 
     @property
     def engine(self) -> Engine:
@@ -173,11 +173,12 @@ class Session:
         """
         if self.ranks.size == 1 or self.ranks.first:
             raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+        self.ranks.world.check()
         numbers = Numbers()
         with self._joining, self.alone():
             turns = Turns(self.ranks.world)
             self.loop.forget = numbers.forget
-        with self.ranks.guarded("following rank 0"):
+        with closing(turns), self.ranks.guarded("following rank 0"):
             turns.begin()
             messages: list[Message] = []
             while None not in messages:
@@ -330,7 +331,7 @@ class Session:
 
     @property
     def rows(self) -> int:
-        """At once."""
+        """Rows that decode at once."""
         return self.settings.layout.batch
 
     def stats(self, call: Prepared, start: float, end: float) -> Stats:

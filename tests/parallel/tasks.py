@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import torch
@@ -137,8 +138,25 @@ def refusal(call: Any, *arguments: Any, **options: Any) -> str:
 
 def follow_and_fail(here: Rank, name: str, how: str) -> str:
     """Follows rank 0 until its first steps, then fails."""
-    generator, steps = here.kept[name], 0
-    scheduler = generator._session.running
+    _fail_in_a_step(here, name, how)
+    here.kept[name].follow()
+    return "followed"
+
+
+def submit_and_fail(here: Rank, name: str, how: str) -> list[str]:
+    """What rank 0 is told where it fails itself."""
+    _fail_in_a_step(here, name, how)
+    return submit_and_see(here, name)
+
+
+def fail_in_a_step(here: Rank, name: str, how: str) -> Any:
+    """A call in whose steps this rank fails."""
+    _fail_in_a_step(here, name, how)
+    return text(here, name, {"max_new_tokens": 40})
+
+
+def _fail_in_a_step(here: Rank, name: str, how: str) -> None:
+    scheduler, steps = here.kept[name]._session.running, 0
     real = scheduler.step
 
     def step() -> Any:
@@ -147,12 +165,12 @@ def follow_and_fail(here: Rank, name: str, how: str) -> str:
         if steps > 3:
             if how == "die":
                 os._exit(3)
-            raise ZeroDivisionError("a rank's own error")
+            if how == "raise":
+                raise ZeroDivisionError("a rank's own error")
+            os.kill(os.getpid(), signal.SIGSTOP)
         return real()
 
     scheduler.step = step
-    generator.follow()
-    return "followed"
 
 
 def submit_and_see(here: Rank, name: str) -> list[str]:

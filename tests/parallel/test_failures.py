@@ -45,6 +45,19 @@ def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_
         ranks.stop()
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_nobody_waits_for_a_rank_0_that_is_stopped(follows: bool, pair: Pair, tmp_path: Path) -> None:
+    """With it stops the store of all signs of life, which then answers nobody."""
+    ranks = Processes(2, tmp_path / "meeting")
+    try:
+        ranks.run(tasks.open_generator, "fails", {"pair": pair, "tensor_parallel": "auto"})
+        ranks.send(1, tasks.follow if follows else tasks.text, "fails", *([] if follows else [{"max_new_tokens": 40}]))
+        ranks.send(0, tasks.submit_and_fail if follows else tasks.fail_in_a_step, "fails", "stop")
+        assert ranks.answer(1).startswith("RankFailed: rank 0 gave no sign of life")
+    finally:
+        ranks.stop()
+
+
 def test_who_counts_a_rank_as_dead_tells_the_others() -> None:
     """Who has seen that rank's signs in time would else wait for the one that gave up."""
     first = Monitor(0, 3, None)

@@ -78,8 +78,24 @@ def test_a_rank_that_fails_while_it_follows_is_named(how: str, pair: Pair, tmp_p
         ranks.send(0, tasks.submit_and_see, "fails")
         step, behind = ranks.answer(0)
         cause = "rank 1 gave no sign of life" if how == "die" else "rank 1 raised ZeroDivisionError: a rank's own error"
-        assert cause in step, step
+        assert step.startswith(f"RankFailed: {cause}"), step
+        assert "Submit them again" not in step, "no rank can"
         assert behind.startswith(f"RankFailed: {cause}"), behind
         assert (NOTHING if how == "die" else "ZeroDivisionError") in ranks.answer(1)
+    finally:
+        ranks.stop()
+
+
+def test_rank_0_that_fails_while_it_steps_is_named_to_all(pair: Pair, tmp_path: Any) -> None:
+    ranks = Processes(2, tmp_path / "meeting")
+    try:
+        ranks.run(tasks.open_generator, "fails", {"pair": pair, "tensor_parallel": 2})
+        ranks.send(1, tasks.follow, "fails")
+        ranks.send(0, tasks.submit_and_fail, "fails", "raise")
+        cause = "RankFailed: rank 0 raised ZeroDivisionError: a rank's own error"
+        for said in (*ranks.answer(0), ranks.answer(1)):
+            assert said.startswith(cause), said
+        ranks.send(1, tasks.follow, "fails")
+        assert ranks.answer(1).startswith(cause)
     finally:
         ranks.stop()

@@ -169,6 +169,18 @@ def test_what_ranks_do_not_compute_together_is_refused(monkeypatch: pytest.Monke
         on_each(2, lambda rank, between: part_of(sparse, Share(rank, 2, 2), between))
 
 
+@pytest.mark.slow
+def test_ranks_refuse_alike_behind_loading_and_go_on(two: Processes, tmp_path: Path) -> None:
+    for name, changes in (("gemma3n_text", {"activation_sparsity_pattern": [0.5] * 4}), ("gpt_neox", {})):
+        module = live(name, **changes).module
+        assert isinstance(module, PreTrainedModel)
+        module.save_pretrained(tmp_path / name)
+        options = {"pair": (str(tmp_path / name), None), "lookup": True, "tensor_parallel": 2}
+        for said in two.run(tasks.open_generator, name, options):
+            assert ("2 ranks together compute something else" in said) == bool(changes), said
+    assert two.run(tasks.texts, "gpt_neox", CALLS[:1]) == [one({**options, "tensor_parallel": 1}, CALLS[:1])] * 2
+
+
 STYLES = {"layers.*.self_attn.q_proj": "by_turns"}
 REFUSED = {
     "no plan": ({}, "transformers publishes no plan for it"),

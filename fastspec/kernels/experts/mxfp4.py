@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What comes behind the product.
+    """What comes after the product.
 
     Attributes:
         bias: [E, N] or None. out: [R * CHOSEN, N], or N / 2 where gated.

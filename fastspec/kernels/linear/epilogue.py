@@ -226,7 +226,7 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Column of the output that a weight row's sums go to, for a tile behind tile_id others."""
+    """Column of the output that a weight row's sums go to, for a tile after tile_id others."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -276,7 +276,7 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    """Layout of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
     spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]

@@ -4,7 +4,7 @@
 
 To the bits of `reference.layer_tail` out of packed products. A product's result is stored in the order in which the
 next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and attention's output
-may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices behind its last product.
+may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices after its last product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def runs_on_tma(weights: list[Weight], rows: int) -> bool:
 
 
 class NextInput(NamedTuple):
-    """The residual stream x [M, hidden], and what the product behind it reads.
+    """The residual stream x [M, hidden], and what the product after it reads.
 
     Attributes:
         permuted: x times the norm's weight, as `permuted_rows` orders it.

@@ -121,7 +121,7 @@ class Tma:
 
     @property
     def boxes(self) -> list[int]:
-        """`boxes` of the weight rows, three with zeros behind."""
+        """`boxes` of the weight rows, three with zeros after."""
         sizes = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 

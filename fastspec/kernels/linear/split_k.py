@@ -142,12 +142,12 @@ def given_kernel(
     out_ptr,  # [M, K], the sums, or None
     gamma_ptr,  # int32 words [K / 2], or None
     given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
-    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product behind; None as gamma_ptr
+    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after; None as gamma_ptr
     M,
     SPLITS: gl.constexpr,  # of the product before
     PAIRWISE: gl.constexpr,  # of its parts that are added up first
     K: gl.constexpr,
-    S: gl.constexpr,  # of the product behind
+    S: gl.constexpr,  # of the product after
     KT: gl.constexpr,
     ROOM: gl.constexpr,  # words, a power of two
     SHARED: gl.constexpr,  # words of shared memory, ROOM at least; more than that for fewer programs to share it

@@ -47,13 +47,13 @@ _boxes = gluon.constexpr_function(boxes)  # what device code can call
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Of sums [R, GROUP] of warp groups."""
+    """Layout of sums [R, GROUP] of warp groups."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
 def pieces_layout(R, warps, pieces=2):
-    """Of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    """Layout of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
     held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
@@ -77,7 +77,7 @@ def _steps_in_all(STEPS, S, pairwise, apart):
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    """In groups of 16 rows, as `_box_size`."""
+    """Where box `index` of a tile begins, in groups of 16 weight rows."""
     return sum(_boxes(OWN)[:index]) // 16
 
 
@@ -160,7 +160,7 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one behind the other."""
+    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one after the other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -172,7 +172,7 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """One pass over K: the step behind it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+    """One pass over K: the step after it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
 
     Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
     """

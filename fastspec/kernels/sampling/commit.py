@@ -125,7 +125,7 @@ def commit_row(
     counts = tl.load(state.draft_counts + row)
     stop_ids = tl.load(state.stop_ids + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
     if entries_ptr is not None:
-        # nobody counts the step before every row has been committed
+        # the step is counted only after every row has been committed
         sequence = tl.load(counter_ptr) + 1
         beyond = (place > num_drafts) & (place < places)
         old_block = tl.load(state.block + row * block_stride + place, mask=beyond, other=0)

@@ -232,7 +232,7 @@ def _end_kernel(
             BLOCKS,
         )
         tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
-        # behind the barrier in commit_row: all have read
+        # after the barrier in commit_row: all have read
         used = place <= num_drafts
         zeros = tl.zeros([PLACES], tl.int64)
         tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)

@@ -139,7 +139,7 @@ class _Trial:
         )  # the comparison has written K/V of other inputs to the pages
 
     def _first_difference(self, first: int, count: int) -> str:
-        """The first submodule whose output for token `first` depends on the tokens fed behind it."""
+        """The first submodule whose output for token `first` depends on the tokens fed after it."""
         alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
         among = self._outputs(lambda: self._feed(first, count - first, self._tiling))
         for (name, one), (_, many) in zip(alone, among, strict=True):

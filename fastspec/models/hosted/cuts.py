@@ -1,7 +1,7 @@
 """What each rank has of a hosted model, by the plan that transformers publishes with its config.
 
 The plan (`base_model_tp_plan`) names products that are cut by rows or by columns, and experts whose columns are cut.
-What it leaves whole, or gathers at once, is whole on every rank here.
+What it leaves whole, or gathers right after the product, is whole on every rank here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     """What must divide; as `parallel.slices.Sizes` asks.
 
     Attributes:
-        num_heads, num_kv_heads: 0: the plan leaves attention whole.
+        num_heads, num_kv_heads: 0 where the plan leaves attention whole.
     """
 
     family: str
@@ -59,7 +59,7 @@ class HostedCut:
 
     @property
     def said(self) -> str:
-        """What is cut, for people."""
+        """What is cut, for `explain()`."""
         counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
         experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
         if self.share.size == 1:
@@ -106,7 +106,7 @@ def _pattern(name: str) -> str:
 def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> Kind:
     if style == _EXPERTS and is_experts:
         if getattr(part, "has_post_expert_norm", False):
-            raise UnsupportedModel(f"{name}: a norm behind each expert needs what all ranks have of it")
+            raise UnsupportedModel(f"{name}: a norm after each expert needs what all ranks have of it")
         return "experts"
     if style in ("colwise", "rowwise") and type(part) is nn.Linear:
         return "rows" if style == "colwise" else "columns"
@@ -170,7 +170,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: Kind, share: Share
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: Share) -> Tensor:
-    """[parts, ...] of a stack of all experts [experts, ...]; of what is no stack all."""
+    """This rank's [parts, ...] of a stack of all experts [experts, ...]; what is no stack is returned whole."""
     if key not in STACKS:
         return tensor
     if key == "down_proj_bias":  # added once

@@ -95,7 +95,7 @@ class HostedInfo:
 
     @property
     def head_dim(self) -> int:
-        """The widest head."""
+        """head_dim of the widest head."""
         return max(call.head_dim for call in self.probed.calls)
 
     @property

@@ -27,7 +27,7 @@ class Seen:
     """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
 
     Attributes:
-        inputs: of each layer, as they came, and the last hidden states behind them.
+        inputs: of each layer, as they came, and the last hidden states after them.
         attended: what its attention module returned.
     """
 
@@ -123,7 +123,7 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Of each token, the norm of the difference as a share of the mean norm."""
+    """For each token, the norm of the difference as a share of the mean norm."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

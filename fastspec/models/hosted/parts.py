@@ -1,4 +1,4 @@
-"""A rank's part of a hosted model's products and experts: sums over ranks stand behind what is cut by columns.
+"""A rank's part of a hosted model's products and experts: sums over ranks follow what is cut by columns.
 
 Products are multiplied in `Share.own_parts` pieces, so that their shapes do not depend on how many ranks there are.
 """

@@ -121,7 +121,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """That submodule, or the module itself."""
+    """The submodule of `base_name`, or the module itself."""
     return module.get_submodule(base_name(module))
 
 

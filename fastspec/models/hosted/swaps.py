@@ -22,7 +22,8 @@ _EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenate
 UP: Final = ("gate_up_proj", "up_proj")
 # parameters of a module of experts, with an axis of experts in front
 STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_bias")
-PARTS: Final = "fastspec_parts"  # of such a module on one rank of several: STACKS have an axis of so many parts before
+# of such a module on one of several ranks: the number of its parts, a first axis of all STACKS
+PARTS: Final = "fastspec_parts"
 STEP_QUERIES: Final = 17  # more query tokens are a prompt's
 _PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
 _ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
@@ -107,7 +108,7 @@ _NUMBERS: Final = (torch.tensor, Tensor.to)
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """What torch.tensor or Tensor.to make of one number, if it goes from host memory to a device; else None."""
+    """The result of torch.tensor or Tensor.to for one number that goes from host memory to a device; else None."""
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
         return None
@@ -209,7 +210,7 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 class _Part:
-    """Experts of which a rank has some columns: one part of them, whose stacks lie one behind the other."""
+    """One part of the experts of which a rank has some columns: takes that part's entry of every stack."""
 
     def __init__(self, experts: Any, part: int) -> None:
         self._experts, self._index = experts, part
@@ -242,7 +243,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The same sums, of a prompt's tokens."""
+    """The same sums, for the tokens of a prompt."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 

@@ -145,10 +145,12 @@ class NamedTensors(RenamedTensors):
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
-    """The parameter among those wanted that a stored name means, which may lack `model.` or have one too many."""
+    """The parameter among those wanted that a stored name means, which may lack `model.` or have some too many."""
     text = stored.removeprefix(PREFIX)
     for part in TEXT:  # of a model that has other parts beside its text model
         text = text.removeprefix(part)
+    while text.startswith(PREFIX + PREFIX):  # as transformers 5.17 saves some of them
+        text = text.removeprefix(PREFIX)
     for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
         if name in wanted:
             return name

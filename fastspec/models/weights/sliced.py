@@ -254,7 +254,7 @@ class SlicedTensors:
         self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Of every tensor, with the shape of its slice."""
+        """Every tensor, with the shape of its slice."""
         return self._infos
 
     @contextmanager

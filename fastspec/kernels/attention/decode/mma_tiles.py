@@ -160,7 +160,7 @@ def staged_rows(G):
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """Of product P, those that G groups have: ROWS, or EIGHT where there is no other half."""
+    """How many rows of product P are used by G groups: ROWS, or EIGHT if G is odd and it is the last."""
     return 16 if G > 2 * P + 1 else 8
 
 

@@ -23,7 +23,7 @@ class Pipeline(NamedTuple):
     """Shared memory that the loading warp fills and the multiplying warps read.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K or V, by turns; uint8 as TMA brings those of a cache in 8 bits.
+        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 where TMA brings those of a cache in 8 bits.
         full, free: barriers [STAGES]: a stage's tile has come; it has been read.
         stored: one barrier: new K and V are in the cache.
     """
@@ -265,7 +265,7 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """(number among the CTA's splits, first key, end of the split) of the tile behind the one that these say."""
+    """(number among the CTA's splits, first key, end of the split) of the tile after the one that these say."""
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
     inside = here + KEYS < end

@@ -38,7 +38,7 @@ from fastspec.kernels.linear.portable.parts import finish, norm_kernel, offer, r
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one program: rows of x, rows of the weight, warps, pipeline stages."""
+    """The tile of one program: rows of x, rows of the weight, warps, pipeline stages."""
 
     rows: int
     block_n: int

@@ -64,7 +64,7 @@ def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: g
 def starts_of(
     given, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Where a tile's codes, scales and zero points begin, where there are any."""
+    """Addresses at which a tile's codes, scales and zero points begin, of those that exist."""
     at = (given.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:

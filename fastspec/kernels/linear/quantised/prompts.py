@@ -118,7 +118,7 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
 
 
 class _Buffers:
-    """Two buffers of a stream, by turns."""
+    """Two buffers of a stream, used alternately."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []

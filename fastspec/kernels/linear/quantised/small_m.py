@@ -72,7 +72,7 @@ class Given(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What comes behind the product; None is absent.
+    """What comes after the product; None is absent.
 
     Attributes:
         row_factors: fp32 [M], of a norm whose weight is in x already.

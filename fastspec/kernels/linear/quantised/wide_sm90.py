@@ -211,7 +211,7 @@ def _pass(
 ):  # fmt: skip
     """One pass over K: the next step, what is loaded for it already, and the pass's sums [R, BM].
 
-    The next K tile is loaded while this one is multiplied; behind the last one, the last one again.
+    The next K tile is loaded while this one is multiplied; after the last one, the last one again.
     loaded: codes, scales and zero points of a K tile.
     """
     pieces, scales, zeros = loaded
