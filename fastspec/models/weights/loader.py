@@ -2,7 +2,7 @@
 
 Files are read later: the weights are allocated first, so that kernels can be compiled and the rest of a model made
 while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own, on which
-values are also packed, or rounded: the thread reads the next values meanwhile, and waits at the end of a matrix at most.
+values are also packed, or rounded: a thread reads the next values meanwhile, and waits at most where a matrix ends.
 """
 
 from __future__ import annotations
