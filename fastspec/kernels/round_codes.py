@@ -155,6 +155,7 @@ def round_groups_kernel(
         error = _errors(tl.sum(_squares(x, scales, "int4", STEPS), axis=1), scales, top)
         chosen = tl.where(error < best, scales, chosen)
         best = tl.minimum(error, best)
+    chosen = tl.where(top < LEAST, 1.0, chosen)
     tl.store(scales_ptr + group, chosen, mask=there)
     codes = _bits(_divided(x, chosen), "int4")
     chunk = first + tl.arange(0, CHUNKS)
@@ -200,6 +201,7 @@ def round_rows_kernel(
     each = top[:, None] + tl.zeros([ROWS, 16], tl.float32)
     errors = _errors(squares, _shrunk(each, place), each)
     chosen = _shrunk(top, tl.argmin(tl.where(place < TRIED, errors, float("inf")), axis=1))
+    chosen = tl.where(top < LEAST, 1.0, chosen)
     tl.store(scales_ptr + row, chosen, mask=there)
     PARTS: tl.constexpr = COLUMNS // 64
     piece = tl.arange(0, ROWS * PARTS)

@@ -7,6 +7,7 @@ sum of squared differences is least: to cut off a few values costs little where 
 
 The square of the distance between a value and what its code stands for, both over the scale, is counted in `STEPS` to
 one, as a whole number. Sums of whole numbers do not depend on their order, and so every device chooses the same scales.
+What has no value that counts has a scale of one: 16 bits hold it beside the scales of other groups.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
         error = squares.sum(-1, dtype=torch.float64).float() * (share * share)
         better = error < best
         best, chosen = torch.where(better, error, best), torch.where(better, scales, chosen)
+    chosen = torch.where(largest < LEAST, 1.0, chosen)
     return _codes(_nearest(groups / chosen[..., None], form), form).flatten(1), chosen
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastspec.kernels.common import rounding
+from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 
@@ -64,6 +65,22 @@ def test_squares_are_counted_in_whole_numbers_of_fp32(form: str) -> None:
     values = torch.randn(16, 128).sign()
     codes = rounded(values, kind_for(form, (16, 128)))
     assert bool(((codes.dequantise(torch.float32) - values).abs() < 2**-8).all())
+
+
+@pytest.mark.parametrize("nothing", [0.0, 1e-39])
+def test_a_group_of_zeros_leaves_scales_in_16_bits(nothing: float) -> None:
+    """Beside weights as small as models have; what is smaller than any 16-bit scale counts as zero."""
+    values = torch.randn(16, 256) * 1e-3
+    values[3, :128] = nothing
+    kind = kind_for("int4", (16, 256))
+    place = PackedCodes.empty((16, 256), kind, False, torch.device("cpu"))
+    planned = place.nbytes
+    place.fill_rounded([(0, values)], rounding.pack_rounded)
+    assert place.scales is not None
+    assert place.scales.dtype == torch.int32
+    assert place.nbytes == planned
+    assert torch.equal(place.dequantise(torch.float32), rounded(values, kind).dequantise(torch.float32))
+    assert not place.dequantise(torch.float32)[3, :128].any()
 
 
 def test_slices_do_not_change_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
