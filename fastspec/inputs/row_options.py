@@ -229,8 +229,8 @@ def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
         rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
         return [values.whole("seed", one, low=-(2**63), high=2**63 - 1) for one in rows]
     if seed is None:
-        # torch's generator of the CPU, wherever tensors are made by default: torch.manual_seed repeats a call. Greedy
-        # rows draw nothing, and leave the caller's random numbers alone
+        # torch's CPU generator, whatever the default device is: torch.manual_seed repeats a call. Greedy rows draw
+        # nothing, and leave the caller's random numbers alone
         seed = int(torch.randint(2**63 - 1, (), device="cpu").item()) if drawn else secrets.randbits(63)
     base = values.whole("seed", seed, low=-(2**63), high=2**63 - 1)
     return [derive_seed(base, prompt, copy) for prompt in range(num_rows) for copy in range(copies)]

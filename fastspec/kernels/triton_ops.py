@@ -114,9 +114,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
 
     A packed or quantised weight has kernels for the passes of steps, and one for prompts: a prompt's passes of any
     number of tokens leave the same bits. With quantised weights passes of up to MAX_ROWS tokens take the steps'
-    kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows. In fp32
-    it is better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a
-    step may have.
+    kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows, but its
+    bits may depend on how many there are: so those of fewer than `packing.PACKED_ROWS` rows, which stand beside packed
+    ones, are multiplied by tiles in 16 bits. In fp32 a library is better there, and for the few rows of a step slower
+    by far, for it would have to be padded to as many as a step may have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
@@ -133,7 +134,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
             return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
-    if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
+    by_library = tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt)
+    if by_library and (wide or tiling.rows is None or weight.shape[0] >= packing.PACKED_ROWS):
         if wide and tiling.rows is not None:
             check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)

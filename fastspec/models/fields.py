@@ -62,9 +62,9 @@ def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
 
 
 def with_floats(value: Any) -> Any:
-    """A value of a JSON file with the numbers that JSON has not: transformers stores {"__float__": "Infinity"} for one.
+    """A value of a JSON file with numbers that JSON lacks: transformers stores infinity as {"__float__": "Infinity"}.
 
-    Anything else is as it is.
+    Anything else is returned as it is.
     """
     if isinstance(value, list):
         return [with_floats(each) for each in value]

@@ -175,7 +175,7 @@ class Ranks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """As `guarded`, for steps that others wait for: an error of this rank is raised as what has ended them all."""
+        """As `guarded`, for steps that others wait for; raises what ended all ranks in place of its own error."""
         try:
             with self.guarded("stepping"):
                 yield

@@ -14,6 +14,7 @@ from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
 from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
@@ -288,8 +289,10 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
-    held = [getattr(layer, each.name) for layer in decoder.layers for each in fields(layer)]
-    yield from (each for each in (*held, *others) if isinstance(each, Weight))
+    parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
+    held = [getattr(part, each.name) for part in parts for each in fields(part)]
+    # of fewer rows a product is by tiles, whatever the number of tokens
+    yield from (each for each in (*held, *others) if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS)
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:

@@ -10,6 +10,7 @@ _FIELDS = {
     "stop_strings": "stop",
     "num_speculative_tokens": "speculative_tokens",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
     "json_schema": "response_format",
 }
@@ -60,6 +61,11 @@ def no_such(status: int, method: str, path: str) -> Refusal:
 def failed(error: Exception) -> Refusal:
     """An error of the model or the device; later requests may be answered."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
+
+
+def going_down() -> Refusal:
+    """The server ends before the answer does."""
+    return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:

@@ -59,7 +59,7 @@ class Body(BaseModel):
     """What both kinds of completion have in common.
 
     A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
-    `min_p`, `repetition_penalty`. Its own: `speculative_tokens`, drafts per step, or "auto".
+    `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`. Its own: `speculative_tokens`, drafts a step, or "auto".
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -79,6 +79,8 @@ class Body(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     # these name the client or the purpose, and change no answer
@@ -121,6 +123,10 @@ class Body(BaseModel):
             )
         elif {"top_p", "top_k", "min_p"} & options.keys():
             options["do_sample"] = True
+        if self.min_tokens is not None:
+            options["min_new_tokens"] = self.min_tokens
+        if self.ignore_eos:
+            options["eos_token_id"] = []
         if self.logit_bias:
             options["logit_bias"] = {_id(key): value for key, value in self.logit_bias.items()}
         if self.stops:
@@ -130,6 +136,10 @@ class Body(BaseModel):
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
         if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:
+            if self.min_tokens:
+                raise Refusal(
+                    "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+                )
             options["json_schema"] = schema
         return options
 

@@ -99,7 +99,7 @@ class Delivery:
             TimeoutError: nothing came for so many seconds.
             RuntimeError: nothing can come, for this process was forked from the one that steps.
         """
-        if not self.done and os.getpid() != self._process:  # before a lock that a thread may have held meanwhile
+        if not self.done and os.getpid() != self._process:  # before any lock, which a thread may have held then
             raise RuntimeError(FORKED)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):

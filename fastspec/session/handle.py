@@ -64,8 +64,11 @@ class Handle(OfOneProcess):
         """
         limit = None if timeout is None else time.monotonic() + timeout
         version = 0
-        while not self.delivery.done:
-            version = self.delivery.wait(version, None if limit is None else max(0.0, limit - time.monotonic()))
+        try:
+            while not self.delivery.done:
+                version = self.delivery.wait(version, None if limit is None else max(0.0, limit - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError(f"the request has not ended within {timeout} s; it goes on, cancel() ends it") from None
         return self._output()
 
     def __iter__(self) -> Iterator[int]:

@@ -71,7 +71,7 @@ class Loop:
         return self._thread is not None
 
     def check_here(self) -> None:
-        """Raises RuntimeError where the thread was left behind by a fork: a child has its parent's objects alone."""
+        """Raises RuntimeError in a forked child: it has its parent's objects, but not its threads."""
         if self._thread is not None and not self._thread.is_alive():
             raise RuntimeError(FORKED)
 

@@ -185,6 +185,13 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(client: Any, gen: Fast
         assert joined(client.completions.create(**asked, stream=True))[:2] == ({0: whole.choices[0].text}, {0: "stop"})
     biased = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, logit_bias={END: 100})
     assert (biased.choices[0].text, biased.choices[0].finish_reason) == ("", "stop")
+    for fields, length in (
+        ({"ignore_eos": True}, 9),
+        ({"min_tokens": 4}, 5),
+        ({"min_tokens": 0, "ignore_eos": False}, 1),
+    ):
+        asked = {"model": "small", "prompt": PROMPT, "max_tokens": 9, "logit_bias": {END: 100}, "extra_body": fields}
+        assert client.completions.create(**asked).usage.completion_tokens == length
     assert tokenizer.eos_token_id == END
     assert output.finish_reasons == ["length"]
 

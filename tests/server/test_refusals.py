@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
+from fastspec.server.errors import too_late
 from fastspec.server.service import Limits
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
@@ -63,7 +64,8 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("max_tokens", "4", "max_tokens: .*integer"),
         ("temperature", 3, "temperature"),
         ("top_k", -2, "top_k"),
-        ("ignore_eos", True, "ignore_eos is not supported"),
+        ("stop_token_ids", [3], "stop_token_ids is not supported"),
+        ("min_tokens", 5, "min_new_tokens=5 is more than"),
         ("top_p", 1.1, "top_p"),
         ("logprobs", 21, "logprobs"),
         ("logit_bias", {"x": 1}, "logit_bias"),
@@ -124,6 +126,12 @@ def test_a_field_of_a_chat_is_named(server: Running, field: str, value: Any, say
     assert re.search(says, answer["error"]["message"]), answer["error"]["message"]
 
 
+def test_a_schema_may_end_before_the_least_tokens(server: Running) -> None:
+    status, answer = post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "json_object"}})
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    assert post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "text"}})[0] == 200
+
+
 def test_bodies_that_are_none(server: Running) -> None:
     assert post(server, b"{")[0] == 400
     assert post(server, b"[]")[0] == 400
@@ -170,7 +178,7 @@ def test_time_is_limited(gen: FastSpecGenerator) -> None:
 
         async def hurried(body: Any) -> Any:
             job = await start(body)
-            job._stop()
+            job.stop(too_late(1))
             return job
 
         server.service.start = hurried  # type: ignore[method-assign]

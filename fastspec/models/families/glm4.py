@@ -1,7 +1,7 @@
-"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; in `glm4` norms behind, too.
+"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; `glm4` has norms after each part, too.
 
-The text model of GLM-4.1V is that of `glm4` with biases: the three positions of its rope are one where all tokens are
-text.
+The text model of GLM-4.1V is that of `glm4` with biases: the three positions of its rope are equal where all tokens
+are text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types.
-The text model of Qwen3-VL is the same: the three positions of its rope are one where all tokens are text.
+The text model of Qwen3-VL is the same: the three positions of its rope are equal where all tokens are text.
 
 Qwen3.5 and 3.6, dense: gated delta-rule layers, and full attention in every fourth layer, with an output gate and a
 rope of a part of each head; norms 1 + w.

@@ -31,6 +31,7 @@ from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code
 from fastspec.models.text_parts import native_text_part
 from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
@@ -44,7 +45,6 @@ from fastspec.models.weights.quantised import cache_scales
 from fastspec.models.weights.quantised.cache_scales import CacheScales
 from fastspec.models.weights.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code
 from fastspec.models.weights.shapes import check_no_others, check_tensors, tensor_shapes
 from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, read_json
 

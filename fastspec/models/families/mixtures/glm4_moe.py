@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert; first layers dense.
 
-So is the text model of GLM-4.5V and 4.6V: the three positions of its rope are one where all tokens are text.
+So is the text model of GLM-4.5V and 4.6V: the three positions of its rope are equal where all tokens are text.
 """
 
 from __future__ import annotations

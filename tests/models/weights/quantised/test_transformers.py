@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.quantised.write import write_quantised
 from fastspec.models.weights.sources import resolve
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.versions import OLDER
 from tests.models.weights.quantised.test_checkpoints import SMALL, made
 
 pytest.importorskip("compressed_tensors", reason="transformers reads its layouts by it")
-
-KNOWN = Version("5.24")  # reads all layouts of this file; 5.17 looks for 8 bits by the names of 4
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # that a config is overwritten, as it is to be
 
@@ -33,8 +30,8 @@ def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -
 
     how = {"quantization_config": config, "dtype": dtype, "output_loading_info": True}
     theirs, found = AutoModelForCausalLM.from_pretrained(path, **how)
-    if found["missing_keys"] and Version(transformers.__version__) < KNOWN:
-        pytest.skip("an older transformers does not find these tensors")
+    if found["missing_keys"] and OLDER:
+        pytest.skip("an older transformers looks for 8 bits by the names of 4")
     checkpoint = resolve(path, role="target")
     ours = load_weights(checkpoint, dtype=dtype, device=torch.device("cpu"), progress=False)
     assert checkpoint.quantisation is not None

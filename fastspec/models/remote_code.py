@@ -1,7 +1,7 @@
-"""Code that lies beside a checkpoint: never run, and where it is more than transformers' own of that name, refused.
+"""Code beside a checkpoint is never run: a config that names it is refused, unless transformers has the class.
 
-Publishers put `auto_map` into configs of types that transformers had not yet when they were published, as Phi-4-mini or
-DeepSeek-V3. Since it has them, it reads such a checkpoint by its own classes unless it is told otherwise, and so do we.
+Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
+DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO_MAP: Final = "auto_map"
 
 
 def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuses a file that asks for code from the checkpoint, but for classes that transformers has by that name.
+    """Refuses a config that names code beside the checkpoint, unless transformers has classes of these names.
 
     Raises:
         UnsupportedModel: names the file.
@@ -38,8 +38,8 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 def names_causal_model(named: str, model_type: str) -> bool:
     """Whether an entry of `architectures` is the causal model that transformers has for a type.
 
-    A publisher's own name counts where transformers writes it in other cases, as "PhiMoEForCausalLM", or reads the type
-    by a class of another type, as EXAONE 3.5 by Llama's.
+    A publisher's own name counts where only the case of letters differs, as "PhiMoEForCausalLM", or where transformers
+    reads the type with a class of another type, as EXAONE 3.5 with Llama's.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -56,7 +56,7 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether the config and the causal model that `auto_map` names are those of transformers by that name."""
+    """Whether `auto_map` names the config and the causal model that transformers has for this type."""
     from transformers import CONFIG_MAPPING
 
     kind, named = raw.get("model_type"), raw.get("architectures")
