@@ -133,7 +133,7 @@ def _verify_kernel(
         level = (ranked >> 31) - 0x80000000
         invalid = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
         first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
-        accepted = tl.where(first_invalid <= accepted, -1 - first_invalid, accepted)
+        accepted = tl.where(first_invalid <= accepted, first_invalid - 1, accepted)
         commit_row(
             row,
             accepted,
