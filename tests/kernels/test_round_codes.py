@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels import round_codes
 from fastspec.kernels.round_codes import pack_rounded
 
-BF16 = torch.bfloat16
+BF16, CPU = torch.bfloat16, torch.device("cpu")
 GROUPS = (32, 64, 128)
 FORMS = [*(("int4", group) for group in GROUPS), ("int8", 0), ("fp8", 0)]
 
@@ -31,20 +31,22 @@ def kind(form: str, group: int, width: int) -> CodesKind:
 
 
 def check(values: Tensor, kind: CodesKind, gated: bool = False, runs: tuple[int, ...] = ()) -> PackedCodes:
-    """What the kernel packs, a number of rows at a time, is what the definition packs."""
+    """What the kernel packs, a number of rows at a time, is what the definition packs, on its device and on a CPU."""
     shape = (values.shape[0], values.shape[1])
-    found, wanted, whole = (PackedCodes.empty(shape, kind, gated, values.device) for _ in range(3))
+    found, wanted, whole = (
+        PackedCodes.empty(shape, kind, gated, device) for device in (values.device, CPU, values.device)
+    )
     found.fill_rounded(_runs(values, gated, runs), pack_rounded)
-    wanted.fill_rounded(_runs(values, gated, runs), rounding.pack_rounded)
+    wanted.fill_rounded(_runs(values.cpu(), gated, runs), rounding.pack_rounded)
     whole.fill(rounding.rounded(values, kind))
     for other in (wanted, whole):
         assert found.form == other.form == kind.format
-        assert torch.equal(found.words, other.words)
-        assert torch.equal(found.factors, other.factors)
+        assert torch.equal(found.words.cpu(), other.words.cpu())
+        assert torch.equal(found.factors.cpu(), other.factors.cpu())
         assert (found.scales is None) == (other.scales is None) == (kind.format != "int4")
         if found.scales is not None and other.scales is not None:
             assert found.scales.dtype == other.scales.dtype
-            assert torch.equal(found.scales, other.scales)
+            assert torch.equal(found.scales.cpu(), other.scales.cpu())
     return found
 
 

@@ -270,14 +270,15 @@ class Loader:
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
         """The rows of a weight, a run of whole tiles at a time: (number of the first tile, rows), the gate's first.
 
-        The next run takes the memory of the one before it.
+        The next run takes the memory of the one before it, in the order of the stream.
         """
         (n, k), halves = place.shape, 2 if place.gated else 1
         stored = [self._source.read(name) for name in names]
-        step = max(1, VALUES // (16 * k))
+        step = min(max(1, VALUES // (16 * k)), n // 16)
+        room = torch.empty((step * 16, k), dtype=self.dtype, device=self._device)
         for tile in range(0, n // 16, step):
             count = min(step, n // 16 - tile) * 16 // halves
-            run = torch.empty((halves * count, k), dtype=self.dtype, device=self._device)
+            run = room[: halves * count]
             for half in range(halves):
                 start = half * n // 2 + tile * 16 // halves
                 self._fill_rows(names, stored, start, run[half * count : (half + 1) * count], staging)
