@@ -251,15 +251,18 @@ class Loader:
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         plain = all(self._source.kind(name) is None for name in names)
-        if kind is not None and plain:
-            place.fill(rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
-        elif place.format == "rows":
-            self._fill_tensor(names, place.data, order, 0.0, staging)
-        elif order is None and plain:
+        values = partial(self._rounded, kind if plain else None)
+        if place.format == "packed" and order is None and plain:
             for tile, run in self._runs(names, place, staging):
-                place.fill_run(tile, run)
+                place.fill_run(tile, values(run))
+        elif place.format == "rows" and (kind is None or not plain):
+            self._fill_tensor(names, place.data, order, 0.0, staging)
         else:
-            place.fill(self._rows(names, place, order, staging))
+            place.fill(values(self._rows(names, place, order, staging)))
+
+    def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
+        """What codes of a kind stand for, of rows that are rounded to it; None: the rows."""
+        return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
         with self._launching:  # a kernel that is compiled by its first launch is compiled once

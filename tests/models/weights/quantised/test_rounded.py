@@ -47,12 +47,17 @@ def test_matrices_are_rounded_and_a_drafts_head_too(plain: Path, form: str) -> N
         assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == weights.nbytes()
 
 
-@pytest.mark.parametrize("form", [*FORMATS, None])
-def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: two tiles at a time give the bits of whole matrices, also of gate and up, whose rows alternate."""
+@pytest.mark.parametrize(("form", "kept"), [*((form, True) for form in FORMATS), ("int4", False), (None, False)])
+def test_packed_weights_are_made_run_by_run(
+    form: str | None, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: two tiles at a time give the bits of whole matrices, also of gate and up, whose rows alternate.
+
+    kept: as codes, or as the values that they stand for.
+    """
     ops = replace(
         TORCH_OPS,
-        keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind),
+        keeps_codes=lambda shape, kind, *_: kept and can_pack_codes(shape, kind),
         weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows",
     )
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
@@ -73,7 +78,7 @@ def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, mo
             formats.add(weight.format)
             assert torch.equal(weight.unpack(), getattr(other, name).unpack()), name
     assert torch.equal(packed.head.unpack(), rows.head.unpack())
-    assert formats == {"packed" if form is None else "codes"}
+    assert formats == {"codes" if kept else "packed"}
     assert {16, 32} <= set(runs), "gate and up by turns, others in runs of two tiles"
 
 
