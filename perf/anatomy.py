@@ -25,7 +25,7 @@ KINDS = (
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),
     ("experts", ("expert_kernel", "mxfp4_kernel", "route_kernel", "router_kernel", "list_kernel")),
     ("activation", ("_gelu_kernel", "_gate_kernel")),
-    ("loading", ("_round_kernel",)),
+    ("loading", ("round_groups", "round_rows")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
     ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),

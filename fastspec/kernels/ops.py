@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.kernels.common.rounding import rounded
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.rounding import pack_rounded
 from fastspec.kernels.common.weights import Format, Weight
 
 
@@ -26,7 +27,7 @@ class Ops:
         weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
         keeps_codes: ((N, K), kind, dtype of activations, device) -> whether `linear`, `argmax` and `embed` read a
             quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
-        rounded: (matrix [N, K], kind) -> its codes, as `common.rounding.rounded` defines them.
+        pack_rounded: (packed matrix, tile, rows) -> scales, as `common.rounding.pack_rounded`, which defines it.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
             work in, given back to `attend` and `argmax` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
@@ -45,7 +46,7 @@ class Ops:
     name: str
     weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
     keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
-    rounded: Callable[[Tensor, CodesKind], Codes]
+    pack_rounded: Callable[[PackedCodes, int, Tensor], Tensor]
     workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
     workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
     keeps_experts: Callable[[tuple[int, int], torch.dtype, torch.device], bool]
@@ -92,7 +93,7 @@ TORCH_OPS = Ops(
     name="torch",
     weight_format=lambda shape, dtype, device: "rows",
     keeps_codes=lambda shape, kind, dtype, device: False,
-    rounded=rounded,
+    pack_rounded=pack_rounded,
     workspace=lambda device, batch, max_queries, max_positions, heads: None,
     workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
     keeps_experts=lambda shape, dtype, device: False,

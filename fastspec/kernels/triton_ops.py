@@ -43,7 +43,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.rotate import rotate as rotate_heads
-from fastspec.kernels.round_codes import rounded
+from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -265,7 +265,7 @@ TRITON_OPS = Ops(
     name="triton",
     weight_format=weight_format,
     keeps_codes=keeps_codes,
-    rounded=rounded,
+    pack_rounded=pack_rounded,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     keeps_experts=keeps_experts,

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fastspec.kernels.common.rounding import FORMATS, kind_for
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
@@ -23,7 +24,7 @@ from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
 from fastspec.kernels.rotate import rotate
-from fastspec.kernels.round_codes import rounded
+from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -40,6 +41,7 @@ EPS = 1e-5
 
 VOCABS = (32000, 128256, 256000)
 BATCH, DRAFTS = 4, 4
+OF_GROUPS, OF_ROWS = [CodesKind("int4", (1, size)) for size in (32, 64, 128)], CodesKind("fp8", (1, 4096))
 CROWD = 160  # rows: more than a GPU has SMs
 
 
@@ -89,9 +91,9 @@ def steps(arch: int) -> Calls:
         )
         yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
         yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
-    for form in FORMATS:
-        matrix, kind = on_meta((64, 4096), BF16), kind_for(form, (64, 4096))
-        yield f"round {form}", partial(rounded, matrix, kind)
+    for kind in (*OF_GROUPS, OF_ROWS, OF_ROWS._replace(format="int8")):
+        place = PackedCodes.empty((64, 4096), kind, False, META)
+        yield f"round {kind}", partial(pack_rounded, place, 1, on_meta((48, 4096), BF16))
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
