@@ -24,6 +24,7 @@ from fastspec.kernels.common.compilers import Compilers
 from fastspec.kernels.common.launch import compiling
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.launches import reads_raised
 from fastspec.kernels.linear.prefill import prefill_linear
 from fastspec.kernels.linear.quantised.plan import WIDE_FROM
 from fastspec.kernels.linear.quantised.prompts import prefill_quantised
@@ -92,7 +93,7 @@ class Chain:
         products = MODELS[self.model][1]
         hidden = products[0].k
         start, attended = torch.randn(2, rows, 1, hidden, device=CUDA).to(BF16)
-        if rows >= WIDE_FROM.get(self.form, 9):  # type: ignore[call-overload]
+        if rows >= WIDE_FROM.get(self.form, 9) and not reads_raised(self.layers[0][1]):  # type: ignore[call-overload]
             attended = regrouped(attended)
         layers = layers_of(products, [list(each) for each in zip(*self.layers, strict=True)])
 
