@@ -29,6 +29,7 @@ from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.launches import reads_raised
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.linear.layer_tail import runs_on_tma
 from fastspec.kernels.linear.plan import supported
@@ -106,7 +107,8 @@ def attend(
     `tiling` is ignored: kernels have tiles of their own.
     """
     positions: Tensor = tensors[6]
-    regroup = product is not None and runs_on_tma([product], positions.numel())
+    # codes of 8 bits want rows raised as well, which what regroups them does at no cost
+    regroup = product is not None and not reads_raised(product) and runs_on_tma([product], positions.numel())
     return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 
 

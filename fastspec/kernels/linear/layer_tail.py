@@ -85,8 +85,12 @@ def mlp(
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
-    _launch(_tile(layer.gate_up, len(x), gated=True), call, squares, pdl, regroup_out=True)
-    out = _raised_for(layer.down, out)
+    tile = _tile(layer.gate_up, len(x), gated=True)
+    if isinstance(tile, Wide):
+        launch_wide(tile, call, squares, pdl, regroup_out=True, raise_out=reads_raised(layer.down))
+    else:
+        launch_tma(tile, call, squares, pdl, regroup_out=True)
+        out = _raised_for(layer.down, out)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
     norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
@@ -107,11 +111,9 @@ def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
     return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
 
 
-def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
+def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> Parts | None:
     """The product, as `launch_tma` has it."""
-    if isinstance(tile, Wide):
-        return launch_wide(tile, call, squares, pdl, regroup_out)
-    return launch_tma(tile, call, squares, pdl, regroup_out)
+    return launch_wide(tile, call, squares, pdl) if isinstance(tile, Wide) else launch_tma(tile, call, squares, pdl)
 
 
 def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
