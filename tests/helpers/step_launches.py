@@ -19,6 +19,7 @@ from fastspec.kernels.joined import joined_norms
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -99,6 +100,8 @@ def steps(arch: int) -> Calls:
             yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, published)
         for published in (True, False):
             yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
+    for parts in (2, 8):
+        yield f"greedy by keys {parts}", partial(_greedy_by_keys, parts)
     yield "publish", partial(publish, *ring, state, drafting=True)
     yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
 
@@ -132,6 +135,12 @@ def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
     record = _records(state, vocab, details if published else None) if recorded else None
     scratch = scratch_of(batch, DRAFTS, META)
     verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
+
+
+def _greedy_by_keys(parts: int) -> None:
+    state = _state(64)
+    keys = PartKeys(on_meta((BATCH, DRAFTS + 1, parts), I64), 64 // parts)
+    verify_commit(keys, state, scratch_of(BATCH, DRAFTS, META), _outbox(state)[0])
 
 
 def sampled(vocab: int, arch: int) -> Calls:
